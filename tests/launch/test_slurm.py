@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,8 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
     """Two nodes train and one serves; paths and settings have what a shell would take apart."""
     run, description = str(tmp_path / "a run's $HOME"), "description=it's `one` $(date) word *"
     options = ["--nodes", "2", "--servers", "1", "--gpus", "2", "--run", run]
-    script = printed("joint_8b", description, *options, cwd=tmp_path)
+    settings = [description, "engine.head_dtype=fp32", "engine.max_model_len=9000", "engine.max_num_seqs=512"]
+    script = printed("joint_8b", *settings, *options, cwd=tmp_path)
     records = RECORDS.format(python=sys.executable, folder=str(tmp_path), servers=2)
     with submitted(script, tmp_path, {"torchrun": records, "vllm": records}, "one,two,three") as job:
         assert job.wait(60) == 0, (tmp_path / "output").read_text()
@@ -107,14 +109,19 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
         "-m",
     ]
     assert words[words.index("--") + 1 :] == [
-        *("jackpot", "train", "joint_8b", description, "--run", run, "engine=vllm_server", "engine.dtype=bf16"),
-        "evaluation.engine=transformers",
+        *("jackpot", "train", "joint_8b", *settings, "--run", run),
+        *("engine=vllm_server", "engine.max_num_seqs=512", "engine.dtype=bf16", "engine.head_dtype=fp32"),
+        *("evaluation.engine=transformers", "evaluation.engine.dtype=bf16"),
         "engine.urls=[http://three:8000,http://three:8001]",
         f"engine.weights_folder={run}.weights",
     ]
     servers = [json.loads(path.read_text()) for path in tmp_path.glob("vllm-*.json")]
     ports = {one["arguments"][one["arguments"].index("--port") + 1] for one in servers}
     assert ports == {"8000", "8001"} and all(one["arguments"][:2] == ["serve", MODEL] for one in servers)
+    served = [dict(pairwise(one["arguments"])) for one in servers]
+    assert {(one["--dtype"], one["--hf-overrides"], one["--max-model-len"]) for one in served} == {
+        ("bfloat16", '{"head_dtype": "float32"}', "9000")
+    }
     assert {one["environment"]["CUDA_VISIBLE_DEVICES"] for one in servers} == {"0", "1"}
     keys = {one["environment"]["VLLM_API_KEY"] for one in (*servers, training)}
     assert len(keys) == 1 and len(keys.pop()) == 64
@@ -128,6 +135,10 @@ REFUSED = {
     "servers of quantized weights": (
         ["joint_8b", "--slurm", "--servers", "1", "engine={name: vllm, quantization: int8_w8a16}"],
         "start them yourself",
+    ),
+    "servers that draft": (
+        ["quickstart", "--slurm", "--servers", "1", "rollout_model.share=0.5", "engine.draft.tokens=4"],
+        "set engine.draft=null",
     ),
     "vLLM within rank 0": (["joint_8b", "--slurm"], "use engine=vllm_server"),
 }

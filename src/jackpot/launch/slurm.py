@@ -1,15 +1,17 @@
 """Writes the batch script of `jackpot launch --slurm`: torchrun on some nodes, vLLM servers on others. No torch."""
 
+import json
 import shlex
 from dataclasses import dataclass
 from typing import NoReturn
 
-from jackpot.config.engines import VLLMEngineConfig
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
 NOTICE = 300  # seconds before the end of a job's time at which SLURM says so, for a last checkpoint
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_SHARED = [name for name in TransformersEngineConfig.model_fields if name in VLLMServerEngineConfig.model_fields]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +53,25 @@ def _directives(job: Job) -> dict[str, str]:
 
 def server_settings(config: Config) -> list[str]:
     """Return the settings, but for addresses and folder, that have a run generate with the servers of its job."""
-    settings = ["engine=vllm_server", f"engine.dtype={config.engine.dtype}"]
-    if config.engine.kv_cache_dtype:
-        settings.append(f"engine.kv_cache_dtype={config.engine.kv_cache_dtype}")
+    settings = ["engine=vllm_server", *_kept("engine", config.engine)]
     evaluates = config.evaluation.engine
     if isinstance(evaluates, VLLMEngineConfig) or (config.rollout_model and not evaluates):
-        settings.append("evaluation.engine=transformers")
+        settings += ["evaluation.engine=transformers", *_kept("evaluation.engine", evaluates or config.engine)]
     return settings
+
+
+def _kept(key: str, engine: EngineConfig) -> list[str]:
+    """Return what an engine of another kind, at `key`, is to have of this one: settings that every engine has."""
+    default = TransformersEngineConfig()
+    values = {name: getattr(engine, name) for name in _SHARED if name != "name"}
+    return [f"{key}.{name}={value}" for name, value in values.items() if value != getattr(default, name)]
 
 
 def _serve(config: Config, job: Job) -> str:
     """Return the command of one server."""
     path = (config.rollout_model or config.policy).path
+    if config.draft:
+        _refuse("a server's draft model would keep the weights that it started with; set engine.draft=null")
     if not job.gpus:
         _refuse("servers need GPUs here (docs/vllm.md says how to start one on a CPU); give --gpus")
     if path.startswith("starter:"):
@@ -77,6 +86,10 @@ def _serve(config: Config, job: Job) -> str:
     words += ["--generation-config", "vllm", "--skip-tokenizer-init"]
     if config.engine.kv_cache_dtype:
         words += ["--kv-cache-dtype", config.engine.kv_cache_dtype]
+    if config.engine.head_dtype:
+        words += ["--hf-overrides", json.dumps({"head_dtype": _DTYPES[config.engine.head_dtype]})]
+    if length := getattr(config.engine, "max_model_len", None):
+        words += ["--max-model-len", str(length)]
     return shlex.join(words)
 
 
