@@ -22,10 +22,12 @@ from helpers.engines.reference import EOS, tiny_model
 from helpers.led import run_ranks
 from helpers.runs import SMALL, metrics, read_lines, small_config, weights
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.core import errors
 from jackpot.core.digest import weights_digest
+from jackpot.core.errors import JackpotError, RankError, WeightsError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import Version
-from jackpot.launch.ray import EngineActor, Spot, bundles, environments
+from jackpot.launch.ray import EngineActor, RankActor, Spot, bundles, environments
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 PATIENCE = 400.0  # seconds; on a busy machine Ray takes a minute to start
@@ -162,6 +164,18 @@ def test_a_cluster_without_a_token_is_refused(mode: str, tmp_path: Path) -> None
     cluster = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_AUTH_MODE": mode}
     result = jackpot("train", "quickstart", "placement.launcher=ray", cwd=tmp_path, **cluster)
     assert result.returncode == 2 and "without a token runs programs on it" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("kind", [RankError, WeightsError, type("Own", (WeightsError,), {})])
+def test_an_error_of_a_rank_reaches_the_driver_as_its_nearest_class_of_core_errors(kind: type[JackpotError]) -> None:
+    """Classes of the user's own modules are not known there."""
+
+    def fail() -> None:
+        raise kind("why")
+
+    name, text = RankActor().work({}, ".", fail)
+    assert issubclass(kind, getattr(errors, name)) and name == kind.__name__.replace("Own", "WeightsError")
+    assert text == "why"
 
 
 def test_ranks_get_the_variables_of_torchrun() -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from jackpot.config.run import Config
+from jackpot.core import errors
 from jackpot.core.errors import ConfigError, JackpotError, RankError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.package import install
@@ -67,13 +68,13 @@ class RankActor:
 
     def work(self, environment: dict[str, str], folder: str, work: Callable[..., Any], *given: Any) -> tuple[str, Any]:
         """Call `work` with these variables, in the driver's folder; return ("done", what it returned), or the class of
-        a user's error and its text."""
+        `core.errors` that a user's error is of and its text."""
         os.environ |= environment
         _enter(folder)
         try:
             return "done", work(*given)
         except JackpotError as error:
-            return type(error).__name__, str(error)
+            return next(one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), str(error)
 
 
 class EngineActor:
@@ -232,7 +233,7 @@ def train_placed(
     Raises:
         ConfigError: Ray is not installed, its cluster asks for no token, or has no room, or torchrun started this.
         RankError: ranks were lost more often than `placement.restarts`.
-        JackpotError: rank 0's own.
+        JackpotError: rank 0's own, or its nearest class in `core.errors`.
     """
     if (ranks := place().size) > 1:
         raise ConfigError(
@@ -251,7 +252,7 @@ def train_placed(
         del engines
     if name == "done":
         return found
-    raise {one.__name__: one for one in JackpotError.__subclasses__()}[name](found)
+    raise getattr(errors, name)(found)
 
 
 def _ray() -> Any:
