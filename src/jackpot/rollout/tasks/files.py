@@ -47,7 +47,7 @@ def kind_of(path: Path) -> str | None:
 def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     """Return the file at `path`, or the files of one split in the folder at `path`, sorted by name.
 
-    A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`,
+    A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`, `train2.jsonl`,
     `train-00000-of-00002.parquet`), or else of the name of the nearest folder above it that names one. Without `split`,
     return the files of `usual_split` where any file names a split (a warning lists those that name none), and all files
     where none does. Case does not matter.
@@ -121,7 +121,8 @@ def _names_a_split(path: Path) -> bool:
 
 def _is_of(path: Path, split: str) -> bool:
     """Return whether the innermost part of the path that names a split names this one."""
-    wanted = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(split)}(?![a-zA-Z0-9])", re.IGNORECASE)
+    before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 is of train
+    wanted = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
     part = next((one for one in reversed(path.parts) if wanted.search(one) or _SPLIT.search(one)), "")
     return bool(wanted.search(part))
 
