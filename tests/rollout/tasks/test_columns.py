@@ -180,6 +180,8 @@ AQUA = {"question": "Which?", "options": ["A)21", "B)22"], "correct": "B"}
         (MEDQA | {"answer_idx": "blue"}, "options", "answer_idx", ["red", "blue"], "B"),
         (MEDMCQA, ["opa", "opb", "opc", "opd"], "cop", ["red", "blue", "green", "grey"], "B"),
         (AQUA, "options", "correct", ["21", "22"], "B"),
+        (AQUA | {"correct": "B)22"}, "options", "correct", ["21", "22"], "B"),
+        (AQUA | {"correct": "22"}, "options", "correct", ["21", "22"], "B"),
         (AQUA | {"correct": "(a)"}, "options", "correct", ["21", "22"], "A"),
         (AQUA | {"correct": "0"}, "options", "correct", ["21", "22"], "A"),
     ],

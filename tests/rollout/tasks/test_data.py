@@ -13,7 +13,7 @@ from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.columns import DataRow
-from jackpot.rollout.tasks.data import DATA_FOLDER, find_source
+from jackpot.rollout.tasks.data import DATA_FOLDER, find_source, find_sources
 
 ROWS = [
     {"question": "What is 1+1?", "gold": 2, "key": "a"},
@@ -241,6 +241,27 @@ def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(t
     assert [only(row) for row in extra.rows()] == ["4"]
     with pytest.raises(DataError, match=r"no files of split 'dev', only data/own_test\.jsonl"):
         find_source(DataConfig(source=str(tmp_path), split="dev"), "train")
+
+
+def test_a_number_behind_the_word_of_a_split_leaves_a_file_in_it_and_a_split_may_have_a_number(tmp_path, caplog):
+    for index, name in enumerate(("train1", "train2", "train21", "test3"), start=1):
+        write(tmp_path / f"{name}.jsonl", [problem(index)])
+    assert [only(row) for row in rows(tmp_path, "train")] == ["1", "2", "3"] and not caplog.records
+    assert [only(row) for row in rows(tmp_path, "test")] == ["4"]
+    second = find_source(DataConfig(source=str(tmp_path), split="train2"), "train")
+    assert [only(row) for row in second.rows()] == ["2"]
+
+
+def test_sources_of_one_name_are_numbered_and_no_number_is_the_name_of_another(tmp_path):
+    files = [tmp_path / "d.jsonl", tmp_path / "x" / "d.jsonl", tmp_path / "d-1.jsonl"]
+    for index, path in enumerate(files):
+        write(path, [problem(index)])
+    found = find_sources([DataConfig(source=str(path)) for path in files], "train")
+    assert [one.name for one in found] == ["d-2", "d-3", "d-1"]
+    assert [one.name for one in find_sources([DataConfig(source=str(path)) for path in files[:2]], "train")] == [
+        "d-1",
+        "d-2",
+    ]
 
 
 def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):

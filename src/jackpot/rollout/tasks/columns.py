@@ -204,7 +204,8 @@ def _message(value: Any, column: str, place: str) -> Message:
 class _Choice(NamedTuple):
     """Holds the options of one problem."""
 
-    options: Sequence[str]  # their texts
+    written: Sequence[str]  # as the data has them
+    options: Sequence[str]  # their texts, without letters that the data writes before them
     labels: Sequence[str]  # what the data calls them; A, B, ... where it has no names for them
     is_labelled: bool  # whether the data has names for them
 
@@ -223,8 +224,9 @@ class _Choice(NamedTuple):
             return None
         is_number = isinstance(value, int) and not self.is_labelled
         named = [*self.labels].index(answer) if answer in self.labels else None
-        if named is None and not is_number and [*self.options].count(answer) == 1:
-            named = [*self.options].index(answer)
+        for texts in (self.options, self.written):
+            if named is None and not is_number and [*texts].count(answer) == 1:
+                named = [*texts].index(answer)
         if named is None and (bare := answer.strip("(). ").upper()) in self.labels and not is_number:
             named = [*self.labels].index(bare)
         if named is None and answer.isdecimal() and not self.is_labelled:
@@ -261,7 +263,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str], place: str) -> _C
             f"{place}: columns.options ({', '.join(columns)}) gives {found!r:.80}; multiple choice needs 2 to 26 "
             f"options, each with a text"
         )
-    return _Choice(_unlabelled(options), names, labels is not None)
+    return _Choice(options, _unlabelled(options), names, labels is not None)
 
 
 def _unlabelled(options: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 from jackpot.config.tasks import DataConfig
@@ -91,10 +91,14 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     """
     found = [find_source(one, split) for one in settings]
     names = [one.name for one in found]
-    return [
-        replace(one, name=f"{one.name}-{number}") if names.count(one.name) > 1 else one
-        for number, one in enumerate(found, start=1)
-    ]
+    taken, numbered = set(names), []
+    for number, one in enumerate(found, start=1):
+        if names.count(one.name) > 1:
+            free = (name for i in count(number) if (name := f"{one.name}-{i}") not in taken)
+            one = replace(one, name=next(free))
+            taken.add(one.name)
+        numbered.append(one)
+    return numbered
 
 
 _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="defaults of the user's own data")
