@@ -641,6 +641,15 @@ def test_overrides_are_stronger_than_the_arm_and_the_arm_than_the_recipe():
     assert (both.seed, both.description, both.iterations) == (4, "arm", 9)
 
 
+@pytest.mark.parametrize("correction", ["tis", {"name": "tis"}])
+def test_a_chosen_block_comes_before_what_is_set_in_it_in_whatever_order_they_are_typed(correction):
+    typed = [nest("objective.correction.cap", 5.0), nest("objective.correction", correction), nest("seed", 1)]
+    orders = [typed, typed[::-1], [{"objective": {"correction": correction, "clip_low": 0.2}}, typed[0]]]
+    for overrides in orders:
+        found = build_config(RECIPE, None, overrides).objective.correction
+        assert (found.name, found.cap) == ("tis", 5.0)
+
+
 def test_an_arm_may_exchange_the_correction():
     recipe = RECIPE | {
         "objective": {"correction": {"name": "obrs", "lam": 2.0}},

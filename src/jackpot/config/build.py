@@ -1,7 +1,7 @@
 """Builds a validated `Config` from a recipe, an arm and overrides, with errors that say what to do."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -94,6 +94,29 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lay overrides over settings; of the same key the last one counts, and blocks come before what is set in them.
+
+    >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
+    {'a': {'name': 'y', 'k': 1}}
+    """
+    found = [setting for override in overrides for setting in _settings(override)]
+    laid = dict(settings)
+    for _, setting in sorted(found, key=lambda one: one[0]):
+        laid = merge(laid, setting)
+    return laid
+
+
+def _settings(override: Any, depth: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield what an override sets, one by one, with the number of parts of its key; a chosen block with all in it."""
+    if not isinstance(override, Mapping) or not override or _kind(override):
+        yield depth, override
+        return
+    for key, value in override.items():
+        for below, setting in _settings(value, depth + 1):
+            yield below, {key: setting}
+
+
 def _kind(block: Mapping[str, Any]) -> str | None:
     """Return the key that chooses a block's class or source; a short form such as `correction: tis` gives only it."""
     return next((key for key in ("name", "source") if key in block), None)
@@ -120,9 +143,7 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
         if arm not in arms:
             raise ConfigError(unknown_name("arm", arm, arms))
         settings = merge(settings, arms[arm] or {})
-    for override in overrides:
-        settings = merge(settings, override)
-    return validated(Config, settings)
+    return validated(Config, lay(settings, overrides))
 
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:

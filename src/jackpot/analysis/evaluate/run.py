@@ -23,7 +23,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_outcomes
-from jackpot.config.build import merge, validated
+from jackpot.config.build import lay, validated
 from jackpot.config.changes import changeable, changes
 from jackpot.config.engines import ServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
@@ -103,8 +103,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
             **sets_of(run.task).model_dump(),
             "task": run.task.model_dump(),
         }
-    for change in (*changes, {"model": model}):
-        settings = merge(settings, change)
+    settings = lay(settings, (*changes, {"model": model}))
     if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
         settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
     if "benchmarks" not in settings:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jackpot.config.build import merge, validated
+from jackpot.config.build import lay, validated
 from jackpot.config.engines import ServerEngineConfig, flow_of, is_quantized
 from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
@@ -50,8 +50,7 @@ def mismatch_config(
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
-    for change in changes:
-        settings = merge(settings, change)
+    settings = lay(settings, changes)
     settings["samplers"] = tuple(_side("sampler", sampler, given) for given in samplers or [()])
     settings["learners"] = tuple(
         [_side("learner", defaults[0], given) for given in learners] or [_side("learner", one, ()) for one in defaults]
@@ -73,13 +72,11 @@ def mismatch_config(
 
 def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
     """Apply the user's changes to a side; keys of its engine are given without the prefix `engine`."""
-    side = dict(base)
-    for change in given:
-        own = {key: value for key, value in change.items() if key in _OF_THE_SIDE}
-        rest = {key: value for key, value in change.items() if key not in _OF_THE_SIDE}
-        side = merge(side, own | ({"engine": rest} if rest else {}))
+    own = [
+        {key: value} if key in _OF_THE_SIDE else {"engine": {key: value}} for one in given for key, value in one.items()
+    ]
     try:
-        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], side)
+        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], lay(base, own))
     except ConfigError as error:
         raise ConfigError(f"--{role}: {error}") from None
 
