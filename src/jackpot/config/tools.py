@@ -50,8 +50,8 @@ class BenchmarksConfig(SetsConfig):
     benchmarks: Annotated[Names, MAY_CHANGE]
     """Names of sets of problems, paths of files with problems, hub:OWNER/NAME, or own: the held-out problems of the
     model's run."""
-    task: Annotated[TaskConfig | None, MAY_CHANGE] = None
-    """Task of the set own; null: that of the model's run."""
+    task: TaskConfig | None = None
+    """Task of the set own, which decides nothing else; null: that of the model's run."""
     k: Count = 1
     """Responses to each problem."""
     problems: Count | None = None

@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from helpers.commands import jackpot
-from helpers.runs import run, small_config
+from helpers.runs import FinishedRuns, run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.run import BenchmarkResult, evaluate_model, evaluation_config, evaluation_tasks
 from jackpot.config.engines import VLLMEngineConfig
@@ -247,6 +247,22 @@ def test_own_is_the_held_out_problems_of_the_run(tmp_path: Path) -> None:
     with closing(tasks["own"]) as own:
         assert [own.prompt("test", index).uid for index in range(own.size("test"))] == [f"a/test/{n}" for n in range(3)]
     assert evaluation_config(str(tmp_path / "run"), [SMALL]).task is None
+
+
+def test_the_task_of_own_may_not_change_and_says_nothing_of_other_sets(
+    finished_run: FinishedRuns, tmp_path: Path
+) -> None:
+    def asked(*sets: str, longest: int = 2) -> list[bool]:
+        changes = [SMALL, {"benchmarks": list(sets), "task": {"max_terms": longest}}]
+        config = evaluation_config(str(finished_run()), changes)
+        return [one.was_done for one in evaluate_model(config, tmp_path / "eval", lambda progress: None)]
+
+    assert asked("arithmetic") == [False]
+    assert asked("arithmetic", "own", longest=3) == [True, False]
+    assert asked("arithmetic") == [True]
+    assert asked("own", longest=3) == [True]
+    with pytest.raises(CheckpointError, match=r"task\.max_terms: 3 in the folder, 2 now"):
+        asked("own")
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,8 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
     record = {"schema_version": SCHEMA_VERSION, "asked": asked, "model_digest": digest, "data": data}
     if before := _read_record(path):
         known = {name: before["data"].get(name, one) for name, one in data.items()}
-        old, new = _decisive(before | {"data": known}), _decisive(record)
+        earlier = before["asked"] if OWN in before["data"] else before["asked"] | {"task": asked["task"]}
+        old, new = _decisive(before | {"asked": earlier, "data": known}), _decisive(record)
         if difference := list(map(str, changes(old, new))):
             listed = "\n  ".join(difference)
             raise CheckpointError(
@@ -254,7 +255,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
                 f"Use the same settings to continue it, or --out with another folder"
             )
         record["data"] = before["data"] | data
-        asked["benchmarks"] = list(record["data"])
+        asked |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": earlier["task"]})
     with checkpoint_error_in(folder):
         write_whole(path, yaml.safe_dump(record, sort_keys=False).encode())
     return record
@@ -287,8 +288,9 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings and digests that decide the responses."""
+    """Select the settings and digests that decide the responses to the sets of `data`, and their scores."""
     free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all below them
+    free += () if OWN in record["data"] else ("task.",)
     kept = {key: value for key, value in _flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return kept | {key: record[key] for key in _KEYS}
 
