@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="default: those that have published rows")
     papers = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]
-    print("| recipe | GPUs | GB each | fits on | hours | writing | training | evaluating | rollout share | saved |")
+    print("| recipe | GPUs | GB each | fits on | hours | generation | training | evaluating | rollout share | saved |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name in parser.parse_args().recipes or papers:
         print(line(name), flush=True)

@@ -100,6 +100,17 @@ def test_on_policy_most_of_the_time_is_rollouts_as_the_papers_say() -> None:
     assert 0.7 < planned("joint_8b", "on_policy").stated.hours.rollout_share < 0.85
 
 
+@pytest.mark.parametrize(("every", "times"), [(5, 3), (4, 4), (7, 3), (50, 2)])
+def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times: int) -> None:
+    def hours(*overrides: str) -> float:
+        config = resolve("joint_8b", None, list(overrides))
+        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        return plan.evaluating(plan.shares(GPUS["H100"], 8))
+
+    once_more = hours("iterations=1", "evaluation.every=1")  # two of them
+    assert hours("iterations=10", f"evaluation.every={every}") == pytest.approx(times * once_more / 2)
+
+
 @pytest.mark.slow
 def test_fp8_saves_what_it_multiplies_and_reads() -> None:
     """At most 2 in training and in the bytes of weights; docs/cost.md has what Jet-RL measured."""

@@ -42,6 +42,17 @@ def test_an_iteration_takes_what_its_timeline_takes(changes: dict[str, object], 
     assert (found.seconds, found.lag, found.lost_tokens) == (pytest.approx(seconds), lag, 0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "learner", "engines"),
+    [({}, 10 / 19, 8 / 19), ({"ahead": 1}, 10 / 11, 8 / 11), ({"ahead": 1, "training": 3.0}, 3 / 9, 8 / 9)],
+)
+def test_shares_are_those_of_the_iterations_that_are_counted(
+    changes: dict[str, object], learner: float, engines: float
+) -> None:
+    found = run(**changes)
+    assert found.learner_busy == pytest.approx(learner) and found.engines_busy == pytest.approx(engines)
+
+
 def test_three_batches_ahead_are_two_that_are_generated_while_two_are_trained_on() -> None:
     slots = {"models": [Speed(steady, 0.0, slots=2)]}  # a second batch fills slots as they get free: 16 s for two
     for training, seconds in ((10.0, (20 + 1) / 2), (3.0, (16 + 1) / 2)):

@@ -109,6 +109,8 @@ def test_what_an_engine_takes_is_its_keys_and_values_what_it_wrote_and_a_step(wi
     rows, length, written, vocabulary = 16, 6 + 24, 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
     policy = 2 * 3 * 2 * 32 * length * 4  # of the starter: layers, key heads, their size
     assert without_training("evaluation.problems=16").generation == rows * (policy + written + vocabulary)
+    several = without_training("evaluation.problems=16", "evaluation.k=3").generation
+    assert several == 3 * rows * (policy + written + vocabulary)
 
 
 def test_checkpointed_activations_take_less_and_longer_responses_more() -> None:

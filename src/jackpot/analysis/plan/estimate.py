@@ -1,5 +1,6 @@
 """Estimates the GPUs and hours of a large run: `sharding` and `cost_model` with the numbers of the run."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -256,7 +257,9 @@ class Estimator:
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
         sets = _evaluated(self._config, shares.rollout_model, shares.beside)
-        times = self._config.iterations // self._config.evaluation.every + 1
+        times = 1 + math.ceil(
+            self._config.iterations / self._config.evaluation.every
+        )  # before training, and at its end
         return evaluation_hours(sets, times, self.lengths, shares.gpu, shares.gpus)
 
     @property

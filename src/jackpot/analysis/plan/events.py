@@ -99,7 +99,7 @@ class _Simulation:
 
     def run(self, last: int) -> None:
         """Simulate until the learner has trained on the batch with number `last`."""
-        now = 0.0
+        now = self.ends[-1] if self.ends else 0.0
         while True:
             self._begin(now)
             if self._trained == last:
@@ -112,8 +112,9 @@ class _Simulation:
 
     @property
     def busy(self) -> float:
-        """Return the seconds in which an engine generated, mean over engines."""
-        return sum(engine.busy for engine in self._engines) / len(self._engines)
+        """Return the seconds in which an engine generated up to the last end of training, mean over engines."""
+        now = self.ends[-1]
+        return sum(one.busy + (now - one.time if one.active else 0.0) for one in self._engines) / len(self._engines)
 
     def _begin(self, now: float) -> None:
         """Begin everything that may begin: sending, batches, training, responses."""
@@ -262,11 +263,14 @@ def simulate(cluster: Cluster, batches: Sequence[Sequence[Response]], first: int
         first: number of the batches at the start that are not counted, at least 1.
     """
     run, last = _Simulation(cluster, batches), len(batches) - cluster.ahead
+    run.run(first)
+    busy, lost = run.busy, run.lost
     run.run(last)
+    seconds, count = run.ends[-1] - run.ends[first - 1], last - first
     return Simulated(
-        seconds=(run.ends[-1] - run.ends[first - 1]) / (last - first),
-        learner_busy=last * cluster.training / run.ends[-1],
-        engines_busy=run.busy / run.ends[-1],
-        lag=sum(run.lags[first:last]) / (last - first),
-        lost_tokens=run.lost / last,
+        seconds=seconds / count,
+        learner_busy=count * cluster.training / seconds,
+        engines_busy=(run.busy - busy) / seconds,
+        lag=sum(run.lags[first:last]) / count,
+        lost_tokens=(run.lost - lost) / count,
     )

@@ -135,7 +135,8 @@ def _generation(config: Config, prompt_tokens: int) -> int:
     paths = model_paths(config, None)
     sampled = paths.get("rollout_model", paths["policy"])
     engines = [(config.engine, sampled, config.batch.rollouts)]
-    engines.append((config.evaluation.engine or config.engine, paths["policy"], config.evaluation.problems))
+    evaluated = config.evaluation.problems * config.evaluation.k
+    engines.append((config.evaluation.engine or config.engine, paths["policy"], evaluated))
     return max(
         _decoding(config, settings, load_config(path).get_text_config(), rows, prompt_tokens)
         for settings, path, rows in engines
