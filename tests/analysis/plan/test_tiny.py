@@ -15,6 +15,7 @@ from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import TinyRun, replaced_models, tiny, tiny_run
 from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS, built_in_tokenizer
 from jackpot.config.build import build_config
+from jackpot.config.engines import DraftConfig
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.config.run import Config
 from jackpot.config.tasks import ColumnsConfig
@@ -149,6 +150,17 @@ def test_servers_and_the_evaluations_engine_become_transformers_too() -> None:
     server = {"name": "vllm_server", "urls": ["http://a:1"], "weights_folder": "/w", "dtype": "bf16"}
     result = small(own(engine=server, evaluation={"engine": {"name": "vllm", "dtype": "bf16"}}))
     assert {(one.name, one.dtype) for one in (result.engine, result.evaluation.engine)} == {("transformers", "bf16")}
+
+
+def test_an_engine_of_another_kind_keeps_its_drafts_and_the_numbers_of_its_output_layer() -> None:
+    engine = {"name": "vllm", "draft": {"tokens": 3}, "head_dtype": "fp32"}
+    rollout_model = {"path": "starter:rollout_model", "optimizer": {"learning_rate": 1e-4}, "share": 0.0}
+    result = small(own(engine=engine, rollout_model=rollout_model))
+    assert (result.engine.name, result.engine.head_dtype, result.draft) == (
+        "transformers",
+        "fp32",
+        DraftConfig(tokens=3),
+    )
 
 
 def test_starters_and_small_models_of_ones_own_stay(tmp_path: Path) -> None:

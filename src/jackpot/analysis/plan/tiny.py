@@ -35,7 +35,7 @@ from transformers import PreTrainedConfig
 from jackpot.analysis.plan.tiny_models import END, LARGE, SMALL, built_in_tokenizer, own_tokenizer, save_tiny
 from jackpot.config.batch import BatchConfig
 from jackpot.config.build import merge, validated
-from jackpot.config.engines import EngineConfig
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.run import Config
 from jackpot.config.tasks import DataConfig, MathConfig
 from jackpot.core.errors import ModelError
@@ -134,8 +134,11 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    kept = {"max_num_seqs", "dtype", "attn_implementation", "quantization", "kv_cache_dtype"}  # where the engine has it
-    return {"name": "transformers", **engine.model_dump(include=kept)}
+    kept = set(TransformersEngineConfig.model_fields) - {
+        "enable_sleep_mode",
+        "enforce_eager",
+    }  # where the engine has it
+    return engine.model_dump(include=kept) | {"name": "transformers"}
 
 
 def _longest_prompt(task: MathConfig) -> int:
