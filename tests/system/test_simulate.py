@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.runs import SMALL, FinishedRuns, small_config
+from helpers.texts import write_problems
 from jackpot.analysis.simulate import run as simulation
+from jackpot.config.tasks import MathConfig
 from jackpot.ui import cli
 from jackpot.ui.results import write_results
 from jackpot.ui.views.simulation_pairs import pair_sections
@@ -115,6 +117,21 @@ def test_a_run_is_shown_over_training(finished_run: FinishedRuns, tmp_path: Path
         assert {(row["k"], row["fill_in"]) for row in stage["topk"]} == {
             (k, fill_in) for k in (5, 10, 20, 32) for fill_in in (True, False)
         }
+
+
+def test_a_task_without_a_verdict_has_rewards_in_place_of_accuracies(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rewards_of_mine.py").write_text("def longer(response, **_):\n    return len(response) / 10\n")
+    write_problems(Path("p.jsonl"), range(8), problem=[f"{number}+1=" for number in range(8)])
+    task = {"name": "math", "train": "p.jsonl", "test": "p.jsonl", "template": "plain", "instruction": ""}
+    task |= {"rewards": "rewards_of_mine:longer", "reward_workers": 1}
+    config = small_config().model_copy(update={"task": MathConfig.model_validate(task)})
+    found = simulation.simulate_candidates(config, [], prompts=8, seed=0)
+    (measured,) = found.candidates
+    assert measured.accuracy is None and measured.policy_accuracy is None and measured.reward > 0.0
+    text = str(pair_sections(found)["before"])
+    assert f"('mean reward of its responses', '{measured.reward:.3f}')" in text and "high rewards" in text
+    assert "accuracy" not in text and "right answers" not in text
 
 
 def test_saved_rollouts_that_give_other_advice_are_named_with_the_reason(finished_run: FinishedRuns) -> None:

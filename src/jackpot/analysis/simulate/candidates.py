@@ -52,8 +52,10 @@ class Candidate:
     responses: int
     mean_tokens: float  # tokens of a response
     states: int  # tokens whose whole distributions were compared
-    accuracy: float  # accuracy of the rollout model, sampled
-    policy_accuracy: float  # accuracy of the policy, sampled
+    accuracy: float | None  # accuracy of the rollout model, sampled; None where the task says of no response
+    policy_accuracy: float | None  # accuracy of the policy, sampled
+    reward: float  # mean reward of the rollout model's responses
+    policy_reward: float
     kl_policy_rollout: float  # KL(policy || rollout model), nats a token
     kl_rollout_policy: float
     kl_after: float  # KL(policy || accepted tokens) at lam = 1
@@ -219,8 +221,10 @@ def _candidate(
         responses=len(sampled.rollouts),
         mean_tokens=sampled.mean_tokens,
         states=means.states,
-        accuracy=sampled.accuracy,
-        policy_accuracy=of_policy.accuracy,
+        accuracy=sampled.accuracy if sampled.has_verdict else None,
+        policy_accuracy=of_policy.accuracy if of_policy.has_verdict else None,
+        reward=sampled.reward,
+        policy_reward=of_policy.reward,
         kl_policy_rollout=means.kl,
         kl_rollout_policy=means.reverse_kl,
         kl_after=after,

@@ -10,10 +10,18 @@ from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, as_details,
 from jackpot.ui.views.advice import generation_tables
 from jackpot.ui.views.simulation import view_sections
 
-_ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
-    ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
+_Row = tuple[str, str, Callable[[Candidate], str]]  # short name, name, and what is read
+
+_ACCURACIES: tuple[_Row, ...] = (
     ("right", "accuracy of its responses", lambda one: f"{one.accuracy:.1%}"),
     ("policy", "accuracy of the policy", lambda one: f"{one.policy_accuracy:.1%}"),
+)
+_REWARDS: tuple[_Row, ...] = (
+    ("reward", "mean reward of its responses", lambda one: format_number(one.reward, ".3f")),
+    ("policy", "mean reward of the policy's", lambda one: format_number(one.policy_reward, ".3f")),
+)
+_ROWS: tuple[_Row, ...] = (
+    ("size", "parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
     (
         "KL(r||p)",
         "KL(rollout model || policy), nats per token",
@@ -35,6 +43,16 @@ _ROWS: tuple[tuple[str, str, Callable[[Candidate], str]], ...] = (
 )
 
 
+def _rows(found: PairSimulation) -> tuple[_Row, ...]:
+    """Return the rows of the tables; rewards stand for accuracies where the task has no verdict."""
+    size, *others = _ROWS
+    return size, *(_ACCURACIES if _has_verdict(found) else _REWARDS), *others
+
+
+def _has_verdict(found: PairSimulation) -> bool:
+    return found.candidates[0].accuracy is not None
+
+
 def pair_sections(found: PairSimulation) -> dict[str, Section]:
     """Return the sections of the page by the names of their pictures; only runs have the section on training."""
     first = found.candidates[0]
@@ -50,12 +68,13 @@ def pair_sections(found: PairSimulation) -> dict[str, Section]:
         replace(table, is_detail=True) for one in found.candidates for table in generation_tables(one.answer, one.name)
     ]
     states = ", ".join(f"{one.states:,}" for one in found.candidates)
+    good = "enough right answers" if _has_verdict(found) else "high rewards"
     sections = {
         "before": Section(
             title="Before you train" if not found.training else "Over training",
             intro=f"Each rollout model generated {first.responses} responses to held-out prompts, and both models' "
             f"whole distributions were compared at these tokens ({states}). Among the models that are cheap enough, "
-            "train with the one of the smallest KL and enough right answers.",
+            f"train with the one of the smallest KL and {good}.",
             items=(table, advice) if found.training else (table, *ways, advice),
         )
     }
@@ -68,14 +87,14 @@ def _side_by_side(found: PairSimulation) -> Table:
     return Table(
         title="Rollout models before training",
         columns=("mean over response tokens", *(one.name for one in found.candidates)),
-        rows=tuple((text, *(read(one) for one in found.candidates)) for _, text, read in _ROWS),
-        note=f"Top k and bounds at k = {found.candidates[0].k} with the fill-in; accuracies are sampled.",
+        rows=tuple((text, *(read(one) for one in found.candidates)) for _, text, read in _rows(found)),
+        note=f"Top k and bounds at k = {found.candidates[0].k} with the fill-in; responses are sampled.",
     )
 
 
 def _over_iterations(found: PairSimulation) -> Table:
     """Return a table with a row for each checkpoint; the top-k bounds have charts of their own."""
-    rows = [row for row in _ROWS if row[0] not in ("size", "captured", "width")]
+    rows = [row for row in _rows(found) if row[0] not in ("size", "captured", "width")]
     return Table(
         title="The rollout model at each checkpoint",
         columns=("iter.", *(name for name, _, _ in rows)),
@@ -109,14 +128,14 @@ def _training_section(found: PairSimulation) -> Section:
         intro="Appendix C.3 at every checkpoint that the run kept: the rollout model of that iteration generated, and "
         f"the policy of that iteration scored.{left_out}",
         items=(
-            *_model_charts(stages),
+            *_model_charts(stages, _has_verdict(found)),
             *_topk_charts(stages),
             Table(title="With the fill-in", columns=columns, rows=rows),
         ),
     )
 
 
-def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
+def _model_charts(stages: Sequence[CheckpointPair], has_verdict: bool) -> tuple[Chart, ...]:
     x = tuple(stage.iteration for stage in stages)
 
     def line(name: str, read: Callable[[Candidate], float], order: int) -> Series:
@@ -145,14 +164,14 @@ def _model_charts(stages: Sequence[CheckpointPair]) -> tuple[Chart, ...]:
             y_range=(0.0, 1.02),
         ),
         Chart(
-            title="Accuracy over training",
+            title=f"{'Accuracy' if has_verdict else 'Reward'} over training",
             x_label="iteration",
-            y_label="sampled accuracy",
+            y_label="sampled accuracy" if has_verdict else "mean reward",
             series=(
-                line("policy", lambda one: one.policy_accuracy, 0),
-                line("rollout model", lambda one: one.accuracy, 1),
+                line("policy", lambda one: one.policy_accuracy if has_verdict else one.policy_reward, 0),
+                line("rollout model", lambda one: one.accuracy if has_verdict else one.reward, 1),
             ),
-            note="Right answers to the prompts of this simulation.",
+            note="Of sampled responses to the prompts of this simulation.",
         ),
     )
 
