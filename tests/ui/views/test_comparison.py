@@ -101,6 +101,14 @@ def test_the_verdict_names_the_highest_arm_and_its_distance_to_the_baseline(base
     assert text.endswith(", on 3 of 3 seeds.")
 
 
+@pytest.mark.parametrize(("baseline", "other"), [("none", "obrs"), ("obrs", "none")])
+def test_a_seed_on_which_both_end_alike_speaks_for_neither(baseline: str, other: str) -> None:
+    ends = {"none": (0.5, 0.5, 0.5, 0.5, 0.8), "obrs": (0.8, 0.8, 0.8, 0.8, 0.8)}
+    runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
+    text = comparison_verdict(compare(runs, baseline=baseline))
+    assert f"{other} minus {baseline}" in text and text.endswith(", on 4 of 5 seeds.")
+
+
 def test_the_verdict_does_not_call_a_difference_of_chance_one() -> None:
     runs = [
         run(arm, seed, (0.4, end)) for arm in ("a", "b") for seed, end in enumerate((0.5, 0.6 if arm == "a" else 0.62))

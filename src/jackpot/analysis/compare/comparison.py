@@ -48,6 +48,7 @@ class Difference:
 
     spread: SeedSpread
     higher: int  # number of seeds on which the arm is above the baseline
+    lower: int  # on which it is below
     noise: float | None  # standard error by the evaluations' problems alone, as if each arm had its own; None: unknown
 
     @property
@@ -225,6 +226,7 @@ def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, Evaluation
     return Difference(
         spread=SeedSpread(values=differences),
         higher=sum(one > 0 for one in differences),
+        lower=sum(one < 0 for one in differences),
         noise=None if None in errors else math.hypot(*errors) / len(pairs),
     )
 

@@ -42,7 +42,7 @@ def comparison_verdict(comparison: Comparison) -> str:
     if other is None:
         return f"{said}."
     difference, (text, _) = other.difference, difference_cells(other.difference, comparison.measure)
-    error, count = difference.error, difference.higher if other is best else difference.seeds - difference.higher
+    error, count = difference.error, difference.higher if other is best else difference.lower
     said += f"; {other.arm} minus {comparison.baseline}: {text}"
     sure = student_t(difference.seeds - 1) if difference.seeds > 1 else 2.0  # of one seed: the error by the problems
     if error is None or abs(difference.spread.mean) <= sure * error:
