@@ -172,6 +172,7 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
         (("--unit", "hours"), "unit 'hours' was given; budgets are in sequences, tokens, flops"),
         (("--arms", "obrs", "--baseline", "tis"), "baseline 'tis' is not among the arms obrs"),
         (("--budget", "-1"), "it must be above 0"),
+        (("--budget", "inf"), "budget inf was given; it must be above 0 and finite"),
         (("--accuracy", "70"), "it is a share"),
         (("--arms", "obrs,tool"), "'tool': task is"),
         (("--arms", "obrs", "seed=4"), "use --first-seed and --seeds"),

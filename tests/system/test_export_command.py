@@ -18,5 +18,7 @@ def test_a_run_is_exported_beside_its_folder_and_replayed(finished_run: Finished
     assert again.returncode == 0 and "slime, 2 files" in " ".join(again.stdout.split())
     twice = jackpot("export", str(run), "--format", "slime", cwd=tmp_path)
     assert twice.returncode == 2 and "is there already; give --out" in " ".join(twice.stderr.split())
+    inside = jackpot("export", ".", "--format", "jsonl", cwd=run)
+    assert inside.returncode == 0 and (tmp_path / "a run-jsonl").is_dir(), inside.stderr
     missing = jackpot("export", str(run), cwd=tmp_path)
     assert missing.returncode == 2 and "--format" in missing.stderr

@@ -422,7 +422,7 @@ def replay(
         int | None, typer.Option(min=1, help="Leave out responses with more tokens; default 1,000,000.")
     ] = None,
     max_file_gb: Annotated[
-        float | None, typer.Option(min=0.001, help="Leave out files that take more, unpacked; default 2 GB.")
+        float | None, typer.Option(min=0.001, max=1e9, help="Leave out files that take more, unpacked; default 2 GB.")
     ] = None,
     show_all: ShowAll = False,
     as_json: AsJson = False,

@@ -1,5 +1,6 @@
 """Runs every arm and seed of a recipe at equal budget, and compares the finished runs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,8 @@ def check_plan(plan: ComparisonPlan, arms: Sequence[str]) -> None:
         raise ConfigError(f"baseline {plan.baseline!r} is not among the arms {', '.join(arms)}; name one of them")
     if plan.accuracy is not None and not 0.0 < plan.accuracy <= 1.0:
         raise ConfigError(f"accuracy {plan.accuracy:g} was given; it is a share, above 0 and at most 1")
-    if plan.budget is not None and plan.budget <= 0.0:
-        raise ConfigError(f"budget {plan.budget:g} was given; it must be above 0")
+    if plan.budget is not None and not 0.0 < plan.budget < math.inf:
+        raise ConfigError(f"budget {plan.budget:g} was given; it must be above 0 and finite")
 
 
 def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[ArmRun]:

@@ -13,7 +13,8 @@ from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
 def export(run: Path, form: str, out: Path | None) -> None:
     """Write the rollouts and say what is in them."""
     console = Console()
-    folder = out or run.with_name(f"{run.name}-{form}")
+    named = run if run.name.strip(".") else run.resolve()  # `.` is no name
+    folder = out or named.with_name(f"{named.name}-{form}")
     with status(console, "writing", LINE_SECONDS) as show:
         found = export_rollouts(run, form, folder, lambda responses: show(f"wrote {responses:,} responses"))
     files = f"{len(found.files)} {'file' if len(found.files) == 1 else 'files'}"
