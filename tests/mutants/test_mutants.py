@@ -68,6 +68,15 @@ STEP = of_learner(
     "old_log_probs_of_several_steps_are_those_before_the_first_update",
     "two_steps_are_those_of_the_float64_reference",
 )
+ANNEALED = "training/test_mixed_runs.py::test_an_annealed_run_that_was_killed_ends_as_one_that_was_not"
+MIXED = tuple(
+    f"training/test_mixed_runs.py::test_{name}"
+    for name in (
+        "kappa_is_each_models_own",
+        "a_mixed_step_is_the_sum_of_what_each_models_rollouts_give_alone",
+        "each_engine_is_compared_with_its_own_model_and_only_exact_ones_have_fill_ins",
+    )
+)
 NOT_CARRIED = "training/test_kappa_repair.py::test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried"
 FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
@@ -113,9 +122,8 @@ FORMULAS = {  # "file::function": tests
         ],
         CORRECTIONS,
     ),
-    **dict.fromkeys(
-        [f"objectives/corrections/budgeted.py::{name}" for name in ("_capped", "ZWeighted._kappas")], CORRECTIONS
-    ),
+    "objectives/corrections/budgeted.py::_capped": CORRECTIONS,
+    "objectives/corrections/budgeted.py::ZWeighted._kappas": (*CORRECTIONS, *MIXED),
     **dict.fromkeys(
         [f"objectives/joint.py::{name}" for name in ("policy_terms", "policy_loss")],
         ("objectives/test_joint.py", "objectives/test_regularizers.py"),
@@ -132,15 +140,15 @@ FORMULAS = {  # "file::function": tests
     "training/joint_optimizer.py::JointOptimizer.step": (ROLLOUT_MODEL_STEPS, *STEP_SIZE),
     "training/joint_optimizer.py::JointOptimizer._prepare": (ROLLOUT_MODEL_STEPS,),
     "training/joint_optimizer.py::JointOptimizer._reason_to_skip": (*SKIPPED, ROLLOUT_MODEL_STEPS),
-    "training/joint_learner.py::JointLearner.train": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_learner.py::JointLearner.train": (ROLLOUT_MODEL_STEPS, ANNEALED),
     "training/joint_learner.py::JointLearner.compute_old_log_probs": STEP,
     **dict.fromkeys(
         [f"training/joint_learner.py::JointLearner.{name}" for name in ("update", "_backward")],
         (*STEP, ROLLOUT_MODEL_STEPS, NOT_CARRIED),
     ),
-    "training/joint_learner.py::JointLearner._engine_gap": AGES,
+    "training/joint_learner.py::JointLearner._engine_gap": (*AGES, *MIXED),
     "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
-    "training/joint_learner.py::JointLearner._generated_by": AGES,
+    "training/joint_learner.py::JointLearner._generated_by": (*AGES, *MIXED),
     "training/components.py::RunComponents.next_writers": (
         "training/test_drafted_runs.py::test_who_generates_or_drafts_next_needs_new_weights",
     ),
@@ -157,7 +165,10 @@ FORMULAS = {  # "file::function": tests
     ),
     **dict.fromkeys(
         [f"training/trainer.py::Trainer.{name}" for name in ("_finish_iteration", "_saves_rollouts", "_is_last")],
-        ("training/test_trainer.py::test_evaluations_and_rollouts_are_due_as_the_settings_say",),
+        (
+            "training/test_trainer.py::test_evaluations_and_rollouts_are_due_as_the_settings_say",
+            "training/test_trainer.py::test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run",
+        ),
     ),
 }
 EQUIVALENT = {  # the name of a mutant: why it computes the same

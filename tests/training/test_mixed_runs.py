@@ -124,6 +124,20 @@ def test_kappa_is_each_models_own():
     assert found["obrs/kappa_by_policy"] != pytest.approx(found["obrs/kappa_by_rollout_model"], rel=1e-4)
 
 
+@pytest.mark.parametrize("exact", ["policy", "rollout_model"])
+def test_each_engine_is_compared_with_its_own_model_and_only_exact_ones_have_fill_ins(exact):
+    changes = dict(objective=policy_objective(), is_mixed=True, num_top_log_probs=5)
+    learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=(exact,), **changes)
+    steps = batches([*OWN, *OTHERS], budget=10_000)
+    for batch in steps[0]:
+        assert torch.equal(
+            learner._generated_by(learner.version, batch).all(-1), batch.by_policy == (exact == "policy")
+        )
+    (result,) = train(learner, steps)
+    assert result.metrics["mismatch/engine_gap_max"].value < 1e-5
+    assert result.metrics["mismatch/kept_mass"].value == pytest.approx(1.0, abs=1e-5)
+
+
 def test_rewards_are_compared_within_the_group_or_within_what_one_model_generated_of_it():
     rewards = {("policy", 0): 1.0, ("policy", 1): 0.0, ("rollout_model", 0): 1.0, ("rollout_model", 1): 1.0}
     (first, *_), items = OWN, []

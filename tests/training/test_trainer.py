@@ -193,6 +193,8 @@ def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
     monkeypatch.setattr(TransformersEngine, "update_weights", lose_something)
     with pytest.raises(EngineError, match=r"the learner sent .* unknown weights"):
         run(small_config("iterations=1"), tmp_path)
+    events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["iteration"] for event in events if event["event"] == "stopped"] == [1]
 
 
 @pytest.mark.parametrize("where", ["check_top_log_probs", "Trainer", "the second engine"])
