@@ -109,7 +109,7 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
         "-m",
     ]
     assert words[words.index("--") + 1 :] == [
-        *("jackpot", "train", "joint_8b", *settings, "--run", run),
+        *("jackpot", "train", "joint_8b", description, "--run", run),
         *("engine=vllm_server", "engine.max_num_seqs=512", "engine.dtype=bf16", "engine.head_dtype=fp32"),
         *("evaluation.engine=transformers", "evaluation.engine.dtype=bf16"),
         "engine.urls=[http://three:8000,http://three:8001]",

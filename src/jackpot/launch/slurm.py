@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -58,6 +59,15 @@ def server_settings(config: Config) -> list[str]:
     if isinstance(evaluates, VLLMEngineConfig) or (config.rollout_model and not evaluates):
         settings += ["evaluation.engine=transformers", *_kept("evaluation.engine", evaluates or config.engine)]
     return settings
+
+
+def without_replaced(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Return the user's settings but for those of the engines that `server_settings` replaces, and which it keeps."""
+    replaced = {setting.partition("=")[0] for setting in server_settings(config)} & {"engine", "evaluation.engine"}
+    if isinstance(config.engine, VLLMServerEngineConfig):
+        replaced -= {"engine"}
+    blocks = tuple(f"{key}." for key in replaced)
+    return [one for one in overrides if not f"{one.partition('=')[0]}.".startswith(blocks)]
 
 
 def _kept(key: str, engine: EngineConfig) -> list[str]:

@@ -9,7 +9,7 @@ from jackpot.config.engines import check_ranks
 from jackpot.config.names import run_folder
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
-from jackpot.launch.slurm import Job, script, server_settings
+from jackpot.launch.slurm import Job, script, server_settings, without_replaced
 
 
 def launch(
@@ -41,6 +41,7 @@ def launch(
         ranks=ranks or max(1, gpus),
         time=time,
     )
+    given = without_replaced(config, given) if servers else given
     text = script(config, job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
     if servers:
         placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
