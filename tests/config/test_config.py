@@ -642,12 +642,18 @@ def test_overrides_are_stronger_than_the_arm_and_the_arm_than_the_recipe():
 
 
 @pytest.mark.parametrize("correction", ["tis", {"name": "tis"}])
-def test_a_chosen_block_comes_before_what_is_set_in_it_in_whatever_order_they_are_typed(correction):
+def test_a_chosen_block_keeps_what_was_set_in_it_before(correction):
     typed = [nest("objective.correction.cap", 5.0), nest("objective.correction", correction), nest("seed", 1)]
-    orders = [typed, typed[::-1], [{"objective": {"correction": correction, "clip_low": 0.2}}, typed[0]]]
+    orders = [typed, typed[::-1], [typed[0], {"objective": {"correction": correction, "clip_low": 0.2}}]]
     for overrides in orders:
         found = build_config(RECIPE, None, overrides).objective.correction
         assert (found.name, found.cap) == ("tis", 5.0)
+    later = [*typed, nest("objective.correction", {"name": "tis", "cap": 4.0})]
+    assert build_config(RECIPE, None, later).objective.correction.cap == 4.0
+    assert (
+        build_config(RECIPE, None, [nest("rollout_model.share", 0.5), nest("rollout_model", None)]).rollout_model
+        is None
+    )
 
 
 def test_an_arm_may_exchange_the_correction():

@@ -95,26 +95,44 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay overrides over settings; of the same key the last one counts, and blocks come before what is set in them.
+    """Lay overrides over settings, one after the other; a choice of a block keeps what was set in it before.
 
     >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
     {'a': {'name': 'y', 'k': 1}}
     """
-    found = [setting for override in overrides for setting in _settings(override)]
-    laid = dict(settings)
-    for _, setting in sorted(found, key=lambda one: one[0]):
-        laid = merge(laid, setting)
+    laid, before = dict(settings), []
+    for key, value in (setting for override in overrides for setting in _settings(override)):
+        laid = merge(laid, _nested(key, value))
+        for earlier, set_to in before:
+            below = earlier[len(key) :]
+            if below and earlier[: len(key)] == key and isinstance(value, str | Mapping) and not _holds(value, below):
+                laid = merge(laid, _nested(earlier, set_to))
+        before.append((key, value))
     return laid
 
 
-def _settings(override: Any, depth: int = 0) -> Iterator[tuple[int, Any]]:
-    """Yield what an override sets, one by one, with the number of parts of its key; a chosen block with all in it."""
+def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what an override sets, one by one, with the parts of its key; a block that is chosen with all in it."""
     if not isinstance(override, Mapping) or not override or _kind(override):
-        yield depth, override
+        yield key, override
         return
-    for key, value in override.items():
-        for below, setting in _settings(value, depth + 1):
-            yield below, {key: setting}
+    for name, value in override.items():
+        yield from _settings(value, (*key, name))
+
+
+def _nested(key: Sequence[str], value: Any) -> Any:
+    for part in reversed(key):
+        value = {part: value}
+    return value
+
+
+def _holds(value: Any, key: Sequence[str]) -> bool:
+    """Return whether a value is a block in which a key is set."""
+    for part in key:
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _kind(block: Mapping[str, Any]) -> str | None:
@@ -124,9 +142,7 @@ def _kind(block: Mapping[str, Any]) -> str | None:
 
 def nest(key: str, value: Any) -> dict[str, Any]:
     """Unfold a dotted key: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
+    return _nested(key.split("."), value)
 
 
 def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
