@@ -81,7 +81,7 @@ def topk_z(
 
     K = topk(p_inf), where both probabilities are known. N = topk(p_target) without K, where p_inf is known only if
     `fill_valid`: then `fill_ins` is log p_inf of these tokens, re-scored with the weights that sampled. With m = 1 -
-    p_inf(known), q the k-th largest p_inf, and t = 1 - p_target(K and N):
+    p_inf(known), q the smallest p_inf > 0 in K, and t = 1 - p_target(K and N):
 
         lower = sum over known x of min(p_inf, p_target/lam)
         upper = lower + min(m, sum over N unknown of min(q, p_target/lam) + min(m, t/lam))

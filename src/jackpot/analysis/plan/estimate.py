@@ -257,9 +257,7 @@ class Estimator:
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
         sets = _evaluated(self._config, shares.rollout_model, shares.beside)
-        times = 1 + math.ceil(
-            self._config.iterations / self._config.evaluation.every
-        )  # before training, and at its end
+        times = 1 + math.ceil(self._config.iterations / self._config.evaluation.every)  # the first is before training
         return evaluation_hours(sets, times, self.lengths, shares.gpu, shares.gpus)
 
     @property

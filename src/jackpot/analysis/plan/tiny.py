@@ -134,11 +134,8 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    kept = set(TransformersEngineConfig.model_fields) - {
-        "enable_sleep_mode",
-        "enforce_eager",
-    }  # where the engine has it
-    return engine.model_dump(include=kept) | {"name": "transformers"}
+    kept = TransformersEngineConfig.model_fields.keys() - {"name", "enable_sleep_mode", "enforce_eager"}
+    return {"name": "transformers", **engine.model_dump(include=kept)}  # where the engine has it
 
 
 def _longest_prompt(task: MathConfig) -> int:

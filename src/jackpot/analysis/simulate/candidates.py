@@ -52,7 +52,7 @@ class Candidate:
     responses: int
     mean_tokens: float  # tokens of a response
     states: int  # tokens whose whole distributions were compared
-    accuracy: float | None  # accuracy of the rollout model, sampled; None where the task says of no response
+    accuracy: float | None  # accuracy of the rollout model, sampled; None where the task has no verdict
     policy_accuracy: float | None  # accuracy of the policy, sampled
     reward: float  # mean reward of the rollout model's responses
     policy_reward: float
