@@ -1,6 +1,7 @@
 """Breaks on purpose what a sharded learner must not forget: a test of `training/test_sharded.py` must notice."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -52,6 +53,11 @@ def not_empty(batches):
     return [batch for batch in batches if batch.uids]
 
 
+def new_to_this_rank(batches):
+    earlier = accumulate((set(one.uids) for one in batches), set.union, initial=set())
+    return [one for one, known in zip(batches, earlier, strict=False) if not known.issuperset(one.uids)]
+
+
 def norm_of_own_shards(tensors):
     return torch.stack([shards.local(one).double().norm() for one in tensors]).norm()
 
@@ -81,9 +87,7 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
     ),
     "old log-probs where a rank itself lacks them": (
         SLOW["two epochs, dealt anew"],
-        lambda patch: patch.setattr(
-            joint_learner, "first_readings", lambda batches: [one for one in batches if one.uids]
-        ),
+        lambda patch: patch.setattr(joint_learner, "first_readings", new_to_this_rank),
     ),
     "two passes where a rank's prompts are shared": (
         SLOW["one-token responses in one of two micro-batches, padded"],
