@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -125,6 +126,16 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
     assert {one["environment"]["CUDA_VISIBLE_DEVICES"] for one in servers} == {"0", "1"}
     keys = {one["environment"]["VLLM_API_KEY"] for one in (*servers, training)}
     assert len(keys) == 1 and len(keys.pop()) == 64
+
+
+def test_settings_of_servers_that_the_user_chose_stay_in_the_command(tmp_path: Path) -> None:
+    """Those of the evaluations' engine, which changes its kind, are given anew."""
+    chosen = ["engine={name: vllm_server, urls: http://a:1, weights_folder: w, dtype: bf16}", "engine.timeout=60.0"]
+    replaced = ["evaluation.engine.dtype=fp32", "evaluation.engine.gpu_memory_utilization=0.3"]
+    script = printed("joint_8b", *chosen, "seed=1", *replaced, "--servers", "1", cwd=tmp_path)
+    [command] = [line for line in script.splitlines() if "train joint_8b" in line]
+    assert shlex.join([*chosen, "seed=1"]) in command and "gpu_memory_utilization" not in command
+    assert "evaluation.engine=transformers" in command and "evaluation.engine.dtype" not in command  # fp32 by default
 
 
 MODEL = "Qwen/Qwen3-1.7B-Base"

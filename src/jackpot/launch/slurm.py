@@ -12,7 +12,11 @@ from jackpot.core.errors import ConfigError
 
 NOTICE = 300  # seconds before the end of a job's time at which SLURM says so, for a last checkpoint
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_SHARED = [name for name in TransformersEngineConfig.model_fields if name in VLLMServerEngineConfig.model_fields]
+_SHARED = [  # settings that engines of both kinds have
+    name
+    for name in TransformersEngineConfig.model_fields
+    if name != "name" and name in VLLMServerEngineConfig.model_fields
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +77,7 @@ def without_replaced(config: Config, overrides: Sequence[str]) -> list[str]:
 def _kept(key: str, engine: EngineConfig) -> list[str]:
     """Return what an engine of another kind, at `key`, is to have of this one: settings that every engine has."""
     default = TransformersEngineConfig()
-    values = {name: getattr(engine, name) for name in _SHARED if name != "name"}
+    values = {name: getattr(engine, name) for name in _SHARED}
     return [f"{key}.{name}={value}" for name, value in values.items() if value != getattr(default, name)]
 
 
