@@ -650,10 +650,10 @@ def test_a_chosen_block_keeps_what_was_set_in_it_before(correction):
         assert (found.name, found.cap) == ("tis", 5.0)
     later = [*typed, nest("objective.correction", {"name": "tis", "cap": 4.0})]
     assert build_config(RECIPE, None, later).objective.correction.cap == 4.0
-    assert (
-        build_config(RECIPE, None, [nest("rollout_model.share", 0.5), nest("rollout_model", None)]).rollout_model
-        is None
-    )
+    alone = [nest("rollout_model.share", 0.5), nest("rollout_model", None)]
+    assert build_config(RECIPE, None, alone).rollout_model is None
+    without = [nest("engine.draft.tokens", 4), nest("engine", {"name": "transformers", "draft": None})]
+    assert build_config(RECIPE, None, without).engine.draft is None
 
 
 def test_an_arm_may_exchange_the_correction():

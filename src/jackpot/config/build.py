@@ -105,7 +105,7 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
         laid = merge(laid, _nested(key, value))
         for earlier, set_to in before:
             below = earlier[len(key) :]
-            if below and earlier[: len(key)] == key and isinstance(value, str | Mapping) and not _holds(value, below):
+            if below and earlier[: len(key)] == key and not _sets(value, below):
                 laid = merge(laid, _nested(earlier, set_to))
         before.append((key, value))
     return laid
@@ -126,10 +126,12 @@ def _nested(key: Sequence[str], value: Any) -> Any:
     return value
 
 
-def _holds(value: Any, key: Sequence[str]) -> bool:
-    """Return whether a value is a block in which a key is set."""
+def _sets(value: Any, key: Sequence[str]) -> bool:
+    """Return whether a value decides what stands at a key in it: all but a name or a block that leaves the key out."""
     for part in key:
-        if not isinstance(value, Mapping) or part not in value:
+        if not isinstance(value, Mapping):
+            return not isinstance(value, str)
+        if part not in value:
             return False
         value = value[part]
     return True
