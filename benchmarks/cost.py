@@ -20,16 +20,21 @@ def line(name: str) -> str:
     if hours is None or alone is None:
         return "| " + " | ".join([*cells, "no room"]) + " |"
     cells += [f"{part:.1f}" for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
-    saved = "is on-policy" if is_on_policy(config) else f"{100 * (1 - hours.iterations / alone.iterations):.0f} %"
-    return "| " + " | ".join([*cells, f"{100 * hours.rollout_share:.0f} %", saved]) + " |"
+    cells.append(f"{100 * hours.rollout_share:.0f} %")
+    if is_on_policy(config):
+        return "| " + " | ".join([*cells, "is on-policy", "", ""]) + " |"
+    shares = (found.flops.rollouts, found.flops.all, hours.all / alone.all)
+    return "| " + " | ".join([*cells, *(f"{100 * share:.0f} %" for share in shares)]) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="default: those that have published rows")
     papers = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]
-    print("| recipe | GPUs | GB each | fits on | hours | generation | training | evaluating | rollout share | saved |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ("recipe", "GPUs", "GB each", "fits on", "hours", "generation", "training", "evaluating", "rollout share")
+    columns += ("rollout FLOPs", "all FLOPs", "hours, of on-policy's")
+    print("| " + " | ".join(columns) + " |")
+    print("|---" * len(columns) + "|")
     for name in parser.parse_args().recipes or papers:
         print(line(name), flush=True)
 

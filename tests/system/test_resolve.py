@@ -1,4 +1,4 @@
-"""The package index has a solution for every extra on machines other than this one, found from metadata without a download.
+"""The package index has a solution for every extra on other machines, found from metadata without a download.
 
 Elsewhere PyTorch is the CUDA build, which asks for other packages than a CPU build on this machine's disk.
 """

@@ -9,7 +9,15 @@ from helpers.hub import without_hub
 from helpers.runs import small_config
 from helpers.texts import write_problems
 from jackpot.analysis.plan.cost_model import GPUS, Hours
-from jackpot.analysis.plan.estimate import CostEstimate, Estimator, estimate, extra_passes, is_large, share_hours
+from jackpot.analysis.plan.estimate import (
+    CostEstimate,
+    Estimator,
+    FlopShares,
+    estimate,
+    extra_passes,
+    is_large,
+    share_hours,
+)
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
@@ -33,6 +41,11 @@ PAPERS = [
     "tis_dapo_32b",
     "tis_dapo_distill",
     "tis_gsm8k",
+]
+AWAKE = [  # settings with which the policy's engine verifies drafts
+    f"{engine}.{setting}"
+    for engine in ("engine", "evaluation.engine")
+    for setting in ("draft={}", "enable_sleep_mode=false")
 ]
 
 
@@ -182,13 +195,35 @@ def test_a_rollout_model_whose_share_has_ended_is_planned_as_it_runs_not_trained
     alone = planned_hours("rollout_model=null")
     assert none.training == pytest.approx(alone.training) and none.training < small.training
     assert step.training == pytest.approx((small.training + alone.training) / 2)
-    awake = [
-        f"{engine}.{one}"
-        for engine in ("engine", "evaluation.engine")
-        for one in ("draft={}", "enable_sleep_mode=false")
-    ]
-    drafts = planned_hours("rollout_model.share={schedule: step, hold: 5}", *awake)
+    drafts = planned_hours("rollout_model.share={schedule: step, hold: 5}", *AWAKE)
     assert drafts.training == pytest.approx(small.training)  # it drafts to the end
+
+
+def flop_shares(recipe: str, arm: str | None, *overrides: str) -> FlopShares:
+    config = resolve(recipe, arm, list(overrides))
+    return Estimator(config, model_sizes(config), prompt_lengths(config)).flop_shares()
+
+
+def test_a_run_costs_all_flops_and_not_only_those_of_rollouts() -> None:
+    assert flop_shares("joint_8b", "on_policy") == (1.0, 1.0)
+
+    small = flop_shares("joint_8b", None)  # Qwen3-1.7B and 8B: 1.72e9 and 7.57e9 weights without embeddings
+    assert small.rollouts == pytest.approx(1.72 / 7.57, abs=0.02)
+    without = flop_shares("joint_8b", None, "evaluation={every: 1000000, problems: 1, benchmarks: [], k: 1}")
+    forward, policy = small.rollouts, 5.0  # training with checkpoints costs 4 passes over the body and 5 over the head
+    assert 1.0 < without.all < (forward + policy * (1 + forward)) / (1 + 4)
+    assert 1.0 < small.all < without.all  # evaluations cost both sides the same
+
+    halves = flop_shares("joint_8b", None, "rollout_model.share=0.5")
+    assert halves.rollouts == pytest.approx((1 + small.rollouts) / 2)
+    assert halves.all > small.all
+    drafted = flop_shares("joint_8b", None, "rollout_model.share=0.0", *AWAKE)
+    assert drafted.rollouts > 1.0  # every draft is read by both models
+
+
+def test_stale_rollouts_cost_as_many_flops_and_a_pass_more() -> None:
+    stale = flop_shares("stale_8b", "jackpot")
+    assert stale.rollouts == 1.0 and stale.all > 1.0
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from jackpot.analysis.plan.cost_model import (
     mean_response,
     on_policy,
     run_hours,
+    tokens_per_verification,
 )
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights, plan_memory
 from jackpot.analysis.plan.sharding import (
@@ -67,6 +69,13 @@ class MachineEstimate(NamedTuple):
     by_writer: Mapping[str, Hours]  # by which model generates the same batches; none without a rollout model
 
 
+class FlopShares(NamedTuple):
+    """Holds the FLOPs of a run as shares of those of the policy alone, on-policy, with as many responses."""
+
+    rollouts: float  # of generating the rollouts
+    all: float  # of rollouts, training and evaluations
+
+
 class CostEstimate(NamedTuple):
     """Holds the estimates of a run on several numbers of GPUs, and the lengths that they assume."""
 
@@ -76,6 +85,7 @@ class CostEstimate(NamedTuple):
     stated: MachineEstimate  # on the GPUs that the recipe names, else on one H100
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0 where it fits on none of COUNTS
     ranks: list[RankMemory]  # memory of each of several ranks; none for one process
+    flops: FlopShares
 
 
 def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
@@ -106,6 +116,7 @@ def estimate(
             for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
         },
         ranks=rank_memory(config, sizes, plan.memory, plan.blocks, ranks) if ranks > 1 else [],
+        flops=plan.flop_shares(),
     )
 
 
@@ -232,13 +243,56 @@ class Estimator:
         return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count) if here.fits else (None, None, {})))
 
     def _hours(self, gpu: Gpu, count: int) -> tuple[Hours, Hours, dict[str, Hours]]:
+        """Return the hours of the run, of the policy alone and by writer, each with the run's evaluations."""
         shares = self.shares(gpu, count)
-        (alone, times), policy = on_policy(shares.work), [self._costs["policy"]]
+        evaluating = self.evaluating(shares)
+
+        work, times = on_policy(shares.work)
+        alone = Hours(*(times * part for part in shares.run(work, shares.policy, [self._costs["policy"]])))
+        by_writer = shares.by_writer(self._acceptance) if "rollout_model" in self._costs else {}
+
         return (
-            self.run_hours(shares)._replace(evaluating=self.evaluating(shares)),
-            Hours(*(times * part for part in shares.run(alone, shares.policy, policy))),
-            shares.by_writer(self._acceptance) if "rollout_model" in self._costs else {},
+            self.run_hours(shares)._replace(evaluating=evaluating),
+            alone._replace(evaluating=evaluating),
+            {writer: hours._replace(evaluating=evaluating) for writer, hours in by_writer.items()},
         )
+
+    def flop_shares(self) -> FlopShares:
+        """Return the run's FLOPs beside those of the policy alone, by the models' shapes and the assumed lengths.
+
+        Only generation and training are counted of sequences that are trained on; the reference and the critic, which
+        both sides have, are not.
+        """
+        config, policy = self._config, self._costs["policy"]
+        model = self._costs.get("rollout_model", policy)
+        iterations = range(1, config.iterations + 1)
+
+        # What one response costs whoever generates it; with drafts both models read every drafted token.
+        own = policy.forward(self.lengths)
+        small = model.forward(self.lengths)
+        share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
+        written = share * small + (1.0 - share) * own
+        if drafts := self.drafts:
+            read = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
+            written = read * (small + own)
+
+        # What training on it costs; an on-policy step needs no pass beforehand.
+        work = self.work()
+        trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
+        if "rollout_model" in self._costs:
+            used = fmean(map(config.uses_rollout_model, iterations))
+            trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
+        trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
+
+        # What the evaluations cost, for each response trained on.
+        responses = work.sequences * config.iterations
+        evaluated = self.evaluations * sum(
+            self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config)
+        )
+        evaluated /= responses
+
+        rollouts, alone = work.generated * written, work.generated * own
+        return FlopShares(rollouts / alone, (rollouts + trained + evaluated) / (alone + trained_alone + evaluated))
 
     def run_hours(self, shares: ShareHours) -> Hours:
         """Return the hours of the run's iterations, without evaluations."""
@@ -256,9 +310,14 @@ class Estimator:
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
-        sets = _evaluated(self._config, shares.rollout_model, shares.beside)
-        times = 1 + math.ceil(self._config.iterations / self._config.evaluation.every)  # the first is before training
-        return evaluation_hours(sets, times, self.lengths, shares.gpu, shares.gpus)
+        engines = {"policy": shares.beside, "rollout_model": shares.rollout_model}
+        sets = [(engines[role], answers) for role, answers in _evaluated(self._config)]
+        return evaluation_hours(sets, self.evaluations, self.lengths, shares.gpu, shares.gpus)
+
+    @property
+    def evaluations(self) -> int:
+        """Return the number of evaluations; the first is before training."""
+        return 1 + math.ceil(self._config.iterations / self._config.evaluation.every)
 
     @property
     def drafts(self) -> Drafts | None:
@@ -358,12 +417,12 @@ def extra_passes(config: Config) -> float:
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
 
 
-def _evaluated(config: Config, rollout: EngineSpeed, policy: EngineSpeed) -> list[tuple[EngineSpeed, int]]:
-    """Return engine and number of responses for each set: both models answer the task, the policy each other set."""
+def _evaluated(config: Config) -> list[tuple[Role, int]]:
+    """Return who answers each set, and how often: both models the task's problems, the policy each other set."""
     settings = config.evaluation
     sizes = [settings.problems, *(BENCHMARKS[name].test.size for name in settings.benchmarks if name in BENCHMARKS)]
-    sets = [(policy, size * settings.k) for size in sizes]
-    return sets if config.rollout_model is None else [*sets, (rollout, settings.problems * settings.k)]
+    sets: list[tuple[Role, int]] = [("policy", size * settings.k) for size in sizes]
+    return sets if config.rollout_model is None else [*sets, ("rollout_model", settings.problems * settings.k)]
 
 
 def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:

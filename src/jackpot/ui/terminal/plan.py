@@ -186,21 +186,22 @@ def _show_writers(console: Console, row: MachineEstimate) -> None:
     """Print what the run would take if other models generated the same rollouts; nothing without a rollout model."""
     if not row.by_writer:
         return
-    alone = row.by_writer["policy alone"].iterations
+    alone = row.by_writer["policy alone"].all
     cells = [
         (
             name,
-            *map(_hours, (hours.generation, hours.training, hours.iterations)),
-            f"{1 - hours.iterations / alone:.0%}",
+            *map(_hours, (hours.generation, hours.training, hours.evaluating, hours.all)),
+            f"{1 - hours.all / alone:.0%}",
         )
         for name, hours in row.by_writer.items()
     ]
-    title, columns = f"Which model generates the rollouts, on {_name(row)}", ("", "rollout", "train", "hours", "saved")
+    title = f"Which model generates the rollouts, on {_name(row)}"
+    columns = ("", "rollout", "train", "eval", "hours", "saved")
     show_table(console, title, columns, cells, columns[1:])
-    fastest = min(row.by_writer, key=lambda name: row.by_writer[name].iterations)
+    fastest = min(row.by_writer, key=lambda name: row.by_writer[name].all)
     print_line(
         console,
-        "Hours without evaluations, with the same batches and optimizer steps. Drafts are the rollout model's "
+        "All have the same batches, optimizer steps and evaluations. Drafts are the rollout model's "
         "(engine.draft) and change nothing that is sampled; the number of them that is fastest where each is accepted "
         f"with the assumed chance {ACCEPTANCE:g}. The least hours: {fastest}.",
     )
@@ -223,7 +224,7 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
         return [memory, "-", *[""] * (len(_COLUMNS) - 3)]
     hours, alone = row.hours, row.alone
     parts = [_hours(part) for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
-    compared = ["", ""] if on_policy else [_hours(alone.iterations), f"{1 - hours.iterations / alone.iterations:.0%}"]
+    compared = ["", ""] if on_policy else [_hours(alone.all), f"{1 - hours.all / alone.all:.0%}"]
     return [memory, *parts, f"{hours.rollout_share:.0%}", *compared]
 
 
@@ -256,10 +257,10 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "
         f"from sampling.max_new_tokens ({limit:,}) decides the hours, which grow about in proportion; the metric "
-        "response/tokens of a run has the true mean. On-policy: hours, without evaluations, if the policy generates as "
-        "many responses itself and takes one step on each batch."
+        "response/tokens of a run has the true mean. On-policy: hours if the policy generates as many "
+        "responses itself and takes one step on each batch, with as many evaluations."
     )
-    said += _evaluations(config, next((row for row in (estimate.stated, *estimate.rows) if row.hours), None))
+    said += _costs(config, estimate)
     if prompts.assumed:
         said.append(
             f"Assumed: prompts of {prompts.mean:,.0f} tokens, at most {prompts.longest:,}. Why: {prompts.assumed}."
@@ -282,18 +283,23 @@ def unpriced(config: Config) -> list[str]:
     ]
 
 
-def _evaluations(config: Config, row: MachineEstimate | None) -> list[str]:
-    """Say what evaluations take on the first machine on which the run fits, and what is saved if they count."""
+def _costs(config: Config, estimate: CostEstimate) -> list[str]:
+    """Say what the run costs beside the policy alone, whole: rollout FLOPs, all FLOPs, and hours with evaluations."""
+    row = next((row for row in (estimate.stated, *estimate.rows) if row.hours), None)
     if row is None or row.hours is None or row.alone is None:
         return []
-    every, evaluating = config.evaluation.every, row.hours.evaluating
-    text = (
-        f"On {_name(row)} evaluations, one every {every} iterations, take {evaluating / row.hours.all:.0%} of the "
-        "hours; rollout share, on policy and saved leave them out."
-    )
+    hours, alone = row.hours, row.alone
+    said = [
+        f"On {_name(row)} evaluations, one every {config.evaluation.every} iterations, take "
+        f"{hours.evaluating / hours.all:.0%} of the hours; all columns but rollout share count them."
+    ]
     if not is_on_policy(config):
-        text += f" With as many of them on both sides {1 - row.hours.all / (row.alone.all + evaluating):.0%} is saved."
-    return [text]
+        said.append(
+            f"Modelled cost beside the policy alone: {estimate.flops.rollouts:.0%} of its rollout FLOPs, "
+            f"{estimate.flops.all:.0%} of all FLOPs (rollouts, training of every model, evaluations), "
+            f"{hours.all / alone.all:.0%} of its hours ({hours.iterations / alone.iterations:.0%} without evaluations)."
+        )
+    return said
 
 
 def show_tiny(console: Console, tiny: TinyRun) -> None:
