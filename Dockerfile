@@ -1,5 +1,6 @@
-# Not built so far: the machines that test this project have no Docker. Its commands are those of the README and the
-# Makefile, which a test compares. PyTorch comes with its CUDA libraries; `docker run --gpus all` gives it the GPUs.
+# Status: never run on its target (Kubernetes and Docker). The machines that test this project have no Docker, so it was
+# not built. Its commands are those of the README and the Makefile, which a test compares. PyTorch comes with its
+# CUDA libraries; `docker run --gpus all` gives it the GPUs.
 FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends make && rm -rf /var/lib/apt/lists/*
 WORKDIR /jackpot

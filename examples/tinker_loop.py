@@ -3,8 +3,9 @@
     TINKER_API_KEY=... python examples/tinker_loop.py
 
 It needs `pip install tinker`, and two models of the service with one vocabulary. docs/tinker.md says what a step costs
-and what the service cannot give. NOT RUN AGAINST THE SERVICE: the tests run it on models of their own behind tinker's
-interface.
+and what the service cannot give.
+
+Status: never run on its target (the service of Tinker). The tests run it on a stand-in with tinker's interface.
 """
 
 import itertools

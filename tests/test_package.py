@@ -26,4 +26,5 @@ def test_the_package_names_what_it_has():
 
 def test_a_name_that_needs_an_extra_says_how_it_is_installed():
     done = run(without(["transformers"]) + "import jackpot\njackpot.train")
-    assert "ImportError: jackpot.train needs the extra `train`: pip install '.[train]' in a clone" in done.stderr
+    assert "ImportError: jackpot.train needs the extra `train`: pip install -c constraints.txt" in done.stderr
+    assert "'.[train]' in a clone" in done.stderr

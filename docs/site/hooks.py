@@ -19,13 +19,14 @@ _log = logging.getLogger("mkdocs.plugins.jackpot")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the navigation: a section for each heading of the index, with the pages that it links to."""
+    """Make the navigation: a section for each heading of the index that links to pages."""
     sections = re.split(r"^## ", (ROOT / "docs" / "index.md").read_text(), flags=re.MULTILINE)[1:]
     nav: list[dict] = [{"Index": "index.md"}]
     for section in sections:
         title, _, body = section.partition("\n")
         links = [(text, _page(target)) for text, target, _ in _LINK.findall(body)]
-        nav.append({title: [{text.strip("`"): page} for text, page in links]})
+        if links:
+            nav.append({title: [{text.strip("`"): page} for text, page in links]})
     config.nav = nav
     return config
 

@@ -155,7 +155,8 @@ def test_an_actor_on_another_machine_takes_weights_from_what_travels_with_the_me
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     result = jackpot("train", "quickstart", "placement.launcher=ray", cwd=tmp_path)
-    assert result.returncode == 2 and "pip install '.[ray]' in a clone of" in result.stderr, result.stderr
+    command = "pip install -c constraints.txt '.[ray]'"
+    assert result.returncode == 2 and f"{command} in a clone of" in result.stderr, result.stderr
     assert "or start ranks with torchrun" in result.stderr and not list(tmp_path.iterdir())
 
 

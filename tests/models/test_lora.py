@@ -130,7 +130,7 @@ def test_a_missing_peft_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "peft", None)
     model = load_model(folder, torch.float32)
     assert equal(dict(merged_weights(model)), dict(model.named_parameters()))
-    with pytest.raises(ConfigError, match=r"pip install '\.\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -c constraints\.txt '\.\[lora\]'"):
         add_adapter(model, SMALL, 0)
 
 

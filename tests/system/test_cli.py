@@ -274,7 +274,7 @@ BAD_INPUT = {
     "more than the vocabulary": (["quickstart", "sampling.num_top_log_probs=99"], ["99", "at most 32"]),
     "unknown target module": (["quickstart", "policy.lora.target_modules=q_pro"], ["did you mean 'q_proj'", "v_proj"]),
     "unknown engine": (["quickstart", "engine=vlm"], ["'vlm'", "did you mean 'vllm'", "transformers"]),
-    "engine not installed": (["quickstart", "engine=vllm"], ["pip install '.[vllm]'"]),
+    "engine not installed": (["quickstart", "engine=vllm"], ["pip install -c constraints.txt '.[vllm]'"]),
     "ranks without a launcher": (["quickstart", "placement.ranks=2"], ["placement.launcher=ray", "--nproc-per-node 2"]),
     "servers without an address": (["quickstart", "engine=vllm_server"], ["engine.urls: is missing", "set it"]),
     "servers of one model for two": (["quickstart", "--dry-run", *SERVERS], ["evaluation.engine=transformers"]),

@@ -72,13 +72,13 @@ def test_what_reads_metrics_alone_needs_no_torch() -> None:
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     done = run(without([package]) + "from jackpot.__main__ import main; main()")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"{package} is blocked" in done.stderr and "pip install '.[train]'" in done.stderr
+    assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
 
 
 def test_a_package_that_only_the_command_itself_needs_is_named_too() -> None:
     done = run(without(["pyarrow"]) + "from jackpot.__main__ import main; main()", "report", "nowhere")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "pyarrow is blocked" in done.stderr and "pip install '.[train]'" in done.stderr
+    assert "pyarrow is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
 
 
 def test_an_error_of_our_own_package_keeps_its_traceback() -> None:

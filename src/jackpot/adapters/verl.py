@@ -6,6 +6,8 @@ bypass loss look up in the module that defines it, at every call. Importing this
 measured before and after masking.
 
 Shapes: `B` responses, `T` tokens; log-probs in nats.
+
+Status: experimental. It ran inside verl's own functions, never in a training run of verl.
 """
 
 from inspect import signature

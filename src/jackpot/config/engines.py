@@ -51,7 +51,7 @@ class _Engine(Strict):
     `dtype`. Servers must have been started with the same one."""
     quantization: Quantization | None = None
     """Number format that the linear layers compute with (docs/precision.md); null: `dtype`. vLLM has `fp8` on a GPU
-    only, and no `int8_blocks`. Servers must have been started with the same one."""
+    only, and no `int8_blocks`. Servers must have been started with the same one. Status: experimental."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one."""
 
@@ -79,24 +79,27 @@ class DraftConfig(Strict):
 
 
 class TransformersEngineConfig(_Engine):
-    """Hugging Face transformers decodes in the learner's process. It runs everywhere."""
+    """Hugging Face transformers decodes in the learner's process, on any device. Status: supported. It has run on
+    CPUs only."""
 
     name: Literal["transformers"] = "transformers"
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention kernel: torch's fused one where the model supports it, or plain matrix products."""
     draft: DraftConfig | None = None
     """Have the rollout model draft what the policy generates: its share of the rollouts (`rollout_model.share`, 0 for
-    all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Not run on a
-    GPU."""
+    all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Status:
+    experimental. It has run on CPUs only."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
-    """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU, where neither has run."""
+    """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU. Status of false: never run on
+    its target (a GPU)."""
     enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
     """Release the memory of the weights while the learner trains, until new ones are sent. An engine process that does
-    so shares the GPU of a rank (docs/distributed.md). Not run on a GPU."""
+    so shares the GPU of a rank (docs/distributed.md). Status: never run on its target (a GPU)."""
 
 
 class VLLMEngineConfig(_Engine):
-    """vLLM decodes in the learner's process, on a thread of its own (docs/vllm.md). It needs the extra `vllm`."""
+    """vLLM decodes in the learner's process, on a thread of its own (docs/vllm.md). It needs the extra `vllm`. Status:
+    experimental. It has run on CPUs only."""
 
     name: Literal["vllm"] = "vllm"
     max_model_len: Count | None = None
@@ -109,11 +112,11 @@ class VLLMEngineConfig(_Engine):
     """Number of the GPU that vLLM runs on; null: the learner's."""
     enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
     """Release the GPU's memory while the learner trains. Only one engine of a process can. An engine process that does
-    so shares the GPU of a rank (docs/distributed.md)."""
+    so shares the GPU of a rank (docs/distributed.md). Status: never run on its target (a GPU)."""
     draft: DraftConfig | None = None
     """Have the rollout model draft what the policy generates: its share of the rollouts (`rollout_model.share`, 0 for
-    all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Not run on a
-    GPU."""
+    all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Status:
+    experimental. It has run on CPUs only."""
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
@@ -176,7 +179,8 @@ class ServerEngineConfig(_Engine):
 
 
 class VLLMServerEngineConfig(ServerEngineConfig):
-    """The user's own vLLM servers decode, reached by vLLM's OpenAI-compatible HTTP interface (docs/vllm.md).
+    """The user's own vLLM servers decode, reached by vLLM's OpenAI-compatible HTTP interface (docs/vllm.md). Status:
+    experimental. They have run on CPUs only.
 
     All of them serve the same model. Where they ask for an API key, it is read from the environment variable
     VLLM_API_KEY.
@@ -186,7 +190,7 @@ class VLLMServerEngineConfig(ServerEngineConfig):
 
 
 class SGLangServerEngineConfig(ServerEngineConfig):
-    """The user's own SGLang servers decode (docs/vllm.md). Not run against SGLang.
+    """The user's own SGLang servers decode (docs/vllm.md). Status: never run on its target (SGLang).
 
     All of them serve the same model. Where they ask for an API key, it is read from the environment variable
     SGLANG_API_KEY. They have no top_p, top_k, quantization or kv_cache_dtype.

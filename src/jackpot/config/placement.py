@@ -12,7 +12,7 @@ class PlacementConfig(Strict):
 
     launcher: Annotated[Literal["local", "ray"], MAY_CHANGE] = "local"
     """What starts the processes: local, this command, or torchrun those that train; ray, Ray, which places all of them
-    on this machine or its cluster."""
+    on this machine or its cluster. Status of ray, and of several processes: experimental."""
     ranks: Annotated[Count, MAY_CHANGE] = 1
     """Processes that train together, with launcher ray; torchrun has its own option for it, --nproc-per-node."""
     restarts: Annotated[int, Field(ge=0), MAY_CHANGE] = 3
@@ -20,14 +20,15 @@ class PlacementConfig(Strict):
     engines: Annotated[int, Field(ge=0, le=1024), MAY_CHANGE] = 0
     """Processes that generate, each with engines of its own, which the run or Ray starts and replaces when they die; 0:
     the process that trains generates too. Engines that are servers stay where they are. On a CPU each has as many
-    `threads` as the run, 1 where that is auto."""
+    `threads` as the run, 1 where that is auto. Status: experimental."""
     chunk: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
     """Responses that an engine process is given at once; auto: a rollout batch shared out among `engines`, in whole
     groups, at most `engine.max_num_seqs`. With a number of its own a run does not depend on how many engines there are,
     but for the rounding of engines that are not batch-invariant."""
     weight_transfer: Annotated[Literal["host", "device"], MAY_CHANGE] = "host"
     """How new weights reach engine processes: host, through memory of the machine; device, from memory of rank 0's
-    device, over CUDA IPC to a process on the same GPU and over NCCL to others, on a CPU over gloo. Not run on a GPU."""
+    device, over CUDA IPC to a process on the same GPU and over NCCL to others, on a CPU over gloo. Status of
+    device: never run on its target (several GPUs or machines)."""
     timeout: Annotated[float, Field(ge=1.0, lt=float("inf")), MAY_CHANGE] = 600.0
     """Seconds that a rank waits for the others while all of them train, score, save or load models, before the run ends
     with an error. Between these, ranks wait for rank 0 as long as it runs, and end twice as long after it stands still.
@@ -35,7 +36,7 @@ class PlacementConfig(Strict):
     process after which the run ends."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
-    several ranks train: room on the GPUs for time. It has not run on a GPU."""
+    several ranks train: room on the GPUs for time. Status: never run on its target (a GPU)."""
 
     @model_validator(mode="after")
     def _check(self) -> "PlacementConfig":

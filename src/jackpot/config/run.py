@@ -324,7 +324,7 @@ class Config(Strict):
     """Number format of training's forward pass; weights and optimizer states are fp32. bf16: by autocast. fp8, int8:
     linear layers compute with the codes that the engine computes with (`quantization` fp8, or int8_w8a8 or
     int8_blocks), keys and values are rounded as its `kv_cache_dtype` says, and the rest is in its `dtype`
-    (docs/precision.md). Not run on a GPU."""
+    (docs/precision.md). Status of fp8 and int8: experimental. They have run on CPUs only."""
     fp8_backward: Literal["dequantized", "fp8"] = "dequantized"
     """Products of the backward pass of `precision: fp8`: of gradients and the numbers that codes stand for, or of FP8
     codes too, gradients quantized by 1 x 128 (Jet-RL's)."""
@@ -334,10 +334,10 @@ class Config(Strict):
     head_kernel: Annotated[Literal["auto", "eager", "compile", "triton"], MAY_CHANGE] = "auto"
     """What reads the logits of training's output layers: torch's operators (eager), those through torch.compile, or
     Triton kernels; auto: Triton on a GPU where it is installed, else eager. It changes speed, and results only by
-    rounding. Triton's have run in its interpreter, not on a GPU."""
+    rounding. Status of triton: never run on its target (a GPU). It has run in its interpreter."""
     tf32: bool = False
-    """Round the factors of float32 products to 10 bits on a GPU, where they are several times faster (TF32). Not run on
-    a GPU."""
+    """Round the factors of float32 products to 10 bits on a GPU, where they are several times faster (TF32). Status:
+    never run on its target (a GPU)."""
     head_logits_memory: Annotated[int, Field(ge=0), MAY_CHANGE] = HEAD_LOGITS_MEMORY
     """MiB of logits that the forward pass of a micro-batch may keep for backward, of all models together. Where they do
     not all fit, none is kept, and backward computes them again: a third more products in the output layer."""

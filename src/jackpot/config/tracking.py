@@ -22,4 +22,4 @@ class TrackingConfig(Strict):
 
     wandb: Annotated[WandbConfig | None, MAY_CHANGE] = None
     """Send metrics and settings to Weights & Biases, and no rollouts, code or output; null: send nothing. Needs the
-    extra `wandb`."""
+    extra `wandb`. Status: never run on its target (the service of W&B). It has run offline."""

@@ -15,8 +15,8 @@ def version() -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs the package with an extra."""
-    return f"pip install '.[{extra}]' in a clone of the repository"
+    """Return the command that installs the package with an extra: from a clone, as it is on no index yet."""
+    return f"pip install -c constraints.txt '.[{extra}]' in a clone of the repository"
 
 
 def needs_train(error: ModuleNotFoundError) -> bool:

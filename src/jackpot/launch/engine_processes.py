@@ -3,6 +3,8 @@
 The process that leads a run makes an `EnginePool`; every other one is started with `ENTRY` and runs `main`. A process
 reads the models that the run began with, and gets the newest weights before it generates anything. So it can be started
 again at any time, whatever checkpoints there are by then.
+
+Status: experimental.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Builds all components of a run from its settings, in this process."""
+"""Builds all components of a run from its settings, in this process.
+
+Status: supported.
+"""
 
 import gc
 import logging

@@ -1,4 +1,7 @@
-"""Joins the processes that torchrun started into one run: rank 0 leads it, the others follow (`training.ranks`)."""
+"""Joins the processes that torchrun started into one run: rank 0 leads it, the others follow (`training.ranks`).
+
+Status: experimental.
+"""
 
 import json
 import os

@@ -7,6 +7,8 @@
 The driver owns all actors. Where a rank is lost it ends the others and starts all of them again, which continue from
 the newest checkpoint; engines live on, and the new rank 0 sends them its weights. What a rank does, and how an engine
 is made, the caller says: a rank works as under torchrun, with the same variables in its environment.
+
+Status: experimental.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Writes the batch script of `jackpot launch --slurm`: torchrun on some nodes, vLLM servers on others. No torch."""
+"""Writes the batch script of `jackpot launch --slurm`: torchrun on some nodes, vLLM servers on others. No torch.
+
+Status: never run on its target (a SLURM cluster).
+"""
 
 import json
 import shlex
@@ -121,6 +124,7 @@ _HEAD = """\
 #SBATCH --signal=B:TERM@{notice}
 #SBATCH --requeue
 #SBATCH --output=%x-%j.out
+# Status: never run on its target (a SLURM cluster).
 set -euo pipefail
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 

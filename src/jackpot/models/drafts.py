@@ -7,6 +7,8 @@ distribution r = (p - q a)+ / sum (p - q a)+. The token that stands there is the
 
 At lam = 1 it is p: the residual is all that is missing from it. With lam < 1 more drafts are accepted and m is not p;
 (p - q a)+ is (p - q)+ for every lam up to 1. Torch only, pure.
+
+Status: experimental.
 """
 
 from typing import NamedTuple

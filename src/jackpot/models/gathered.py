@@ -3,6 +3,8 @@
 All models have one root. Its weights, which are all final norms and heads, are whole while the root runs, and those of
 a layer, or of an embedding that no head shares, while that runs. A weight that embedding and head share belongs to the
 root and stays one weight: sharded apart, it would become two without an error.
+
+Status: experimental.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

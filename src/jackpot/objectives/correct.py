@@ -2,6 +2,8 @@
 
 A loop that splits an optimizer step into micro-batches, and wants kappa of the whole step, makes the two calls of
 `corrections.base` itself.
+
+Status: supported.
 """
 
 from collections.abc import Callable

@@ -14,6 +14,8 @@ Since lam Z <= 1, a(x) min(w(x), c1) = min(Z rho, c1) for every lam and every c1
 that broadcasts. No function here is meant to carry a gradient: OBRS is a stop-gradient quantity, so pass detached
 tensors.
 Shapes: `...` any, `V` vocabulary, `K` top-k entries.
+
+Status: supported.
 """
 
 import math

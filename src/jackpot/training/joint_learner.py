@@ -6,6 +6,8 @@ optimizers is in `joint_optimizer`; the objective is pure and stands in `objecti
 
 An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
 clipping, by denominators that cover all micro-batches and ranks.
+
+Status: supported.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -1,4 +1,7 @@
-"""The rollback guard takes a run whose policy has collapsed back to a checkpoint from before that."""
+"""The rollback guard takes a run whose policy has collapsed back to a checkpoint from before that.
+
+Status: supported.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,8 @@
 """The trainer is the loop of a run.
 
 next batch -> check the engine -> advantages -> optimizer steps -> send weights -> save, evaluate, checkpoint
+
+Status: supported.
 """
 
 import gc

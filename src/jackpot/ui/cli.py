@@ -173,7 +173,9 @@ def train(
     overrides: Overrides = None,
     arm: Annotated[str | None, typer.Option(help="Arm of the recipe; default none of them.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-OVERRIDES-seedN.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and train nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, which is experimental, and train nothing.")
+    ] = False,
     tiny: Annotated[
         bool,
         typer.Option(
@@ -194,7 +196,7 @@ def train(
 
     `torchrun --nproc-per-node N -m jackpot train RECIPE` trains with N processes: docs/distributed.md.
 
-    Not yet run on a GPU.
+    Status: supported. On CPUs alone: nothing has run on a GPU yet. docs/index.md says what of it is experimental.
     """
 
 
@@ -228,6 +230,8 @@ def plan(
 
     Tries every placement that fits the memory, with several values of batch.ahead, and deaths of engines. Nothing is
     loaded or run; docs/cost.md has the assumptions, those of --dry-run.
+
+    Status: experimental. Its hours were never compared with a run of ours on GPUs.
     """
 
 
@@ -255,7 +259,7 @@ def launch(
     `jackpot launch RECIPE --slurm > job.sh; sbatch job.sh`. The same script continues the run; options of sbatch, such
     as --partition, are given to it: docs/distributed.md.
 
-    Not yet run on a cluster.
+    Status: never run on its target (a SLURM cluster).
     """
 
 
@@ -288,7 +292,7 @@ def compare(
     Existing runs are continued, so the same command continues after Ctrl-C. A run has collapsed when two evaluations
     in a row are below half of its best accuracy; it is stopped, and the table says when.
 
-    Not yet run on a GPU.
+    Status: supported. Not yet run on a GPU.
     """
 
 
@@ -305,7 +309,11 @@ def evaluate(
     ] = "",
     k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="transformers (default), vllm, vllm_server or sglang_server.")
+        str | None,
+        typer.Option(
+            help="transformers (default); vllm or vllm_server, which are experimental; or sglang_server, never run on "
+            "its target."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,
 ) -> None:
@@ -314,7 +322,7 @@ def evaluate(
     The same command continues after Ctrl-C or a kill; no answer is generated twice. More benchmarks can be added to
     the folder later.
 
-    Not yet run on a GPU.
+    Status: supported. Not yet run on a GPU.
     """
 
 
@@ -331,6 +339,8 @@ def recipes(
     numbers.
 
     docs/reproducing.md says what the papers leave open, where they contradict themselves, and what we chose.
+
+    Status of recipes for the papers' tables: never run on its target (the papers' models), but with --tiny.
     """
 
 
@@ -343,7 +353,10 @@ def config(
     show_all: Annotated[bool, typer.Option("--all", help="Print all settings.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
 ) -> None:
-    """Explain settings: allowed values, default, meaning, and which command or choice uses each."""
+    """Explain settings: allowed values, default, meaning, and which command or choice uses each.
+
+    Status: supported.
+    """
 
 
 @command()
@@ -352,7 +365,10 @@ def sample(
     problems: Annotated[int, typer.Option(min=1, help="Number of held-out problems.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Print the answers of both models to held-out problems, before and after training."""
+    """Print the answers of both models to held-out problems, before and after training.
+
+    Status: supported.
+    """
 
 
 @command()
@@ -367,7 +383,10 @@ def starter(
     ] = False,
     study: Annotated[bool, typer.Option("--study", help="Make the four models of benchmarks/study.yaml.")] = False,
 ) -> None:
-    """Train the two starter models from random weights, or with --text or --study other ones."""
+    """Train the two starter models from random weights, or with --text or --study other ones.
+
+    Status: supported.
+    """
 
 
 @command()
@@ -378,6 +397,8 @@ def diagnose(
     """Say whether a run is healthy, and if not: what is wrong, since when, which metric shows it and what to try.
 
     Exit code 0: healthy, or too early to say; 1: unhealthy; 2: no run there.
+
+    Status: supported.
     """
 
 
@@ -396,7 +417,10 @@ def report(
     ] = False,
     every: Annotated[float, typer.Option(min=1.0, help="Seconds between two checks with --watch.")] = 10.0,
 ) -> None:
-    """Write one HTML page about runs: every metric with the arms overlaid, and every saved token."""
+    """Write one HTML page about runs: every metric with the arms overlaid, and every saved token.
+
+    Status: supported.
+    """
 
 
 @command()
@@ -432,7 +456,7 @@ def replay(
     Says what a rollout is then worth, and what a share of the rollout model or its drafts would save. Reads rollouts
     of Jackpot, verl, TRL, SkyRL, slime, prime-rl, OpenRLHF and AReaL, and plain JSONL: docs/replay.md.
 
-    --model is not yet run on a GPU.
+    Status: supported. Status of what it says of worth and savings: experimental. --model is not yet run on a GPU.
     """
 
 
@@ -448,6 +472,8 @@ def export(
     """Write the saved rollouts of a run in the format of another trainer, a file for each iteration.
 
     `jackpot replay` reads them back; docs/replay.md says what each format is, and what of ours it does not have.
+
+    Status: supported.
     """
 
 
@@ -482,6 +508,8 @@ def simulate(
 
     Three views of the paper's Figure 2, Z from the top k, and for real models how large their mismatch is, which
     correction jackpot replay would advise, and what rollouts are then worth: that is how to choose a rollout model.
+
+    Status: supported. Status of what it says of worth and savings: experimental.
     """
 
 
@@ -529,7 +557,7 @@ def mismatch(
     Samplers generate responses and learners score them: |p - q| of every response, KL, ratios, by length, position and
     entropy. docs/mismatch.md explains each number.
 
-    Not yet run on a GPU, nor with tensor-parallel engines.
+    Status: supported. Not yet run on a GPU, nor with tensor-parallel engines.
     """
 
 

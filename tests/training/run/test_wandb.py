@@ -167,5 +167,5 @@ def test_without_the_package_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "wandb", module)
     folder = RunFolder(tmp_path)
     folder.check(small_config())
-    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install '\.\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install -c constraints\.txt '\.\[wandb\]'"):
         folder.check(small_config(OFFLINE))

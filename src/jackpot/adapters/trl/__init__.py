@@ -1,4 +1,7 @@
-"""Our corrections, and joint training of two models, in TRL's trainers (docs/trl.md)."""
+"""Our corrections, and joint training of two models, in TRL's trainers (docs/trl.md).
+
+Status: supported.
+"""
 
 from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer
 from jackpot.adapters.trl.joint import JackpotGRPOTrainer

@@ -40,6 +40,8 @@ with it (within SURE standard errors of the quotient, or NEARLY as much), the si
 of `mask: expected` with more noise, and stands behind it. A correction that reads other tokens of the response is
 judged and not recommended: its gap is known from sampled tokens alone, which miss a tail, and what it gains it gains
 by the third assumption. Pure: sums and settings in, a result out.
+
+Status: experimental.
 """
 
 import math

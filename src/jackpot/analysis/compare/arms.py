@@ -1,4 +1,7 @@
-"""Runs every arm and seed of a recipe at equal budget, and compares the finished runs."""
+"""Runs every arm and seed of a recipe at equal budget, and compares the finished runs.
+
+Status: supported.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

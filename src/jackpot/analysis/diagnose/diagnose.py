@@ -1,4 +1,7 @@
-"""Finds what is wrong with a run, since when and by which metric, by applying `RULES` to metrics.jsonl."""
+"""Finds what is wrong with a run, since when and by which metric, by applying `RULES` to metrics.jsonl.
+
+Status: supported.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

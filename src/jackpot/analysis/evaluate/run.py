@@ -6,6 +6,8 @@
 
 The same command continues an evaluation. Settings that decide the responses may not change meanwhile; those marked with
 `MAY_CHANGE` may, and sets may be added.
+
+Status: supported.
 """
 
 import json

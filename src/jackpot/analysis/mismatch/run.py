@@ -1,6 +1,8 @@
 """`jackpot mismatch`: every sampler generates responses, and every learner scores the responses of each sampler.
 
 One model is in memory at a time, and the responses of one sampler.
+
+Status: supported.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,7 +2,9 @@
 
 An iteration generates a rollout batch, trains on it and sends the new weights. Decoding takes the longer of its
 operations and its memory traffic. Every number that is neither the run's nor the GPU's is a constant below, with its
-source. Nothing here has been measured with Jackpot on a GPU.
+source.
+
+Status: experimental. Nothing here has been measured with Jackpot on a GPU.
 
 Units: bytes, seconds, floating-point operations (FLOPs).
 """

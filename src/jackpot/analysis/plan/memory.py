@@ -3,6 +3,8 @@
 Weights, optimizer and caches are counted from shapes; one training step is run on fake tensors (`dry_step.py`). Only
 tensors are planned: not the process with its libraries, nor the gaps that an allocator leaves between tensors, nor
 what a kernel allocates for itself.
+
+Status: experimental.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Says who goes where, and simulates a run on each placement of engines and learner on some GPUs."""
+"""Says who goes where, and simulates a run on each placement of engines and learner on some GPUs.
+
+Status: experimental.
+"""
 
 import math
 import random

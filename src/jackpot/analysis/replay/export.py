@@ -1,4 +1,7 @@
-"""`jackpot export`: writes the saved rollouts of a run in the formats of other trainers."""
+"""`jackpot export`: writes the saved rollouts of a run in the formats of other trainers.
+
+Status: supported.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""`jackpot replay`: applies every correction to saved rollouts, in one pass with a few thousand tokens in memory."""
+"""`jackpot replay`: applies every correction to saved rollouts, in one pass with a few thousand tokens in memory.
+
+Status: supported.
+"""
 
 import re
 from collections import Counter

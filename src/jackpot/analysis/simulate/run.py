@@ -1,6 +1,8 @@
 """`jackpot simulate`: what OBRS does to the gap between two models, without training.
 
 The pairs are synthetic families, a recipe's policy with candidates for its rollout model, or a run's checkpoints.
+
+Status: supported.
 """
 
 import logging

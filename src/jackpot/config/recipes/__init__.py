@@ -1,4 +1,7 @@
-"""Reads recipes, which are YAML files of the package or the user's own, and overrides from the command line."""
+"""Reads recipes, which are YAML files of the package or the user's own, and overrides from the command line.
+
+Status of recipes for rows of the papers' tables: never run on its target (the papers' models), but with `--tiny`.
+"""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,9 @@
 """Multiplies two quantized matrices, A B^T. Torch only.
 
 `product` is the one product of engines and training: exact and independent of the batch on a CPU (`gemm_exact`), by
-torch's block-wise `scaled_mm` on a Hopper GPU, which has not been run.
+torch's block-wise `scaled_mm` on a Hopper GPU.
+
+Status: experimental. `scaled_mm` has not been run.
 
 Shapes: A is [M, K], B is [N, K].
 """

@@ -9,6 +9,8 @@ each block has
 
 A division by a power of two does not round, so with `power_of_two` every formula in use (x / s, x * (1/s), x * (L/max))
 gives the same codes; with `float32` they differ in about one code of two thousand (measured, docs/precision.md).
+
+Status: experimental.
 """
 
 from collections.abc import Mapping

@@ -9,6 +9,8 @@ checkpoint, or swap of weights can leave codes of other weights behind. (A fused
 costs one for each token.
 
 Shapes: `M` tokens, `N` features out, `K` features in.
+
+Status: experimental.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,6 +4,8 @@
 and its parts, `base` the interface. Each class states
 its formula, its source and what it is biased towards; it reads its numbers from its settings in
 `config/corrections.py`, where the defaults stand.
+
+Status: supported.
 """
 
 from jackpot.config.build import validated

@@ -1,4 +1,7 @@
-"""Computes rewards: the built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md."""
+"""Computes rewards: the built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md.
+
+Status: supported.
+"""
 
 import math
 import re

@@ -1,4 +1,7 @@
-"""Makes tasks and evaluation sets by name."""
+"""Makes tasks and evaluation sets by name.
+
+Status: supported.
+"""
 
 from collections.abc import Sequence
 

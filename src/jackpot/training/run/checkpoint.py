@@ -12,6 +12,8 @@ run leaves either all of it or a `.partial` folder that the next start removes. 
 
 Of several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and finds its checksums
 (`models.parts`). Rank 0 writes the rest, last of it checksums.json, and renames the folder when all ranks have written.
+
+Status: supported.
 """
 
 import itertools

@@ -12,6 +12,8 @@ Line 0 of metrics.jsonl is the evaluation before training; line i is the state a
 counted entry is null. A start removes nothing but half-written files: what it replaces goes to superseded/. A full disk
 does not end the run: lines wait in memory until there is room; a file of rollouts or of an evaluation is given up,
 counted and named in events.jsonl.
+
+Status: supported.
 """
 
 import json

@@ -3,6 +3,8 @@
 A start that continues the run of a folder continues its W&B run, whose id stands in wandb/run_id; a start without lines
 begins another one. A W&B history can only grow, so iterations that are computed again after a kill or a rollback stand
 there twice, at the same `iteration`.
+
+Status: never run on its target (the service of W&B). It ran offline.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Writes the page about run folders, once or repeatedly while they train."""
+"""Writes the page about run folders, once or repeatedly while they train.
+
+Status: supported.
+"""
 
 import contextlib
 import time

@@ -101,5 +101,5 @@ def test_settings_for_gpus_are_refused_on_a_cpu(folder, settings):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_where_vllm_is_not_installed_the_error_says_how_to_get_it(folder):
-    with pytest.raises(EngineError, match=r"pip install '\.\[vllm\]'"):
+    with pytest.raises(EngineError, match=r"pip install -c constraints\.txt '\.\[vllm\]'"):
         make_engine(VLLMEngineConfig(), str(folder), torch.device("cpu"), Version(0, 0))

@@ -1,4 +1,7 @@
-"""The HTTP routes of one SGLang server, as SGLang 0.5.23 has them. Not run against SGLang."""
+"""The HTTP routes of one SGLang server, as SGLang 0.5.23 has them.
+
+Status: never run on its target (SGLang).
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,6 +1,6 @@
 """Translation between this project's requests and rollouts and SGLang's /generate, as SGLang 0.5.23 has it.
 
-Not run against SGLang. What its source says, and what follows from it:
+Status: never run on its target (SGLang). What its source says, and what follows from it:
 
 - Log-probs of a response are after temperature and before top-p and top-k, so filters are refused.
 - Log-probs of a prompt are at temperature 1. The id of the vocabulary's last token is reported as 0 beside them, so ids

@@ -1,6 +1,8 @@
-"""The engine of SGLang servers, and what it checks of each. Not run against SGLang.
+"""The engine of SGLang servers, and what it checks of each.
 
 SGLang reports no sizes of its model, so a server of another one is found when it loads the weights.
+
+Status: never run on its target (SGLang).
 """
 
 from collections.abc import Mapping

@@ -5,6 +5,8 @@ the column of its position, where the next pass overwrites a rejected one; no qu
 
 Shapes: `R` rows at the start, `N` of them unfinished, `k` most drafts of a row, `S` columns of a cache, `D` size of a
 head, `V` vocabulary, `K` top log-probs.
+
+Status: experimental.
 """
 
 from typing import Any

@@ -4,6 +4,8 @@ Requests wait in a queue and are decoded in batches. The draw of token t of a re
 token's distribution alone, not on the batch. The distribution itself changes by float rounding with the shape of the
 batch, so a response can change where a uniform lies within that rounding of the boundary between two tokens: about once
 in a million tokens in float32, far more often in bfloat16.
+
+Status: supported.
 """
 
 import time

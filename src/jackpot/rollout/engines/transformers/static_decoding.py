@@ -3,8 +3,9 @@
 All that a step reads and writes stays at its address: tokens, the column of the cache, the keys and values, the last
 draws. Attention reads all columns that there is room for, and a mask hides those that are not written yet. A row that
 ends computes on, unread, until half of the rows have ended; then, or when the cache is full, the rest moves to memory
-of its own and the step is captured anew. On a CPU the same step runs as it is; no graph has been captured on
-a GPU yet.
+of its own and the step is captured anew. On a CPU the same step runs as it is.
+
+Status: never run on its target (a GPU).
 
 Shapes: `N` rows, `n` of them unfinished, `S` columns of the cache, `D` size of a head, `K` top log-probs.
 """

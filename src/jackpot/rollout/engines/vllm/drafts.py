@@ -12,6 +12,8 @@ or avoided here is what vLLM 0.32 does otherwise:
 - near the end of the context no request of the batch is drafted for (`reserved_tokens`).
 
 Needs no vLLM.
+
+Status: experimental.
 """
 
 from typing import Any

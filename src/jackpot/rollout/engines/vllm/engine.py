@@ -8,7 +8,7 @@ Two threads take part (see `background.py`):
 - The caller's thread posts those calls. It waits in `score`, `update_weights` and `sleep` for futures, and in `collect`
   for rollouts; it is unblocked by the result, or by the failure of vLLM's thread.
 
-Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
+Status: experimental. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
 
 import threading

@@ -1,4 +1,7 @@
-"""The engine of vLLM servers. Tested with vLLM 0.32 on CPUs; not yet run on a GPU."""
+"""The engine of vLLM servers.
+
+Status: experimental. Tested with vLLM 0.32 on CPUs; not yet run on a GPU.
+"""
 
 from functools import partial
 
