@@ -55,6 +55,7 @@ TEMPLATE = ROOT / "benchmarks" / "study_page.md"
 PAGE = ROOT / "docs" / "study.md"
 PICTURE = ROOT / "docs" / "pictures" / "study.png"
 PRICED = "joint_8b"  # the recipe whose time the cost model gives: Qwen3-1.7B generates for Qwen3-8B
+EVALUATIONS = 5  # of an arm: every twenty of 80 iterations; on_policy has more, for its curve
 MARGIN, HALF = -0.02, 0.5  # the target: a 95 % interval above this, at this share of on-policy's rollout FLOPs or less
 NOT_RUN = "not run yet"
 EXACT = "drafted"  # the arm that is on_policy in all but its cost
@@ -127,7 +128,7 @@ class Arms:
         return arm in self.runs
 
     def __getitem__(self, key: str) -> str:
-        """`obrs`: its accuracy. `obrs-none`: a difference. `obrs@rollout`, `@all`, `@time`: a share of on_policy's."""
+        """`obrs`: its accuracy. `obrs-none`: a difference. `obrs@rollout`: a share of on_policy's cost."""
         arm, _, cost = key.partition("@")
         arm, _, other = arm.partition("-")
         if arm not in self or (other and other not in self):
@@ -150,7 +151,8 @@ class Arms:
 
     def share(self, arm: str, cost: str) -> float:
         """Cost of a run as a share of on_policy's with the same seed, the mean over seeds."""
-        return self._paired(arm, "on_policy", lambda one, base: COSTS[cost](one) / COSTS[cost](base)).mean
+        measured = {**COSTS, "evaluated": flops_with_evaluations}[cost]
+        return self._paired(arm, "on_policy", lambda one, base: measured(one) / measured(base)).mean
 
     def _paired(self, arm: str, other: str, of: Callable[[Finished, Finished], float]) -> Interval:
         both = [seed for seed in self.runs[arm] if seed in self.runs[other]]
@@ -171,6 +173,10 @@ class Arms:
 
 def share_text(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+def _rollouts_of_all(one: Finished) -> float:
+    return one.run.last.flops / (one.run.last.flops + one.run.last.training_flops)
 
 
 def _accuracy(one: Finished) -> float:
@@ -216,9 +222,24 @@ def model_hours(one: Finished) -> float:
     return sum(_iteration_hours(share, one.draft_acceptance, is_frozen) for share in shares)
 
 
+def flops_with_evaluations(one: Finished) -> float:
+    """FLOPs of rollouts, training and evaluations of an arm in which one model generates everything.
+
+    An evaluation's answer costs its model what a rollout costs the writer, by their FLOPs a token.
+    """
+    run, pair = one.run, one.run.arm.partition("/")[0]
+    policy = _policy_cost()
+    writer = policy if pair == ALONE else forward_cost(make_meta_model(STUDY_MODELS[pair])).per_token
+    evaluated = policy if pair == ALONE else policy + writer
+
+    answer = run.last.flops / run.last.sequences * evaluated / writer
+    return run.last.flops + run.last.training_flops + EVALUATIONS * run.problems * answer
+
+
 COSTS: Mapping[str, Callable[[Finished], float]] = {
     "rollout": lambda one: one.run.last.flops,
     "all": lambda one: one.run.last.flops + one.run.last.training_flops,
+    "cpu": lambda one: one.run.last.cpu_seconds,
     "time": model_hours,
 }
 
@@ -237,7 +258,8 @@ def pair_table(arms: Arms) -> str:
         right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
         differences = ["-", "-"] if is_base else [arms.difference(arm, "on_policy").text, arms.at_equal_cost(arm).text]
         rows.append((f"`{arm}`", right, differences[0], *costs, differences[1]))
-    columns = ("arm", "right, %", "minus `on_policy` [95 %]", "rollout FLOPs", "all FLOPs", "time, 1.7B for 8B")
+    columns = ("arm", "right, %", "minus `on_policy` [95 %]", "rollout FLOPs", "all FLOPs")
+    columns += ("CPU seconds", "hours, 1.7B for 8B, modelled")
     return (
         markdown((*columns, "minus `on_policy` at equal rollout FLOPs"), rows)
         if len(rows) > 1
@@ -408,6 +430,9 @@ def page(study: Study) -> str:
         foreign_table=foreign_table(others["foreign"]),
         ablation_table=ablation_table(others["ablation"]),
         long_table=long_table(others["long"]),
+        rollouts=share_text(fmean(_rollouts_of_all(one) for one in pairs["close"].runs["on_policy"].values())),
+        evaluations=EVALUATIONS,
+        problems=f"{reported[0].run.problems:,}",
         apart=f"{APART:g}",
         target=target_text(shown),
         nearer=target_text(shown, MARGIN / 2),
