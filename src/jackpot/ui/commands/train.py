@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jackpot.analysis.compare.summary import points_of
 from jackpot.analysis.plan.estimate import estimate, is_large
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sharding import blocks, rank_memory, sharded
@@ -148,6 +149,8 @@ def _show_result(
     accuracy, reward = f"Sampled accuracy {where}, percent", f"Mean reward of sampled responses {where}"
     title = f"{accuracy if is_accuracy else reward} ± standard error"
     show_table(console, title, columns, rows, columns[1:])
+    for line in _cost(lines, config):
+        print_line(console, line)
     print_line(console, f"Run folder: {folder}")
     if not is_finished:
         print_line(console, "Stopped before the end; the same command continues.")
@@ -160,6 +163,20 @@ def _show_result(
             f"jackpot sample {where}": "answers of both models, before and after training",
         },
     )
+
+
+def _cost(lines: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
+    """Say what a run cost until its last evaluation: rollout FLOPs, all FLOPs, CPU seconds; nothing before training."""
+    *_, spent = points_of(lines, config)
+    flops = spent.flops + spent.training_flops
+    if not flops:
+        return []
+
+    evaluating = sum(line.get("cpu_seconds/evaluate") or 0.0 for line in lines)
+    return [
+        f"Cost of {spent.iteration} iterations: {flops:.2g} FLOPs, {spent.flops / flops:.0%} of them for rollouts, the "
+        f"others for training; {spent.cpu_seconds:.3g} CPU seconds of this process and {evaluating:.3g} for evaluations."
+    ]
 
 
 def _percent(share: float, error: float | None, sign: str = "") -> str:
