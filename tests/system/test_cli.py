@@ -146,12 +146,14 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
     assert [row.split()[1:3] for row in rows] == [[str(n), kind] for kind in ("H100", "H200") for n in (1, 2, 4, 8)]
     assert "Assumed: responses of 2,048 tokens in the mean, 33,554,432 an iteration. This guess from" in said
     assert "These hours do not hold for precision int8" in said
-    [(at, share, saved)] = re.findall(r"On (\d H\d00) evaluations, .* take (\d+)% .* sides (-?\d+)% is", said)
+    [(at, share)] = re.findall(r"On (\d H\d00) evaluations, .* take (\d+)% of the hours", said)
+    [(rollouts, flops, whole)] = re.findall(r"(\d+)% of its rollout FLOPs, (\d+)% .* (\d+)% of its hours", said)
+    assert rollouts == "100" and int(flops) > 100  # the policy's own rollouts, and a pass of anchors
     row = next(line.split("│") for line in result.stdout.splitlines() if line.startswith(f"│ {at} "))
     hours, evaluating, alone = (float(row[place]) for place in (3, 6, 8))  # to 0.05
     assert (evaluating - 0.05) / (hours + 0.05) <= int(share) / 100 + 0.005
     assert (evaluating + 0.05) / (hours - 0.05) >= int(share) / 100 - 0.005
-    assert abs(int(saved) / 100 - (1 - hours / (alone + evaluating))) < 0.15 / (alone + evaluating) + 0.005
+    assert abs(int(whole) / 100 - hours / alone) < 0.15 / alone + 0.005
     assert "Assumed: prompts of 120 tokens, at most 700. Why: cannot load a tokenizer from the hub" in said
     assert f"Shapes of {name}: Jackpot's own table" in said
     assert "More than one GPU are ranks of torchrun" in said and not list(tmp_path.iterdir())

@@ -175,7 +175,7 @@ def _cost(lines: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
     evaluating = sum(line.get("cpu_seconds/evaluate") or 0.0 for line in lines)
     return [
         f"Cost of {spent.iteration} iterations: {flops:.2g} FLOPs, {spent.flops / flops:.0%} of them for rollouts, the "
-        f"others for training; {spent.cpu_seconds:.3g} CPU seconds of this process and {evaluating:.3g} for evaluations."
+        f"others for training; {spent.cpu_seconds:.3g} CPU seconds of this process, {evaluating:.3g} for evaluations."
     ]
 
 
