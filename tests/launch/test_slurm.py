@@ -112,7 +112,8 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
     assert words[words.index("--") + 1 :] == [
         *("jackpot", "train", "joint_8b", description, "--run", run),
         *("engine=vllm_server", "engine.max_num_seqs=512", "engine.dtype=bf16", "engine.head_dtype=fp32"),
-        *("evaluation.engine=transformers", "evaluation.engine.dtype=bf16"),
+        *("evaluation.engine=vllm", "evaluation.engine.dtype=bf16", "evaluation.engine.max_model_len=9216"),
+        *("evaluation.engine.gpu_memory_utilization=0.35", "placement.engines=2"),
         "engine.urls=[http://three:8000,http://three:8001]",
         f"engine.weights_folder={run}.weights",
     ]
@@ -129,13 +130,13 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
 
 
 def test_settings_of_servers_that_the_user_chose_stay_in_the_command(tmp_path: Path) -> None:
-    """Those of the evaluations' engine, which changes its kind, are given anew."""
+    """Those of the evaluations' engine, which differ from an engine that changes its kind, are given anew."""
     chosen = ["engine={name: vllm_server, urls: http://a:1, weights_folder: w, dtype: bf16}", "engine.timeout=60.0"]
     replaced = ["evaluation.engine.dtype=fp32", "evaluation.engine.gpu_memory_utilization=0.3"]
     script = printed("joint_8b", *chosen, "seed=1", *replaced, "--servers", "1", cwd=tmp_path)
     [command] = [line for line in script.splitlines() if "train joint_8b" in line]
-    assert shlex.join([*chosen, "seed=1"]) in command and "gpu_memory_utilization" not in command
-    assert "evaluation.engine=transformers" in command and "evaluation.engine.dtype" not in command  # fp32 by default
+    assert shlex.join([*chosen, "seed=1"]) in command and command.count("gpu_memory_utilization=0.3 ") == 1
+    assert "evaluation.engine=vllm" in command and "evaluation.engine.dtype" not in command  # fp32 by default
 
 
 MODEL = "Qwen/Qwen3-1.7B-Base"
@@ -151,7 +152,11 @@ REFUSED = {
         ["quickstart", "--slurm", "--servers", "1", "rollout_model.share=0.5", "engine.draft.tokens=4"],
         "set engine.draft=null",
     ),
-    "vLLM within rank 0": (["joint_8b", "--slurm"], "use engine=vllm_server"),
+    "vLLM within rank 0": (["joint_8b", "--slurm"], "placement.engines=8 where it has 8"),
+    "heads of two sizes": (
+        ["jet_rl", "--slurm", "objective.reference.path=Qwen/Qwen3-8B-Base", "placement.engines=8"],
+        "'policy': 152064",
+    ),
 }
 
 

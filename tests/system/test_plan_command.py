@@ -72,7 +72,7 @@ def test_only_plans_of_int8_training_say_that_their_hours_do_not_hold() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), ["--run FOLDER", "--response-length TOKENS", "guesses 24 tokens"]),
+        ((), ["--run FOLDER", "--response-length TOKENS", "--dry-run guesses it"]),
         (("--response-length", "9", "--run", "."), ["give one of"]),
         (("--run", "."), ["not a run folder"]),
         (("--response-length", "25"), ["25 tokens", "sampling.max_new_tokens 24"]),

@@ -225,9 +225,9 @@ def test_the_exact_normalizer_is_refused_on_a_quantized_engine():
         small_config(*exact, "engine.kv_cache_dtype=fp8")
     settings = small_config("engine.quantization=fp8").engine
     with closing(make_engine(settings, "starter:rollout_model", torch.device("cpu"), Version(0, 0))) as engine:
-        assert not engine_is_exact(small_config(), engine)
+        assert not engine_is_exact(small_config(), engine.capabilities.quantized)
         with pytest.raises(EngineError, match="computes in fp32, quantized, and training in fp32"):
-            engine_is_exact(config, engine)  # what a server was started with, no setting tells
+            engine_is_exact(config, engine.capabilities.quantized)  # what a server was started with, no setting tells
 
 
 def test_a_gap_that_stops_other_runs_lets_one_with_a_quantized_engine_go_on_up_to_a_quarter():

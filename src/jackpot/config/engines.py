@@ -339,17 +339,19 @@ def check_sleep(engine: EngineConfig, other: EngineConfig, are_two: bool, draft:
         )
 
 
-def check_ranks(*engines: EngineConfig | None, processes: int) -> None:
+def check_ranks(*engines: EngineConfig | None, processes: int, ranks: int) -> None:
     """Refuse engines with which several ranks cannot train.
 
     Args:
         processes: number of processes for engines (`placement.engines`).
+        ranks: processes that train.
 
     Raises:
         ConfigError: an engine of vLLM in the process of rank 0.
     """
-    if not processes and any(isinstance(engine, VLLMEngineConfig) for engine in engines):
+    if ranks > 1 and not processes and any(isinstance(engine, VLLMEngineConfig) for engine in engines):
         raise ConfigError(
             "engine vllm sets up torch.distributed in the process that trains, which has set it up for its ranks; use "
-            "engine=vllm_server, engines in other processes (placement.engines), or one process"
+            "engines in other processes, one for each GPU of a machine (placement.engines=8 where it has 8), "
+            "engine=vllm_server, or one process"
         )

@@ -1,30 +1,85 @@
 """Refuse models, tasks and engines that do not fit the settings, before the first rollout is generated."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.config.engines import EngineConfig
+from jackpot.config.engines import EngineConfig, check_ranks, is_quantized
 from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.types import Role
-from jackpot.rollout.engines.base import Engine
+from jackpot.models.forward import output_layer
+from jackpot.models.gathered import check_layers
+from jackpot.models.load import load_meta_model
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.training.objectives import policy_objective
 
 
-def check_vocabulary(models: dict[Role, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[Role, PreTrainedModel]:
+    """Refuse what no start accepts, from the settings and the shapes of the models alone.
+
+    A start asks this before it makes anything; `--dry-run`, `jackpot plan` and `jackpot launch` ask the same.
+
+    Args:
+        paths: where each model is read from.
+        ranks: processes that train.
+
+    Returns:
+        Each model on the meta device.
+
+    Raises:
+        ConfigError, EngineError: settings that do not fit each other, the models, or several ranks.
+        ModelError: a model cannot be used, not with the others, or not on several ranks.
+    """
+    check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines, ranks=ranks)
+    outlines = {role: _outline(role, path) for role, path in paths.items()}
+    reference = config.objective.reference
+    others = {"reference": _outline("reference", reference.path or config.policy.path)} if reference else {}
+    check_vocabulary(outlines | others)
+    if ranks > 1:
+        for role, model in outlines.items():
+            check_layers(role, model)
+    prompt_limit(config, [model.config for model in outlines.values()])
+    engines = [config.engine, *([config.evaluation.engine or config.engine] if config.is_mixed else [])]
+    for settings in engines:
+        check_top_log_probs(config, output_layer(outlines["policy"]).out_features)
+        engine_is_exact(config, is_quantized(settings), settings)
+    return outlines
+
+
+def _outline(role: str, path: str) -> PreTrainedModel:
+    with role_named(role):
+        return load_meta_model(path)
+
+
+@contextmanager
+def role_named(role: str) -> Iterator[None]:
+    """Put a model's role before the error of a model that cannot be used."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{role}: {error}") from error
+
+
+def check_vocabulary(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Refuse models whose output layers differ in size: log-probs are compared token id by token id.
+
+    Args:
+        tokenizer: of all models; None: it is not looked at.
 
     Raises:
         ModelError: the sizes differ, or the tokenizer has more tokens than the output layer.
     """
     sizes = {role: model.get_output_embeddings().weight.shape[0] for role, model in models.items()}
     if len(set(sizes.values())) > 1:
-        raise ModelError(f"the models' output layers differ in size, {sizes}; policy and rollout model must share one")
-    if len(tokenizer) > sizes["policy"]:
+        raise ModelError(
+            f"the models' output layers differ in size, {sizes}; all models of a run must share one, its padding "
+            f"included: take models whose config.json has the same vocab_size"
+        )
+    if tokenizer is not None and len(tokenizer) > sizes["policy"]:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
 
 
@@ -83,26 +138,27 @@ def check_lengths(config: Config, limit: int, task: Task) -> None:
         )
 
 
-def check_top_log_probs(config: Config, engine: Engine) -> None:
-    """Refuse `sampling.num_top_log_probs` beyond what the engine returns."""
-    wanted, most = config.sampling.num_top_log_probs, engine.capabilities.num_top_log_probs
+def check_top_log_probs(config: Config, most: int) -> None:
+    """Refuse `sampling.num_top_log_probs` above the `most` that the engine returns."""
+    wanted = config.sampling.num_top_log_probs
     if wanted > most:
         raise ConfigError(f"sampling.num_top_log_probs is {wanted}, but the engine returns at most {most}; lower it")
 
 
-def engine_is_exact(config: Config, engine: Engine, settings: EngineConfig | None = None) -> bool:
+def engine_is_exact(config: Config, quantized: bool, settings: EngineConfig | None = None) -> bool:
     """Return whether a model in training has the distribution that the engine of its rollouts samples from.
 
     In bf16 both agree up to rounding, which is good enough to fill in missing log-probs (`mismatch/engine_gap` shows
     how good) and not for `normalizer: exact`.
 
     Args:
+        quantized: whether the engine computes with quantized numbers.
         settings: of the engine; None: `config.engine`.
 
     Raises:
         EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.
     """
-    quantized, dtype = engine.capabilities.quantized, (settings or config.engine).dtype
+    dtype = (settings or config.engine).dtype
     is_exact = not quantized and not config.sampling.truncated and dtype == config.precision
     if policy_objective(config.objective).normalizer == "exact" and not (is_exact and config.precision == "fp32"):
         raise EngineError(

@@ -5,8 +5,8 @@ Status: supported.
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -19,25 +19,27 @@ from jackpot.config.engines import is_remote
 from jackpot.config.run import Config, OptimizerConfig
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig, sets_of
 from jackpot.core.cores import free_cores
-from jackpot.core.errors import ConfigError, ModelError
+from jackpot.core.errors import ConfigError
 from jackpot.core.place import place
 from jackpot.core.prng import fold_in
 from jackpot.core.stages import stage
 from jackpot.core.types import Role, Version
 from jackpot.launch.checks import (
     check_lengths,
+    check_start,
     check_top_log_probs,
     check_vocabulary,
     engine_is_exact,
     limited_task,
     prompt_limit,
+    role_named,
 )
 from jackpot.launch.engine_processes import engine_pool, process_links
 from jackpot.launch.engines import engine_parts, make_each
 from jackpot.launch.head_kernel import tile_reader
 from jackpot.launch.ray import check_placed, ray_links
 from jackpot.models.cost import forward_cost
-from jackpot.models.forward import checkpoint_activations, output_layer, widen_head
+from jackpot.models.forward import checkpoint_activations, widen_head
 from jackpot.models.fused import fuse
 from jackpot.models.gathered import CPU, shard
 from jackpot.models.load import (
@@ -137,6 +139,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
     with ExitStack() as undo:
         undo.callback(folder.close)
         folder.lock()
+        undo.callback(folder.give_up)
         folder.check(config)
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         rollbacks = Rollbacks(path)
@@ -225,8 +228,8 @@ def make_components(
         build: makes the learner; None: `build_learner`, in this process alone.
     """
     paths = model_paths(config, checkpoint)
+    outlines = check_start(config, paths, place().size)
     device, tokenizer = pick_device(config), load_tokenizers(paths)
-    outlines = {role: _outline(role, path) for role, path in paths.items()}
     check_vocabulary(outlines, tokenizer)
     version = Version(*state["version"]) if state else Version(0, 0)
     with ExitStack() as undo:
@@ -237,11 +240,12 @@ def make_components(
         for one in benchmarks.values():
             undo.callback(one.close)
         engine, policy_engine = make_engines(config, paths, device, version, undo)
-        check_top_log_probs(config, engine)
-        exact = {"rollout_model" if "rollout_model" in paths else "policy": engine_is_exact(config, engine)}
+        writer: Role = "rollout_model" if "rollout_model" in paths else "policy"
+        check_top_log_probs(config, engine.capabilities.num_top_log_probs)
+        exact = {writer: engine_is_exact(config, engine.capabilities.quantized)}
         if config.is_mixed:
-            check_top_log_probs(config, policy_engine)
-            exact["policy"] = engine_is_exact(config, policy_engine, config.evaluation.engine)
+            check_top_log_probs(config, policy_engine.capabilities.num_top_log_probs)
+            exact["policy"] = engine_is_exact(config, policy_engine.capabilities.quantized, config.evaluation.engine)
         learner = (build or build_learner)(config, checkpoint, state, [role for role, one in exact.items() if one])
         undo.pop_all()
     return RunComponents(
@@ -327,7 +331,7 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         device: as in `load_model`: None for models that are to be sharded.
 
     Raises:
-        ModelError: a model cannot be used, or the output layers of reference and policy differ in size.
+        ModelError: a model cannot be used.
     """
     paths = model_paths(config, checkpoint)
     models = {role: load_trained(config, role, path, device, bool(checkpoint)) for role, path in paths.items()}
@@ -337,13 +341,6 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         model = load_model(reference.path or config.policy.path, torch.float32, device)
         if config.scheme:
             _train_in_codes(config, model)
-        sizes = {
-            name: output_layer(one).out_features for name, one in (("reference", model), ("policy", models["policy"]))
-        }
-        if len(set(sizes.values())) > 1:
-            raise ModelError(
-                f"the output layers differ in size, {sizes}; reference and policy must share one vocabulary"
-            )
         widen(config, model)
         models["reference"] = model
     return models
@@ -356,7 +353,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     where the run `resumes`.
     """
     settings = getattr(config, role)
-    with _role_named(role):
+    with role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     widen(config, model)
     if config.scheme:
@@ -375,7 +372,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
 def load_critic(config: Config, checkpoint: Path | None, device: torch.device | None) -> PreTrainedModel:
     """Load the critic's value model from a checkpoint, or for a new run from the settings."""
     path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
-    with _role_named("critic"):
+    with role_named("critic"):
         model = load_value_model(path, torch.float32, device)
     _fuse(config, model)
     if config.activation_checkpointing:
@@ -401,20 +398,6 @@ def _train_in_codes(config: Config, model: PreTrainedModel) -> None:
     fp8_cache, exact = config.engine.kv_cache_dtype == "fp8", pick_device(config).type == "cpu"
     scheme, dtype = SCHEMES[config.scheme], DTYPES[config.compute_dtype]
     train_in_codes(model, scheme, config.fp8_backward, fp8_cache, exact, dtype)
-
-
-def _outline(role: Role, path: str) -> PreTrainedModel:
-    with _role_named(role):
-        return load_meta_model(path)
-
-
-@contextmanager
-def _role_named(role: Role) -> Iterator[None]:
-    """Put a model's role before the error of a model that cannot be used."""
-    try:
-        yield
-    except ModelError as error:
-        raise ModelError(f"{role}: {error}") from error
 
 
 def make_learner(

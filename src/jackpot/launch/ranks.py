@@ -55,7 +55,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
     if at.size == 1:
         yield build_learner
         return
-    check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines)
+    check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines, ranks=at.size)
     backend = BACKENDS[_own_device(config.device, at).type]
     store = _store(at)
     timeout = config.placement.timeout

@@ -15,11 +15,6 @@ from jackpot.core.errors import ConfigError
 
 NOTICE = 300  # seconds before the end of a job's time at which SLURM says so, for a last checkpoint
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_SHARED = [  # settings that engines of both kinds have
-    name
-    for name in TransformersEngineConfig.model_fields
-    if name != "name" and name in VLLMServerEngineConfig.model_fields
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +44,9 @@ def script(config: Config, job: Job, command: list[str], run: str) -> str:
     words = shlex.join(command) + ' --run "$run"'
     if job.servers:
         lines.append(_SERVERS.format(serve=_serve(config, job), gpus=job.gpus, first=job.nodes))
-        words += f' {shlex.join(server_settings(config))} "engine.urls=[$urls]" "engine.weights_folder=$run.weights"'
+        words += (
+            f' {shlex.join(server_settings(config, job))} "engine.urls=[$urls]" "engine.weights_folder=$run.weights"'
+        )
     shutdown = NOTICE - 30
     return "".join([*lines, _TRAIN.format(nodes=job.nodes, ranks=job.ranks, shutdown=shutdown, words=words)])
 
@@ -59,29 +56,36 @@ def _directives(job: Job) -> dict[str, str]:
     return {"gpus": gpus, "notice": str(NOTICE)}
 
 
-def server_settings(config: Config) -> list[str]:
-    """Return the settings, but for addresses and folder, that have a run generate with the servers of its job."""
-    settings = ["engine=vllm_server", *_kept("engine", config.engine)]
-    evaluates = config.evaluation.engine
-    if isinstance(evaluates, VLLMEngineConfig) or (config.rollout_model and not evaluates):
-        settings += ["evaluation.engine=transformers", *_kept("evaluation.engine", evaluates or config.engine)]
+def server_settings(config: Config, job: Job) -> list[str]:
+    """Return the settings, but for addresses and folder, that have a run generate with the servers of its job.
+
+    vLLM that evaluates stays what it is, in processes of their own, one for each rank of the first node.
+    """
+    settings = ["engine=vllm_server", *_kept("engine", config.engine, VLLMServerEngineConfig)]
+    evaluates = config.evaluation.engine or (config.engine if config.rollout_model else None)
+    if isinstance(evaluates, VLLMEngineConfig):
+        settings += ["evaluation.engine=vllm", *_kept("evaluation.engine", evaluates, VLLMEngineConfig)]
+        settings += [] if config.placement.engines else [f"placement.engines={job.ranks}"]
+    elif config.rollout_model and not config.evaluation.engine:
+        settings += ["evaluation.engine=transformers"]
+        settings += _kept("evaluation.engine", config.engine, TransformersEngineConfig)
     return settings
 
 
-def without_replaced(config: Config, overrides: Sequence[str]) -> list[str]:
+def without_replaced(config: Config, job: Job, overrides: Sequence[str]) -> list[str]:
     """Return the user's settings but for those of the engines that `server_settings` replaces, and which it keeps."""
-    replaced = {setting.partition("=")[0] for setting in server_settings(config)} & {"engine", "evaluation.engine"}
+    replaced = {setting.partition("=")[0] for setting in server_settings(config, job)} & {"engine", "evaluation.engine"}
     if isinstance(config.engine, VLLMServerEngineConfig):
         replaced -= {"engine"}
     blocks = tuple(f"{key}." for key in replaced)
     return [one for one in overrides if not f"{one.partition('=')[0]}.".startswith(blocks)]
 
 
-def _kept(key: str, engine: EngineConfig) -> list[str]:
-    """Return what an engine of another kind, at `key`, is to have of this one: settings that every engine has."""
-    default = TransformersEngineConfig()
-    values = {name: getattr(engine, name) for name in _SHARED}
-    return [f"{key}.{name}={value}" for name, value in values.items() if value != getattr(default, name)]
+def _kept(key: str, engine: EngineConfig, kind: type[EngineConfig]) -> list[str]:
+    """Return what an engine of a kind, at `key`, is to have of this one: settings that both have."""
+    names = [name for name in kind.model_fields if name != "name" and name in type(engine).model_fields]
+    values = {name: getattr(engine, name) for name in names if name not in ("urls", "weights_folder")}
+    return [f"{key}.{name}={value}" for name, value in values.items() if value != kind.model_fields[name].get_default()]
 
 
 def _serve(config: Config, job: Job) -> str:

@@ -74,6 +74,21 @@ class Gathered(nn.Module):
         return work()
 
 
+def check_layers(name: str, model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model, by which it is sharded.
+
+    Raises:
+        ModelError: it has none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"the {name}, {type(model).__name__}, has no layers that can be sharded one by one; train it in one "
+            f"process, or take a model such as Qwen, Llama, Mistral or Gemma"
+        )
+    return layers
+
+
 def shard(
     models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool, sends_from: torch.device = CPU
 ) -> Gathered:
@@ -96,12 +111,7 @@ def shard(
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     before = {name: _ties(model) for name, model in models.items()}
     for name, model in models.items():
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if not layers:
-            raise ModelError(
-                f"the {name}, {type(model).__name__}, has no layers that can be sharded one by one; train it in one "
-                f"process, or take a model such as Qwen, Llama, Mistral or Gemma"
-            )
+        layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
         shared = {one for names in before[name] for one in names}
         alone = [

@@ -97,7 +97,9 @@ app = typer.Typer(
 
 
 def command(name: str | None = None, on_ranks: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. The decorated function declares its options and help text and has no body.
+    """Register a command. The decorated function declares its options and help text.
+
+    Its body, where it has one, refuses options that do not fit each other.
 
     Calling the command imports `jackpot.ui.commands.FUNCTION` and calls the function of the same name there.
 
@@ -114,6 +116,7 @@ def command(name: str | None = None, on_ranks: bool = False) -> Callable[[Callab
                 raise ConfigError(f"torchrun started {ranks} processes; {name or function} runs in one, without it")
             if options.get("recipe") and "arm" in options:  # a mistake is reported before torch is imported
                 resolve(options["recipe"], options["arm"], options["overrides"] or [])
+            declaration(**options)
             with status(Console(stderr=True), f"loading jackpot {name or function}"):  # torch alone takes seconds
                 module = import_module(f"jackpot.ui.commands.{function}")
             getattr(module, function)(**options)
@@ -233,6 +236,12 @@ def plan(
 
     Status: experimental. Its hours were never compared with a run of ours on GPUs.
     """
+    if (run is None) == (response_length is None):
+        raise ConfigError(
+            "the plan needs the mean length of responses, which decides its numbers; give one of --run FOLDER, whose "
+            "metrics have it, and --response-length TOKENS. jackpot train RECIPE --dry-run guesses it from "
+            "sampling.max_new_tokens"
+        )
 
 
 @command()

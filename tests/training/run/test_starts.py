@@ -12,7 +12,7 @@ import yaml
 from helpers.runs import FinishedRuns, assert_same_run, contents, metrics, run, small_config, weights
 from jackpot.config.changes import changeable
 from jackpot.config.run import Config
-from jackpot.core.errors import CheckpointError
+from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.launch.local import launch
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.training.trainer import MetricsLine
@@ -180,6 +180,23 @@ REFUSED = {
 def test_settings_of_numbers_computed_before_may_not_change(override: str, finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match=REFUSED[override]):
         RunFolder(finished_run(kill_after=3)).check(small_config(override))
+
+
+def test_a_refused_start_leaves_nothing_but_what_was_there(tmp_path: Path) -> None:
+    refused = small_config("sampling.num_top_log_probs=5000")
+    with pytest.raises(ConfigError, match="num_top_log_probs is 5000"):
+        run(refused, tmp_path / "new")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="num_top_log_probs is 5000"):
+        run(refused, tmp_path / "mine")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
+def test_a_refused_start_leaves_the_lock_of_a_run(finished_run: FinishedRuns) -> None:
+    folder = finished_run(kill_after=3)
+    with pytest.raises(CheckpointError, match="seed"):
+        run(small_config("seed=9"), folder)
+    assert (folder / ".lock").exists()
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

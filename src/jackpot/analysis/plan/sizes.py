@@ -14,6 +14,7 @@ from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Role
+from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.local import load_tokenizers, model_paths, run_task
 from jackpot.models.load import hub_answers, load_config, load_meta_model, resolve_path
 from jackpot.models.lora import adapter_size
@@ -85,7 +86,9 @@ def prompt_lengths(config: Config) -> PromptLengths:
     """
     try:
         paths = model_paths(config, None)
-        with closing(run_task(config, paths, load_tokenizers(paths))) as task:
+        tokenizer = load_tokenizers(paths)
+        check_vocabulary({role: outline(path) for role, path in paths.items()}, tokenizer)
+        with closing(run_task(config, paths, tokenizer)) as task:
             prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
             left_out = _left_out(task.take_events())
     except DataError as error:

@@ -23,7 +23,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
@@ -102,6 +102,7 @@ class RunFolder:
         self.path = path
         self.failed = {"checkpoint/failed": 0, "files/failed": 0}
         self._lock: IO[str] | None = None
+        self._is_new = False  # `lock` has made the folder
         self._appended: dict[str, AppendedFile] = {}
         self._tensorboard = ""  # name of this start's event file
         self._wandb: WandbRun | None = None
@@ -122,8 +123,18 @@ class RunFolder:
             CheckpointError: another process holds the folder.
         """
         with checkpoint_error_in(self.path):
+            self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold_lock(self.path / ".lock")
+
+    def give_up(self) -> None:
+        """Remove the lock of a start that failed before there was a run, and the folder if it was made for it."""
+        if (self.path / "config.yaml").exists():
+            return
+        with suppress(OSError):
+            (self.path / ".lock").unlink()
+            if self._is_new:
+                self.path.rmdir()
 
     def check(self, config: Config) -> None:
         """Refuse to continue a run with settings that its numbers are not of, or without its checkpoints.

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import typer
 
-from jackpot.config.engines import check_ranks
 from jackpot.config.names import run_folder
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
+from jackpot.launch.checks import check_start
+from jackpot.launch.local import model_paths
 from jackpot.launch.slurm import Job, script, server_settings, without_replaced
 
 
@@ -41,11 +42,10 @@ def launch(
         ranks=ranks or max(1, gpus),
         time=time,
     )
-    given = without_replaced(config, given) if servers else given
+    given = without_replaced(config, job, given) if servers else given
     text = script(config, job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
     if servers:
         placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
-        config = resolve(recipe, arm, [*given, *server_settings(config), *placeholders])
-    if nodes * job.ranks > 1:
-        check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines)
+        config = resolve(recipe, arm, [*given, *server_settings(config, job), *placeholders])
+    check_start(config, model_paths(config, None), nodes * job.ranks)
     typer.echo(text, nl=False)

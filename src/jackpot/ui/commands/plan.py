@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from jackpot.analysis.plan.cost_model import ACCEPTANCE, mean_response
+from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.placement import RESTART, Placements
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
@@ -14,6 +14,8 @@ from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
+from jackpot.launch.checks import check_start
+from jackpot.launch.local import model_paths
 from jackpot.training.run.folder import RunFolder, run_config
 from jackpot.ui.results import to_json
 from jackpot.ui.terminal.placements import plan_numbers, show_placements
@@ -41,6 +43,7 @@ def plan(
     response, source = _response(config, run, response_length)
     acceptance, accepted = _acceptance(run)
     sources = {"response": source, "acceptance": accepted}
+    check_start(config, model_paths(config, None), 1)
     named = recipe_notes(recipe, load_recipe(recipe)).gpus
     machine = GpusConfig.model_validate(
         {"kind": kind or (named.kind if named else "H100"), "count": gpus or (named.count if named else 8)}
@@ -62,15 +65,9 @@ def _response(config: Config, run: Path | None, given: float | None) -> tuple[fl
 
     Raises:
         CheckpointError: `run` is not a run folder.
-        ConfigError: none is given, or both, the run has no iteration yet, or the mean is beyond the limit.
+        ConfigError: the run has no iteration yet, or the mean is beyond the limit.
     """
     limit = config.sampling.max_new_tokens
-    if (run is None) == (given is None):
-        raise ConfigError(
-            "the plan needs the mean length of responses, which decides its numbers; give one of --run FOLDER, whose "
-            "metrics have it, and --response-length TOKENS. jackpot train RECIPE --dry-run guesses "
-            f"{mean_response(limit):,.0f} tokens from sampling.max_new_tokens"
-        )
     measured = (given, "given by --response-length") if run is None else _newest_mean(run, "response/tokens")
     if measured is None:
         raise ConfigError(f"{run} has no iteration with responses yet; give another run or --response-length")

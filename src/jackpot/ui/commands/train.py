@@ -10,18 +10,21 @@ from typing import Any
 from rich.console import Console
 
 from jackpot.analysis.compare.summary import points_of
-from jackpot.analysis.plan.estimate import estimate, is_large
+from jackpot.analysis.plan.estimate import CostEstimate, estimate, is_large
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sharding import blocks, rank_memory, sharded
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
+from jackpot.analysis.plan.start import NO_MACHINE, machine, start
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.names import run_folder
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
 from jackpot.config.run import Config
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, JackpotError
 from jackpot.core.place import place
+from jackpot.launch.checks import check_start
 from jackpot.launch.library import train_config
+from jackpot.launch.local import model_paths
 from jackpot.launch.ranks import follow_leader
 from jackpot.rollout.tasks.registry import check_sets, set_name
 from jackpot.training.collapse import problems_of
@@ -64,28 +67,65 @@ def train(
             show_tiny(console, small)
             _train_and_show(console, small.config, folder)
     elif dry_run:
-        _plan(console, config, recipe_notes(recipe, load_recipe(recipe)).gpus, folder)
+        ranks = max(at.size, config.placement.ranks)
+        check_start(config, model_paths(config, None), ranks)
+        RunFolder(folder).check(config)
+        needs = _plan(console, config, recipe_notes(recipe, load_recipe(recipe)).gpus, folder, ranks)
         typed = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]))
-        there = f" --run {quote(str(run))}" if run else ""  # of the tiny run too it would be the folder of both
-        commands = {f"jackpot train {typed} --tiny": "try it here with small models"}
-        show_next(console, commands | {f"jackpot train {typed}{there}": "train"})
+        commands = {f"jackpot train {typed} --tiny": "try it here with small models"}  # --run would be of both
+        if at.size == at.local_size:  # on several machines it is the same command without --dry-run
+            commands |= _starting(console, config, (recipe, arm, overrides or [], run), ranks, needs)
+        show_next(console, commands)
     else:
         _train_and_show(console, config, folder)
 
 
-def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Path) -> None:
+def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Path, ranks: int) -> CostEstimate | None:
+    """Print the plan, and for a large run return what it needs."""
     sizes, prompts = model_sizes(config), prompt_lengths(config)
-    ranks = max(place().size, config.placement.ranks)
     if is_large(sizes):
         needs = estimate(config, sizes, prompts, gpus, ranks)
         show_plan(console, config, sizes, needs.ranks, prompts, folder)
         show_needs(console, config, needs)
-    elif ranks > 1:
+        return needs
+    if ranks > 1:
         with sharded():
             memory = plan_memory(config, sizes, prompts.longest)
         show_plan(console, config, sizes, rank_memory(config, sizes, memory, blocks(config), ranks), prompts, folder)
     else:
         show_plan(console, config, sizes, plan_memory(config, sizes, prompts.longest), prompts, folder)
+    return None
+
+
+def _starting(
+    console: Console,
+    config: Config,
+    typed: tuple[str, str | None, list[str], Path | None],
+    ranks: int,
+    needs: CostEstimate | None,
+) -> dict[str, str]:
+    """Return the command that trains, with its purpose; print why it adds settings, or why there is none.
+
+    Args:
+        typed: recipe, arm, settings and run folder.
+        ranks: processes that were started, or that Ray will start.
+    """
+    count, purpose = ranks, "train"
+    if needs and ranks == 1:
+        if (gpus := machine(config, needs)) is None:
+            print_line(console, NO_MACHINE)
+            return {}
+        count, purpose = gpus.count, f"train, on {gpus.count} {gpus.kind}"
+    try:
+        found = start(*typed, count)
+    except JackpotError as error:
+        print_line(console, f"On {count} GPUs these settings do not start: {error}")
+        return {}
+    if found.refusal:
+        print_line(
+            console, f"As typed, {count} processes would not start, so the command below adds to it: {found.refusal}"
+        )
+    return {found.command: purpose}
 
 
 def _train_and_show(console: Console, config: Config, folder: Path) -> None:

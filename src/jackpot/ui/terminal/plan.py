@@ -114,7 +114,7 @@ def _processes(config: Config) -> str:
     if config.placement.launcher == "ray":
         return f"Ray places {config.placement.ranks} ranks and {config.placement.engines} engines, each in its process"
     if (ranks := place().size) == 1:
-        return "1; torchrun --nproc-per-node N -m jackpot train shares the training out to N"
+        return "1, which has one GPU; torchrun --nproc-per-node N -m jackpot train shares the training out to N"
     return f"{ranks} ranks; rank 0 generates, evaluates and writes, all of them train"
 
 
