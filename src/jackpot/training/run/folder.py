@@ -163,17 +163,23 @@ class RunFolder:
             )
 
     def _check_checkpoints(self, before: Config, finished: int) -> None:
-        """Refuse finished iterations without a checkpoint, unless a kill came before the first checkpoint was due.
+        """Refuse finished iterations without a checkpoint, unless none was ever written.
 
-        `start` makes the folder of the checkpoints, so where it is missing, it was removed.
+        That is where a kill came before the first one was due, or where each one that was due could not be written: it
+        is tried again an iteration later, so as many failed as iterations followed. `start` makes the folder of the
+        checkpoints, so where it is missing, it was removed.
         """
-        first_due = min(before.checkpoint.every, before.iterations)
+        lines = self.read("metrics.jsonl")
+        evaluated = [line["iteration"] for line in lines if line["iteration"] and measure_of(line)]  # the first is best
+        first_due = min(before.checkpoint.every, before.iterations, *evaluated)
+        failed = max((line.get("checkpoint/failed") or 0 for line in lines), default=0)
+
         is_folder = self.checkpoints.is_dir()
         if self.checkpoints.is_symlink() and not is_folder:
             why = f"is a link to {self.checkpoints.readlink()}, which is not there"
         elif finished and not is_folder:
             why = "is not there"
-        elif finished > first_due:
+        elif finished > first_due + failed:
             why = "holds none"
         else:
             return
