@@ -45,6 +45,12 @@ _HISTORY = "# after iteration"  # begins a comment of config.yaml about a settin
 _log = logging.getLogger(__name__)
 
 
+def is_evaluation(folder: Path) -> bool:
+    """Tell whether a folder is of `jackpot eval`: its config.yaml holds what was asked, not the settings of a run."""
+    path = folder / "config.yaml"
+    return path.is_file() and b"\nasked:" in path.read_bytes()
+
+
 def run_config(run: Path) -> Config:
     """Read the settings of the run in a folder.
 
@@ -56,6 +62,10 @@ def run_config(run: Path) -> Config:
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
     try:
+        if is_evaluation(run):
+            raise CheckpointError(
+                f"{run} is not a run folder: it is of `jackpot eval`; give the folder that train printed"
+            )
         settings = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
