@@ -83,6 +83,15 @@ def nothing(**_: object) -> None:
     return None
 
 
+def raises(**_: object) -> float:
+    raise RuntimeError("no judge answers")
+
+
+def of_the_text(text: str) -> float:
+    """Take other arguments than a reward function is given."""
+    return float(len(text))
+
+
 number = 5
 
 

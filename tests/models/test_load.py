@@ -135,6 +135,66 @@ def test_a_folder_without_a_config_is_refused(folder):
         load_model(folder, torch.float32)
 
 
+def name_files(folder: Path, file: Path, name: object) -> None:
+    """Move the weights to `file`, a pickle where its name says so, and have the index call it `name`."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, file) if file.suffix == ".bin" else save_file(weights, file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@PLACES
+@pytest.mark.parametrize(
+    "name", ["weights.bin", "../outside.safetensors", "/outside.safetensors", None, "a/../../b.bin"]
+)
+def test_an_index_names_safetensors_of_its_own_folder_alone(folder, name, place):
+    file = folder / (name or "weights.safetensors").replace("a/../../", "../").lstrip("/")
+    given = str(file) if name and name.startswith("/") else name
+    name_files(folder, file, given)
+    with pytest.raises(
+        ModelError, match=rf"index\.json of {folder} names {given!r} as .* inside of the model's folder"
+    ):
+        load_model(folder, torch.float32, place)
+
+
+@PLACES
+def test_files_of_an_index_may_be_links_as_in_the_hubs_cache(folder, original, place):
+    name_files(folder, folder.parent / "blob", "model-00001-of-00001.safetensors")
+    (folder / "model-00001-of-00001.safetensors").symlink_to("../blob")
+    found, wanted = load_model(folder, torch.float32, place), load_model(original, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+
+
+@PLACES
+@pytest.mark.parametrize("name", ["adapter_model.bin", "other.safetensors.index.json"])
+def test_a_config_that_names_weights_of_another_kind_is_refused(folder, name, place):
+    name_files(folder, folder / "adapter_model.bin", "adapter_model.bin")
+    (folder / "model.safetensors.index.json").rename(folder / "other.safetensors.index.json")
+    edit_config(folder, transformers_weights=name)
+    with pytest.raises(ModelError, match=rf"config\.json of {folder} names '{name}' as a file of weights"):
+        load_model(folder, torch.float32, place)
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors.index.json", []),
+        ("model.safetensors.index.json", {"weight_map": []}),
+        ("generation_config.json", []),
+        ("config.json", 5),
+        ("config.json", {"model_type": "qwen3", "hidden_size": "x"}),
+        ("config.json", {"model_type": "qwen3", "num_attention_heads": 0}),
+        ("config.json", {"model_type": "qwen3", "layer_types": ["none"] * 32}),
+    ],
+)
+def test_json_of_strange_content_is_no_traceback(folder, file, content, place):
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=f"cannot (load|read) .*{folder}.*Error: "):
+        load_model(folder, torch.float32, place)
+
+
 @PLACES
 @pytest.mark.parametrize("keep", [0.5, 0.999, 0.0])
 def test_truncated_weights_are_refused(folder, keep, place):

@@ -30,6 +30,7 @@ def test_a_batch_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
     rollouts = [rollout(0, 3), rollout(1, 0), rollout(2, 2)]
     rollouts[1] = replace(rollouts[1], top_ids=torch.zeros(0, 0, dtype=torch.int64), top_log_probs=torch.zeros(0, 0))
     scores = [Score(reward=0.5, correct=True), Score(reward=0.0, reward_error="timeout", reward_retries=2)]
+    scores[1] = replace(scores[1], error_text="correct: took longer than 5 s")
     groups = [
         PromptGroup(members=[ScoredRollout(rollout=one, score=score)], has_equal_rewards=score.correct is None)
         for one, score in zip(rollouts[::2], scores, strict=True)
@@ -42,6 +43,7 @@ def test_a_batch_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
     assert (again.discarded, again.metrics) == (batch.discarded, batch.metrics)
     assert [one.has_equal_rewards for one in again.groups] == [False, True]
     assert [[one.score for one in group.members] for group in again.groups] == [[score] for score in scores]
+    assert again.groups[1].members[0].score.error_text == scores[1].error_text
     assert [group.members[0].rollout for group in again.groups] == again.generated[::2]
     for ours, theirs in zip(rollouts, again.generated, strict=True):
         for name in (field.name for field in fields(Rollout)):

@@ -10,6 +10,7 @@ import torch
 
 from helpers.runs import COST, small_config
 from jackpot.core.clock import Clock
+from jackpot.core.errors import TrainingError
 from jackpot.core.types import Prompt, Rollout, Score
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Request
@@ -300,7 +301,42 @@ def test_what_could_not_be_scored_is_counted_by_its_cause_and_reported():
     wanted = [("reward_timeout", "5/1#2"), ("reward_crash", "5/1#3")] + [
         ("reward_timeout", f"5/3#{n}") for n in range(4)
     ]
-    assert events == [{"event": event, "uid": uid, "iteration": 5} for event, uid in wanted]
+    assert events == [{"event": event, "uid": uid, "why": None, "iteration": 5} for event, uid in wanted]
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("crash", "Mend it"),
+        ("timeout", "Make it faster, or raise task.reward_timeout"),
+        ("invalid", "Have it return a number"),
+    ],
+)
+def test_a_reward_failing_for_the_whole_first_batch_ends_the_run(error, advice):
+    class Failing(Numbered):
+        def score(self, prompt, response, finished):
+            text = f"mine:judge: no answer in group {prompt.uid}"
+            return replace(super().score(prompt, response, finished), reward_error=error, error_text=text)
+
+    sampler, _, events, _ = sampler_of(lambda number: MIXED, task_class=Failing)
+    with pytest.raises(TrainingError, match=rf"all 16 .* 4 of them: mine:judge: no answer in group 0\. {advice}"):
+        sampler.next_batch(1)
+    whys = [f"mine:judge: no answer in group {number // 4}" for number in range(16)]
+    assert [(event["event"], event["why"]) for event in events] == [(f"reward_{error}", why) for why in whys]
+
+
+@pytest.mark.parametrize(("fails", "iteration"), [(15, 1), (16, 2)])
+def test_with_one_reward_or_in_a_later_batch_the_run_goes_on(fails, iteration):
+    class Failing(Numbered):
+        left = fails
+
+        def score(self, prompt, response, finished):
+            self.left -= 1
+            score = super().score(prompt, response, finished)
+            return replace(score, reward_error="crash") if self.left >= 0 else score
+
+    sampler, _, events, _ = sampler_of(lambda number: MIXED, task_class=Failing)
+    assert len(sampler.next_batch(iteration).scored) == 16 and len(events) == fails
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e160, math.nan, math.inf])
@@ -309,7 +345,8 @@ def test_a_reward_that_float32_cannot_hold_is_refused_and_counted(reward):
     batch = sampler.next_batch(5)
     assert [item.score.reward for item in batch.scored] == [1.0, 0.0, 1.0, 0.5] * 4
     assert value(batch, "reward/errors") == 0.25 and value(batch, "reward/correct") == 0.5
-    assert events == [{"event": "reward_invalid", "uid": f"5/{n}#1", "iteration": 5} for n in range(4)]
+    why = f"the reward is {reward:g}; it must be a number from -1e30 to 1e30"
+    assert events == [{"event": "reward_invalid", "uid": f"5/{n}#1", "why": why, "iteration": 5} for n in range(4)]
 
 
 def test_a_task_without_a_verdict_has_no_share_of_right_responses():

@@ -10,13 +10,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from helpers.paths import ROOT
-from helpers.runs import FinishedRuns, read_lines, small_config
+from helpers.runs import FinishedRuns, read_lines, run, small_config
 from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import summarize
 from jackpot.analysis.diagnose.limits import MetricHistory
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.types import Score
 from jackpot.rollout.evaluate import Evaluation
+from jackpot.training.run.folder import RunFolder
 from jackpot.training.run.rollouts import list_rollout_files, read_columns
 from jackpot.ui import cli
 from jackpot.ui.commands import train
@@ -107,6 +108,19 @@ def test_compare_takes_rewards_but_not_beside_accuracies(own: Path, finished_run
     assert found.measure == "reward" and title.startswith("Mean reward of sampled responses at")
     with pytest.raises(ConfigError, match=r"one task\.verdict for all"):
         compare([run, summarize(finished_run(), "other")])
+
+
+def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+    """The same command begins again, once the function is mended."""
+    task = OWN[0].replace("minus_length", "raises")
+    with pytest.raises(
+        TrainingError, match=r"helpers\.reward_functions:raises: RuntimeError: no judge answers \(.*line"
+    ):
+        run(small_config(task, *OWN[1:]), tmp_path)
+    assert [line["iteration"] for line in read_lines(tmp_path)] == [0]
+    failures = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "reward_crash"]
+    assert len(failures) == 16 and all("RuntimeError: no judge answers" in event["why"] for event in failures)
+    RunFolder(tmp_path).check(small_config(*OWN))
 
 
 def test_with_a_verdict_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: FinishedRuns) -> None:

@@ -5,7 +5,7 @@ Log-probabilities are in nats and use the sampling temperature.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -95,6 +95,7 @@ class Score:
     correct: bool | None = None  # whether the response is right; accuracies count this. None: the task has no verdict
     reward_error: RewardError | None = None  # why scoring failed: the answer counts as wrong, or the function as 0
     reward_retries: int = 0  # calls that were repeated because they failed
+    error_text: str | None = field(default=None, compare=False)  # which reward failed, with what, and where in its file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,12 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from math import inf
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
 from jackpot.core.errors import DataError, ModelError, unknown_name
@@ -54,7 +56,10 @@ _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights tha
 STARTER_PREFIX = "starter:"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+_LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
+    *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError),
+    *(TypeError, AttributeError, ZeroDivisionError, StrictDataclassError),
+)
 _ADVICE = (
     "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
     "or starter:policy or starter:rollout_model"
@@ -129,10 +134,49 @@ def _from_pretrained(
     cls: type, path: str | Path, dtype: torch.dtype, device: str | torch.device | None, **options: Any
 ) -> tuple[PreTrainedModel, dict]:
     """Load a model in eval mode, with the names of missing, unexpected and misshapen weights."""
+    _check_named_files(path)
     if device is None and (found := _in_files(cls, path, dtype, **options)):
         return found
     model, info = _read(cls, path, dtype, **options)
     return _aligned(model.to(device or "cpu")).eval(), info
+
+
+def _check_named_files(path: str | Path) -> None:
+    """Refuse a model whose index or config names weights that are not safetensors files inside of its folder.
+
+    transformers would load what they name: a pickle, or a file elsewhere on this machine. What counts is the written
+    name, since files of the hub are links from one folder of its cache to another.
+    """
+    source = resolve_path(path)
+
+    def content(name: str) -> dict[str, Any]:
+        """Return what a JSON file of the model holds; nothing where it has no such file."""
+        local = stays_local(source)
+        file = cached_file(source, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
+        return json.loads(Path(file).read_bytes()) if file else {}
+
+    try:
+        shards = content(SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
+        named = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
+
+        if (explicit := content("config.json").get("transformers_weights")) is not None:
+            named.append(("config.json", explicit))
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot load a model from {_place(path, source, error)}. {_ADVICE}") from error
+
+    for file, name in named:
+        if not _is_inside(name):
+            raise ModelError(
+                f"{file} of {path} names {name!r} as a file of weights; weights are read only from .safetensors files "
+                f"inside of the model's folder. {_ADVICE}"
+            )
+
+
+def _is_inside(name: Any) -> bool:
+    """Tell whether a written name is that of a safetensors file in the folder where it stands, or below."""
+    if not isinstance(name, str) or not name.endswith(".safetensors"):
+        return False
+    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
@@ -282,8 +326,12 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
 
 
 def _add_generation_config(model: PreTrainedModel, source: str) -> None:
-    with contextlib.suppress(OSError):  # a folder may have none; then the defaults of its config hold
+    try:
         model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
+    except OSError:
+        pass  # a folder may have none; then the defaults of its config hold
+    except _LOADING_ERRORS as error:
+        raise ModelError(f"cannot read generation_config.json in {_place(source, source, error)}. {_ADVICE}") from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -1,6 +1,7 @@
 """Samples the rollout batch of one iteration: prompts, responses, rewards."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.batch import batches_in_reserve
 from jackpot.config.run import Config
 from jackpot.core.clock import Clock
+from jackpot.core.errors import TrainingError
 from jackpot.core.metrics import Mean, Sum, Sums, add_sums
 from jackpot.core.prng import fold_in, uniforms
-from jackpot.core.types import Prompt, Role, Rollout, Score, ScoredRollout
+from jackpot.core.types import Prompt, RewardError, Role, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import all_equal
 from jackpot.rollout.engines.base import Engine, Request
@@ -22,6 +24,12 @@ from jackpot.rollout.generation import GenerationBatch, PromptGroup
 from jackpot.rollout.multi_turn import stream_rollouts
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import PromptStream, Task
+
+_ADVICE: Mapping[RewardError, str] = {  # by why a reward failed
+    "crash": "Mend it (a reward function is called with problem, response, answer and finished, by name)",
+    "invalid": "Have it return a number",
+    "timeout": "Make it faster, or raise task.reward_timeout, task.reward_batch_timeout or task.reward_workers",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +98,7 @@ class Sampler:
         for uid, reason in (item for batch in batches for item in batch.discarded.items()):
             self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
         groups, wanted = [group for batch in batches for group in batch.groups], config.batch.prompts
-        for one in (one for group in groups for one in group.members if one.score.reward_error):
-            self._event(iteration, {"event": f"reward_{one.score.reward_error}", "uid": one.rollout.uid})
+        self._record_errors(iteration, groups)
         if config.batch.filter_groups:
             groups.sort(key=lambda group: group.has_equal_rewards)
         return RolloutBatch(
@@ -159,11 +166,37 @@ class Sampler:
         """Wait for a generation batch, and with `batch.filter_groups` for as many more as are needed and allowed."""
         wanted, filtering = self._config.batch.prompts, self._config.batch.filter_groups
         batches = [self._wait(pending)]
+        if iteration == 1:
+            self._check_rewards(batches[0].groups)
         while filtering and len(batches) < filtering.max_num_gen_batches:
             if sum(not group.has_equal_rewards for batch in batches for group in batch.groups) >= wanted:
                 break
             batches.append(self._wait(self._submit(iteration)))
         return batches
+
+    def _record_errors(self, iteration: int, groups: Sequence[PromptGroup]) -> None:
+        """Record an event for each response whose reward failed."""
+        for one in (one for group in groups for one in group.members if one.score.reward_error):
+            event = {"event": f"reward_{one.score.reward_error}", "uid": one.rollout.uid, "why": one.score.error_text}
+            self._event(iteration, event)
+
+    def _check_rewards(self, groups: Sequence[PromptGroup]) -> None:
+        """Stop a run whose reward fails for every response of its first batch: it would train on nothing but zeros.
+
+        Raises:
+            TrainingError: with the commonest failure and what to do about it.
+        """
+        scores = [one.score for group in groups for one in group.members]
+        if not scores or not all(score.reward_error for score in scores):
+            return
+
+        self._record_errors(1, groups)
+        [((error, text), count)] = Counter((score.reward_error, score.error_text) for score in scores).most_common(1)
+        raise TrainingError(
+            f"the reward failed for all {len(scores)} responses of the first batch, so the run ends before it trains. "
+            f"{count} of them: {text or error}. {_ADVICE[error]}, and run the same command; events.jsonl has the "
+            f"failure of each response"
+        )
 
     def _submit(self, iteration: int) -> _PendingBatch:
         """Submit the requests of one generation batch to the engine."""

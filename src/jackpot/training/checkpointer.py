@@ -59,10 +59,12 @@ class Checkpointer:
             CheckpointError: it cannot be written; names the iteration that the run would continue from.
         """
         if iteration > max(self._saved, 0) and (error := self._save(iteration, state())):
-            raise CheckpointError(
-                f"{error}. Free space there and run the same command: it continues from iteration "
-                f"{max(self._saved, 0)}, the newest checkpoint"
-            ) from error
+            what = (
+                f"continues from iteration {self._saved}, the newest checkpoint"
+                if self._saved >= 0
+                else "begins again from iteration 0, as there is no checkpoint, and keeps what it finds in superseded/"
+            )
+            raise CheckpointError(f"{error}. Free space there and run the same command: it {what}") from error
 
     @property
     def _is_best(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,10 @@ def score(reward: float, correct: bool, error: RewardError | None = None) -> Sco
 def reward_fn_of(*rewards: str | RewardConfig, workers: int = 1, timeout: float = TIMEOUT) -> RewardFn:
     named = [RewardConfig(name=one) if isinstance(one, str) else one for one in rewards]
     return RewardFn(named, workers=workers, timeout=timeout)
+
+
+def own(name: str, **limits: float) -> RewardConfig:
+    return RewardConfig(name=f"helpers.reward_functions:{name}", **limits)
 
 
 def is_alive(process: int) -> bool:
@@ -205,6 +210,34 @@ def test_a_reward_that_is_no_number_or_too_large_is_refused_and_counted(function
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("raises", r"RuntimeError: no judge answers \(.*/reward_functions\.py, line \d+\)"),
+        ("of_the_text", r"TypeError: of_the_text\(\) got an unexpected keyword argument 'problem'"),
+        ("nothing", r"InvalidReward: helpers\.reward_functions:nothing returned None; a reward is .*"),
+        ("waits", r"took longer than 0\.2 s"),
+        ("judged", r"took longer than 0\.2 s"),
+    ],
+)
+def test_why_a_reward_failed_stands_in_its_score(name, text):
+    with closing(reward_fn_of(own(name, timeout=0.2))) as one:
+        [found] = one.scores([answer("sleep" if name == "judged" else "3")])
+    assert re.fullmatch(rf"helpers\.reward_functions:{name}: {text}", found.error_text)
+
+
+def test_why_nothing_was_verified_stands_in_the_score():
+    with closing(reward_fn_of("correct", timeout=0.5)) as one:
+        one.scores([answer(FINE)])  # the process is ready
+        [found] = one.scores([answer(BOMB)])
+    assert found.error_text == "correct: took longer than 0.5 s"
+
+
+def test_one_that_ends_its_process_has_a_text_too(says):
+    [found] = says.scores([answer("exit")])
+    assert found.error_text.startswith("helpers.reward_functions:says: its process ended twice")
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("corect", "unknown reward 'corect'; did you mean 'correct'.* Valid: correct, format, package.module:function"),
@@ -218,10 +251,6 @@ def test_a_reward_that_is_no_number_or_too_large_is_refused_and_counted(function
 def test_a_reward_that_does_not_exist_is_refused_at_the_start(name, message):
     with pytest.raises(ConfigError, match=message):
         reward_fn_of("correct", name)
-
-
-def own(name: str, **limits: float) -> RewardConfig:
-    return RewardConfig(name=f"helpers.reward_functions:{name}", **limits)
 
 
 def test_calls_of_an_async_function_are_awaited_together_and_each_has_its_own_limit():

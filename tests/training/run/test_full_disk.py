@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from helpers.disks import OVERRIDES, largest_file
 from helpers.paths import TESTS
-from helpers.runs import FinishedRuns, Killed, metrics, run, small_config, weights
+from helpers.runs import FinishedRuns, Killed, contents, metrics, run, small_config, weights
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.local import launch
@@ -88,6 +88,34 @@ def test_a_last_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_c
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     run(config, tmp_path)
     assert_same_but_for_failures(whole, tmp_path)
+
+
+def test_a_run_whose_checkpoints_never_fitted_begins_anew(whole, tmp_path, caplog) -> None:
+    config = small_config(*OVERRIDES)
+    with pytest.raises(CheckpointError, match="the same command: it begins again"), largest_file(NO_CHECKPOINT):
+        run(config, tmp_path)
+    assert column(tmp_path, "iteration") == list(range(7)) and not list(tmp_path.glob("checkpoints/*"))
+    before = contents(tmp_path)
+
+    run(config, tmp_path)
+    assert "6 finished iterations without a checkpoint move to superseded/; the run begins anew" in caplog.text
+    assert column(tmp_path, "checkpoint/failed") == [0] * 7
+    for role in ("policy", "rollout_model"):
+        assert all(torch.equal(tensor, weights(whole, role)[name]) for name, tensor in weights(tmp_path, role).items())
+    kept = contents(tmp_path / "superseded" / "1")
+    assert {name: before[name] for name in kept} == kept
+    assert before.keys() - kept.keys() == {"environment.json"}
+
+
+def test_a_checkpoint_that_fitted_after_failures_is_missed(tmp_path: Path) -> None:
+    config = small_config(*OVERRIDES)
+    run_limited(config, tmp_path, NO_CHECKPOINT, after=0, until=3, kill_after=5)
+    assert column(tmp_path, "checkpoint/failed") == [0, 0, 0, 1, 2, 2]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-4")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match="5 finished iterations and no checkpoint to continue from"):
+        run(config, tmp_path)
+    assert contents(tmp_path) == before
 
 
 def test_the_count_of_failures_survives_a_kill(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.folders import run_folder, save_tokens, write_lines
-from jackpot.core.errors import DataError
+from helpers.runs import FinishedRuns
+from jackpot.core.errors import CheckpointError, DataError
 from jackpot.core.files import hold_lock
+from jackpot.training.run.folder import run_config
 from jackpot.ui import cli
 from jackpot.ui.charts import Chart, Section, Series, Table
 from jackpot.ui.html import write_page
@@ -79,6 +81,23 @@ def test_data_cannot_end_its_element_or_fill_a_place_of_the_page(tmp_path: Path)
 def test_a_page_without_runs_has_no_inspector(tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", "A title", [])
     assert 'id="tokens"' not in (tmp_path / "page.html").read_text()
+
+
+def test_an_evaluation_beside_runs_is_left_out_with_a_word(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    """`jackpot eval` writes into runs/ too."""
+    run, evaluation = finished_run.copy(tmp_path / "runs" / "a"), tmp_path / "runs" / "eval-a"
+    command = ["eval", str(run), "--benchmarks", "own", "--out", str(evaluation), "problems=2"]
+    assert CliRunner().invoke(cli.app, command).exit_code == 0
+
+    done = CliRunner().invoke(cli.app, ["report", str(run.parent)], env={"COLUMNS": "400"})
+    assert done.exit_code == 0, done.output
+    assert "1 run" in done.output and f"{evaluation} is left out: it is of `jackpot eval` and no run" in done.output
+    assert "eval-a is left out" in (run / "report.html").read_text()
+
+    with pytest.raises(DataError, match=r"no run, only folders of `jackpot eval`, .*/eval-a; give"):
+        write_report([evaluation])
+    with pytest.raises(CheckpointError, match="eval-a is not a run folder: it is of `jackpot eval`"):
+        run_config(evaluation)
 
 
 def test_folders_without_a_run_or_a_metric_say_what_to_do(tmp_path: Path) -> None:

@@ -81,10 +81,14 @@ def _read(run: ArmRun) -> tuple[Lines, Lines]:
 
 
 def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> str | None:
-    """Return why a run need not be started; None where it must."""
+    """Return why a run need not be started; None where it must.
+
+    A finished run has the line of its last iteration, which follows its evaluation, and then the checkpoint of it.
+    """
     if not lines:
         return None
-    finished = lines[-1]["iteration"] >= run.config.iterations and (run.folder / "checkpoints" / "last").exists()
+    last = run.config.iterations
+    finished = lines[-1]["iteration"] >= last and (run.folder / "checkpoints" / f"step-{last}").is_dir()
     return "done before" if finished else stop_rule(run, lines, events)
 
 

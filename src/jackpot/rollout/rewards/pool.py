@@ -52,6 +52,7 @@ class RewardResult(NamedTuple):
     value: float  # 0 where there is an error
     error: RewardError | None
     retries: int = 0  # tries after the first
+    text: str | None = None  # says what the error is
 
 
 class RewardWorkerPool:
@@ -130,9 +131,9 @@ class _Call:
     retries: int = 0  # failed tries so far that are repeated
     ended_process: bool = False  # whether a process ended while it was called
 
-    def finish(self, value: float, error: RewardError | None) -> None:
+    def finish(self, value: float, error: RewardError | None = None, text: str | None = None) -> None:
         """Record the result; the last one of a batch completes its future."""
-        self.batch.results[self.index] = RewardResult(value, error, self.retries)
+        self.batch.results[self.index] = RewardResult(value, error, self.retries, text)
         self.batch.missing -= 1
         if not self.batch.missing and not self.batch.future.done():
             self.batch.future.set_result(self.batch.results)
@@ -251,7 +252,7 @@ class _Processes:
         now, worker.is_used = self.loop.time(), True
         late = [call for call in calls if call.deadline < now]
         for call in late:
-            call.finish(0.0, "timeout")
+            call.finish(0.0, "timeout", "its call had not begun when the time of its batch was up")
         left = dict(enumerate(call for call in calls if call.deadline >= now))
         if not left:
             return True
@@ -269,11 +270,11 @@ class _Processes:
                     keep = await self._receive(worker, left, repeated)
         except TimeoutError:
             for call in left.values():
-                self._settle(call, "timeout", repeated)
+                self._settle(call, "timeout", f"took longer than {self._timeout:g} s", repeated)
         except (_Ended, ConnectionError):
             for call in left.values():
                 if call.ended_process:
-                    call.finish(0.0, "crash")
+                    call.finish(0.0, "crash", "its process ended twice, the second time while it was called alone")
                 else:
                     call.ended_process = True
                     self._enqueue([call])
@@ -287,18 +288,18 @@ class _Processes:
         while "worn" not in (message := await _message(worker.process)):
             call = left.pop(message["item"])
             if "value" in message:
-                call.finish(message["value"], None)
+                call.finish(message["value"])
             else:
-                self._settle(call, message["error"], repeated)
+                self._settle(call, message["error"], message["text"], repeated)
         return not message["worn"]
 
-    def _settle(self, call: _Call, error: RewardError, repeated: list[_Call]) -> None:
+    def _settle(self, call: _Call, error: RewardError, text: str, repeated: list[_Call]) -> None:
         """Put a failed call among the repeated ones, or end it where it was repeated often enough."""
         if call.retries < self.limits.retries:
             call.retries += 1
             repeated.append(call)
         else:
-            call.finish(0.0, error)
+            call.finish(0.0, error, text)
 
     async def _started(self) -> _Worker:
         """Start a process and wait until it is ready.

@@ -142,11 +142,13 @@ class RewardFn:
         values |= {name: result.value for name, result in own.items()}
         values[REWARD] = sum(one.weight * values[one.name] for one in self._rewards)
         errors = {name: result.error for name, result in results.items() if result.error}
+        failed = next(iter(errors), None)
         return Score(
             reward=values[REWARD],
             correct=verdict and _is_right(verdict, values, errors),
-            reward_error=next(iter(errors.values()), None),
+            reward_error=errors[failed] if failed else None,
             reward_retries=sum(result.retries for result in results.values()),
+            error_text=f"{failed}: {results[failed].text}" if failed else None,
         )
 
 

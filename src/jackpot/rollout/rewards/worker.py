@@ -36,6 +36,7 @@ from jackpot.core.imports import import_object
 
 WORN = 0.25  # share of the memory limit; a process that has grown by more is replaced
 GRACE = 5.0  # seconds that the parent has to end a job before the alarm does
+MAX_TEXT = 500  # characters of the text of an error
 MAX_REWARD = 1e30  # largest |reward|; its square and sums of it are finite in float64, and itself in float32
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
 _STATM = Path("/proc/self/statm")
@@ -157,8 +158,19 @@ class _Caller:
         if not self._shown:
             self._shown = True
             traceback.print_exception(error)
+        text = self._described(error)
         for number in numbers:
-            self._send({"item": number, "error": why})
+            self._send({"item": number, "error": why, "text": text})
+
+    def _described(self, error: Exception) -> str:
+        """Return type and message of an error in one line, with the last place of it in the function's own file."""
+        text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
+        if text == "TimeoutError":  # as `asyncio.wait_for` raises it
+            text = f"took longer than {self._timeout:g} s"
+
+        file = getattr(sys.modules.get(self._name.partition(":")[0]), "__file__", None)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        return text[:MAX_TEXT] + (f" ({file}, line {lines[-1]})" if lines else "")
 
 
 class InvalidReward(ValueError):

@@ -47,6 +47,12 @@ _HISTORY = "# after iteration"  # begins a comment of config.yaml about a settin
 _log = logging.getLogger(__name__)
 
 
+def is_evaluation(folder: Path) -> bool:
+    """Tell whether a folder is of `jackpot eval`: its config.yaml holds what was asked, not the settings of a run."""
+    path = folder / "config.yaml"
+    return path.is_file() and b"\nasked:" in path.read_bytes()
+
+
 def run_config(run: Path) -> Config:
     """Read the settings of the run in a folder.
 
@@ -58,6 +64,10 @@ def run_config(run: Path) -> Config:
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
     try:
+        if is_evaluation(run):
+            raise CheckpointError(
+                f"{run} is not a run folder: it is of `jackpot eval`; give the folder that train printed"
+            )
         settings = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -176,17 +186,23 @@ class RunFolder:
             )
 
     def _check_checkpoints(self, before: Config, finished: int) -> None:
-        """Refuse finished iterations without a checkpoint, unless a kill came before the first checkpoint was due.
+        """Refuse finished iterations without a checkpoint, unless none was ever written.
 
-        `start` makes the folder of the checkpoints, so where it is missing, it was removed.
+        That is where a kill came before the first one was due, or where each one that was due could not be written: it
+        is tried again an iteration later, so as many failed as iterations followed. `start` makes the folder of the
+        checkpoints, so where it is missing, it was removed.
         """
-        first_due = min(before.checkpoint.every, before.iterations)
+        lines = self.read("metrics.jsonl")
+        evaluated = [line["iteration"] for line in lines if line["iteration"] and measure_of(line)]  # the first is best
+        first_due = min(before.checkpoint.every, before.iterations, *evaluated)
+        failed = max((line.get("checkpoint/failed") or 0 for line in lines), default=0)
+
         is_folder = self.checkpoints.is_dir()
         if self.checkpoints.is_symlink() and not is_folder:
             why = f"is a link to {self.checkpoints.readlink()}, which is not there"
         elif finished and not is_folder:
             why = "is not there"
-        elif finished > first_due:
+        elif finished > first_due + failed:
             why = "holds none"
         else:
             return

@@ -16,7 +16,7 @@ from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.distributions import distributions
 from jackpot.ui.report.inspector import MAX_TOKENS, inspector_data
 from jackpot.ui.report.metric_layout import HEADLINE
-from jackpot.ui.report.runs import arms_of, common_folder, find_runs, is_abandoned, read_runs
+from jackpot.ui.report.runs import arms_of, common_folder, find_evaluations, find_runs, is_abandoned, read_runs
 from jackpot.ui.report.summary import diagnoses, summary_section
 
 NAME = "report.html"
@@ -35,7 +35,7 @@ class Report:
     runs: int  # number of runs in it
     unfinished: tuple[str, ...]  # names of the runs that are not finished
     going: tuple[Path, ...]  # folders of the runs that may still write
-    unreadable: tuple[str, ...]  # an error text for each file that was left out
+    unreadable: tuple[str, ...]  # a sentence for each file and folder that was left out
 
 
 def write_report(
@@ -66,7 +66,10 @@ def write_report(
     arms = arms_of(begun)
     in_order = [run for arm in arms for run in arm.runs]
     files: list[tuple[str, RolloutFile]] = []
-    unreadable: list[str] = []
+    unreadable = [
+        f"{folder} is left out: it is of `jackpot eval` and no run; its results are in summary.json"
+        for folder in find_evaluations(paths)
+    ]
     saved_by_run = []
     for run in in_order:
         saved_files, bad = list_rollout_files(run.folder)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
-from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.training.run.folder import RunFolder, is_evaluation, run_config
 
 try:
     import fcntl
@@ -65,11 +65,27 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run folders among `paths` and, at any depth, inside those that are not run folders, each once.
 
     Raises:
-        DataError: a path is not a run folder and contains none.
+        DataError: a path is not a run folder and contains none, nor an evaluation; or there are evaluations alone.
     """
+    found = _folders(paths)
+    if runs := [folder for folder in found if not is_evaluation(folder)]:
+        return runs
+    raise DataError(
+        f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
+        f"{', '.join(map(str, found))}; give the folder that train printed"
+    )
+
+
+def find_evaluations(paths: Sequence[Path]) -> list[Path]:
+    """Return the folders of `jackpot eval` that stand where `find_runs` finds runs."""
+    return list(filter(is_evaluation, _folders(paths)))
+
+
+def _folders(paths: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs and evaluations among `paths` and below them, each once."""
     found: dict[Path, None] = {}
     for path in paths:
-        folders = [path] if _is_run(path) else sorted(_runs_below(path))
+        folders = [path] if _has_config(path) else sorted(_below(path))
         if not folders:
             raise DataError(
                 f"{path} is not a run folder and contains none: no config.yaml; give the folder that train printed, "
@@ -79,17 +95,18 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def _is_run(folder: Path) -> bool:
+def _has_config(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
-def _runs_below(folder: Path) -> Iterator[Path]:
-    """Yield the run folders below a folder, without those inside a run, in hidden folders or behind links."""
+def _below(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs and evaluations below a folder, without those inside one of them, in hidden folders or
+    behind links."""
     for parent, names, _ in os.walk(folder):
         inside = [name for name in names if not name.startswith(".")]
-        runs = {name for name in inside if _is_run(Path(parent, name))}
-        yield from (Path(parent, name) for name in runs)
-        names[:] = [name for name in inside if name not in runs]
+        found = {name for name in inside if _has_config(Path(parent, name))}
+        yield from (Path(parent, name) for name in found)
+        names[:] = [name for name in inside if name not in found]
 
 
 def is_abandoned(folder: Path) -> bool:
