@@ -19,6 +19,7 @@ from helpers.commands import jackpot
 from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, FinishedRuns, metrics, run, small_config, weights
+from jackpot.config.names import run_folder
 from jackpot.launch.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
@@ -75,6 +76,7 @@ def test_a_dry_run_says_how_many_ranks_train_and_other_commands_run_in_one_proce
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     plan = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
     assert "2 ranks; rank 0 generates" in plan and "1/2 of the learner of policy, rollout" in plan
+    assert "  torchrun --nproc-per-node 2 -m -- jackpot train quickstart  # train\n" in plan
     assert re.search(r"rank 0 [\d.]+ MiB; rank 1 [\d.]+ MiB", plan)
     placed = ("--dry-run", "placement.launcher=ray", "placement.ranks=3", "placement.engines=2")
     plan = jackpot("train", "quickstart", *placed, cwd=tmp_path).stdout
@@ -157,6 +159,9 @@ def test_the_plan_of_a_large_model_has_gpus_and_hours_and_says_what_is_assumed(
     assert "Assumed: prompts of 120 tokens, at most 700. Why: cannot load a tokenizer from the hub" in said
     assert f"Shapes of {name}: Jackpot's own table" in said
     assert "More than one GPU are ranks of torchrun" in said and not list(tmp_path.iterdir())
+    assert "As typed, 8 processes would not start" in said and "sets up torch.distributed" in said
+    words = f"train stale_4b {' '.join(small)} placement.engines=8 --run {run_folder('stale_4b', None, small, 0)}"
+    assert f"  torchrun --nproc-per-node 8 -m -- jackpot {words}\n      # train, on 8 H100\n" in result.stdout
 
 
 def test_the_plan_of_a_small_model_has_no_gpus(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     outlines = {role: _outline(role, path) for role, path in paths.items()}
     reference = config.objective.reference
     others = {"reference": _outline("reference", reference.path or config.policy.path)} if reference else {}
-    check_vocabulary(outlines | others)
+    check_vocabulary({**outlines, **others})
     if ranks > 1:
-        for role, model in outlines.items():
+        for role, model in {**outlines, **others}.items():
             check_layers(role, model)
     prompt_limit(config, [model.config for model in outlines.values()])
     engines = [config.engine, *([config.evaluation.engine or config.engine] if config.is_mixed else [])]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from jackpot.config.base import Strict
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
@@ -81,7 +82,7 @@ def without_replaced(config: Config, job: Job, overrides: Sequence[str]) -> list
     return [one for one in overrides if not f"{one.partition('=')[0]}.".startswith(blocks)]
 
 
-def _kept(key: str, engine: EngineConfig, kind: type[EngineConfig]) -> list[str]:
+def _kept(key: str, engine: EngineConfig, kind: type[Strict]) -> list[str]:
     """Return what an engine of a kind, at `key`, is to have of this one: settings that both have."""
     names = [name for name in kind.model_fields if name != "name" and name in type(engine).model_fields]
     values = {name: getattr(engine, name) for name in names if name not in ("urls", "weights_folder")}

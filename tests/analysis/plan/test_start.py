@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.hub import without_hub
+from helpers.runs import SMALL, FinishedRuns
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.sharding import Shard
@@ -15,7 +16,7 @@ from jackpot.analysis.plan.start import machine, start
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.config.run import Config
-from jackpot.core.errors import ConfigError, EngineError, JackpotError, ModelError
+from jackpot.core.errors import CheckpointError, ConfigError, EngineError, JackpotError, ModelError
 from jackpot.launch.checks import check_start
 from jackpot.launch.local import model_paths
 from jackpot.ui.commands.train import train
@@ -32,8 +33,10 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def typed(command: str) -> tuple[Config, int]:
     """The settings of a command that trains, and how many processes it starts."""
     launcher, _, words = command.partition("jackpot train ")
-    recipe, *overrides = [word for word in shlex.split(words) if not word.startswith("--")]
+    words, _, run = words.partition(" --run ")
+    recipe, *overrides = shlex.split(words)
     config = resolve(recipe, None, overrides)
+    assert run == (f"runs/{recipe}-seed0" if "placement" in words else "")
     found = re.fullmatch(r"torchrun --nproc-per-node (\d+) -m -- ", launcher)
     assert found or not launcher
     return config, int(found[1]) if found else config.placement.ranks
@@ -80,7 +83,7 @@ def test_one_gpu_needs_no_launcher_and_what_was_typed_stays(tmp_path: Path) -> N
         ["jackpot", "train", "quickstart", "--arm", "tis", "seed=1", "--run", str(tmp_path / "a b")]
     )
     chosen = ["placement.engines=2", "engine.enable_sleep_mode=true"]
-    assert typed(start("joint_8b", None, chosen, None, 4).command)[0].placement.engines == 2
+    assert start("joint_8b", None, chosen, None, 4).command.endswith(f"jackpot train joint_8b {' '.join(chosen)}")
     awake = typed(start("stale_4b", None, [], None, 16).command)[0]
     assert awake.engine.enable_sleep_mode and awake.shares_gpus  # Ray has other engines on GPUs of their own
 
@@ -110,3 +113,8 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match=r"placement\.engines=8"):
         train("joint_8b", [], None, None, dry_run=True, tiny=False)
+
+
+def test_a_dry_run_refuses_the_folder_of_a_run_with_other_settings(finished_run: FinishedRuns) -> None:
+    with pytest.raises(CheckpointError, match="seed: 0 in the folder, 9 now"):
+        train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, tiny=False)

@@ -9,6 +9,7 @@ from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate
 from jackpot.analysis.plan.sharding import degree, engine_needs
 from jackpot.config.engines import check_ranks, is_remote, sleeps
+from jackpot.config.names import run_folder
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
@@ -43,6 +44,8 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
     config = resolve(recipe, arm, overrides)
     program, added = _placed(config, gpus)
     check_start(resolve(recipe, arm, [*overrides, *added]), model_paths(config, None), gpus)
+    if added and run is None:  # a folder is named after settings: it stays that of the plan
+        run = run_folder(recipe, arm, overrides, config.seed)
     words = [recipe, *(["--arm", arm] if arm else []), *overrides, *added, *(["--run", str(run)] if run else [])]
     command = join([*program, "train", *words])
     try:

@@ -14,7 +14,7 @@ from jackpot.analysis.plan.estimate import CostEstimate, estimate, is_large
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sharding import blocks, rank_memory, sharded
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
-from jackpot.analysis.plan.start import NO_MACHINE, machine, start
+from jackpot.analysis.plan.start import MACHINE, NO_MACHINE, machine, start
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.names import run_folder
 from jackpot.config.published import GpusConfig
@@ -111,11 +111,12 @@ def _starting(
         ranks: processes that were started, or that Ray will start.
     """
     count, purpose = ranks, "train"
-    if needs and ranks == 1:
+    if needs and ranks == 1 and config.placement.launcher == "local":
         if (gpus := machine(config, needs)) is None:
             print_line(console, NO_MACHINE)
             return {}
-        count, purpose = gpus.count, f"train, on {gpus.count} {gpus.kind}"
+        cluster = " of a Ray cluster (docs/distributed.md)" if gpus.count > MACHINE else ""
+        count, purpose = gpus.count, f"train, on {gpus.count} {gpus.kind}{cluster}"
     try:
         found = start(*typed, count)
     except JackpotError as error:

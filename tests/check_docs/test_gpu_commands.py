@@ -1,0 +1,74 @@
+"""Every published command that starts a recipe for GPUs passes the checks of a start, and fits these GPUs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers.commands import jackpot
+from helpers.hub import without_hub
+from helpers.paths import ROOT
+from jackpot.analysis.plan.estimate import Estimator
+from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
+from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
+from jackpot.config.run import Config
+from jackpot.launch.checks import check_start
+from jackpot.launch.local import model_paths
+
+GPUS = {name: found for name in recipe_names() if (found := recipe_notes(name, load_recipe(name)).gpus)}
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/jackpot/config/recipes").glob("*.yaml")]
+TYPED = re.compile(rf"(?:torchrun [^`\n]*)?jackpot (?:train|compare|launch) (?:{'|'.join(GPUS)})\b[^`\n#>]*")
+COMMANDS = sorted({found.strip() for page in PAGES for found in TYPED.findall(page.read_text())})
+STARTS = [one for one in COMMANDS if "--tiny" not in one and "--dry-run" not in one]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_hub(monkeypatch, tmp_path)
+
+
+def started(command: str, cwd: Path) -> tuple[Config, str, int]:
+    """The settings that a command trains with, its recipe, and how many ranks it starts."""
+    if "jackpot launch" in command:  # what the printed script types
+        script = jackpot(*shlex.split(command)[1:], cwd=cwd).stdout
+        nodes, ranks = re.search(r"torchrun --nnodes=(\d+) --nproc-per-node=(\d+)", script).groups()
+        command = f"--nnodes={nodes} --nproc-per-node={ranks} " + re.search(r"jackpot train .*(?= &)", script)[0]
+        command = command.replace("$urls", "http://one:8000").replace("$run", "runs/one")
+    launcher, _, words = command.partition("jackpot train ")
+    [recipe, *words] = shlex.split(words)
+    arm = words[words.index("--arm") + 1] if "--arm" in words else None
+    config = resolve(recipe, arm, [word for word in words if re.match(r"[a-z_.]+=", word)])
+    ranks = config.placement.ranks
+    for count in re.findall(r"--(?:nnodes|nproc-per-node)[ =](\d+)", launcher):
+        ranks *= int(count)
+    return config, recipe, ranks
+
+
+def kubernetes() -> str:
+    """The command of the pods of examples/cluster/kubernetes.yaml."""
+    job = next(yaml.safe_load_all((ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()))
+    return shlex.join(job["spec"]["template"]["spec"]["containers"][0]["command"])
+
+
+def test_the_pages_have_commands_that_start_gpu_recipes() -> None:
+    assert {shlex.split(one.partition("jackpot ")[2])[0] for one in STARTS} == {"train", "launch"}, STARTS
+
+
+@pytest.mark.parametrize("command", [*STARTS, kubernetes()])
+def test_a_published_command_starts_on_enough_gpus(command: str, tmp_path: Path) -> None:
+    config, recipe, ranks = started(command, tmp_path)
+    assert ranks >= GPUS[recipe].count
+    check_start(config, model_paths(config, None), ranks)
+
+
+CLUSTER = [*(one for one in STARTS if "jackpot launch" in one), kubernetes()]
+
+
+@pytest.mark.slow  # tracing a step takes seconds
+@pytest.mark.parametrize("command", CLUSTER)
+def test_a_cluster_command_fits_the_gpus_of_its_nodes(command: str, tmp_path: Path) -> None:
+    config, recipe, ranks = started(command, tmp_path)
+    memory = Estimator(config, model_sizes(config), prompt_lengths(config)).shard(GPUS[recipe].kind, ranks)
+    assert memory.fits, f"{memory.peak / 1e9:.0f} of {memory.limit / 1e9:.0f} GB"
