@@ -403,9 +403,9 @@ def diagnose(
     run: Annotated[Path, typer.Argument(help="Run folder, of a finished run or of one that is still training.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a run is healthy, and if not: what is wrong, since when, which metric shows it and what to try.
+    """Look for signs that a run is unhealthy: what is wrong, since when, which metric shows it and what to try.
 
-    Exit code 0: healthy, or too early to say; 1: unhealthy; 2: no run there.
+    Without a finding it says which signs it looked at. Exit code 0: no finding; 1: unhealthy; 2: no run there.
 
     Status: supported.
     """

@@ -20,7 +20,7 @@ from jackpot.core.errors import CheckpointError
 from jackpot.ui import cli
 
 ITERATIONS, BROKEN_FROM = 100, 60
-GROUPS = ["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
+GROUPS = ["bug", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 HEALTHY = {
     "checkpoint/failed": 0,
     "correction/accepted": 0.92,
@@ -63,6 +63,7 @@ HEALTHY = {
     "reward/all_wrong": 0.2,
     "reward/errors": 0.0,
     "reward/frac_zero_std": 0.3,
+    "reward/mean": 0.4,
     "reward/timeouts": 0.0,
     "rollout_model/clip_frac": 0.0,
     "rollout_model/distill_grad_norm": 0.7,
@@ -75,13 +76,15 @@ HEALTHY = {
     "sampling/gen_batches": 2.0,
 }
 EVALUATED = {
-    "eval/policy_accuracy": 0.4,
+    "eval/policy_accuracy": 0.5,
+    "eval/policy_accuracy_stderr": 0.02,
     "eval/policy_engine_gap": 1e-7,
-    "eval/policy_reward": -0.4,
+    "eval/policy_reward": -0.3,
     "eval/policy_reward_stderr": 0.01,
     "eval/rollout_model_accuracy": 0.25,
     "eval/rollout_model_engine_gap": 1e-7,
 }
+BEFORE = {"eval/policy_accuracy": 0.4, "eval/policy_reward": -0.4}  # training
 BROKEN = {  # what makes a rule fire, by its name
     "mismatch/engine_gap": {"mismatch/engine_gap": 2e-3},
     "eval/rollout_model_engine_gap": {"eval/rollout_model_engine_gap": 2e-3},
@@ -127,6 +130,7 @@ BROKEN = {  # what makes a rule fire, by its name
     "rollout_model/grad_norm": {"rollout_model/grad_norm": 10.0},
     "eval/policy_accuracy": {"eval/policy_accuracy": 0.3},
     "eval/policy_reward": {"eval/policy_reward": -0.43},
+    "reward/mean": {"reward/mean": 0.05},
     "eval/rollout_model_accuracy": {"eval/rollout_model_accuracy": 0.32, "eval/policy_accuracy": 0.3},
     "rollout_model/ppo_grad_norm / rollout_model/distill_grad_norm": {"rollout_model/ppo_grad_norm": 0.05},
     "rollout_model/grad_cosine": {"rollout_model/grad_cosine": -0.95},
@@ -134,7 +138,11 @@ BROKEN = {  # what makes a rule fire, by its name
     "response/truncated": {"response/truncated": 0.4},
     "files/failed": {"files/failed": 1},
 }
-UNFILTERED = {"obrs/acceptance_error"}  # rules of runs whose groups are not chosen by their rewards
+WITH = {  # settings with which a rule applies, where they are not those of `config`
+    "obrs/acceptance_error": ("batch.mini_batch_size=8",),
+    "mismatch/ratio_max": ("batch.mini_batch_size=8", "objective.correction=is"),
+}
+RULE_NAMES = list(dict.fromkeys(rule.name for rule in RULES if not rule.metric.startswith("events/")))
 ALSO = {"eval/rollout_model_accuracy": {"eval/policy_accuracy"}}  # rules that fire with another
 
 
@@ -150,7 +158,7 @@ def history(
     changes: dict[str, float] | None = None, since: int = BROKEN_FROM, until: int = 10**6
 ) -> list[dict[str, Any]]:
     """A healthy run with small waves and one wild iteration; `changes` hold from `since` to `until`."""
-    lines: list[dict[str, Any]] = [{"iteration": 0, "time": 0.0} | EVALUATED]
+    lines: list[dict[str, Any]] = [{"iteration": 0, "time": 0.0} | EVALUATED | BEFORE]
     for iteration in range(1, ITERATIONS + 1):
         wave = 1.0 + 0.02 * math.sin(iteration)
         line = {name: value * wave if isinstance(value, float) else value for name, value in HEALTHY.items()}
@@ -169,21 +177,20 @@ def history(
     return lines
 
 
-def test_a_healthy_run_with_a_wild_iteration_is_healthy(config: Config) -> None:
+def test_a_healthy_run_with_a_wild_iteration_has_no_finding(config: Config) -> None:
     found = diagnose(history(), [{"event": "skipped_step", "iteration": 3}], config)
-    assert (found.verdict, found.findings, found.iteration) == ("healthy", (), ITERATIONS)
+    assert (found.verdict, found.findings, found.iteration) == ("no finding", (), ITERATIONS)
 
 
 def test_a_wild_newest_iteration_is_no_alarm(config: Config) -> None:
     lines = history()[:31]
     assert lines[-1]["mismatch/kl_rollout_policy"] == 3.0
-    assert diagnose(lines, [], config).verdict == "healthy"
+    assert diagnose(lines, [], config).verdict == "no finding"
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES if not rule.metric.startswith("events/")])
+@pytest.mark.parametrize("name", RULE_NAMES)
 def test_a_rule_fires_where_it_is_broken_and_nowhere_else(name: str, config: Config) -> None:
-    if name in UNFILTERED:
-        config = config.model_copy(update={"batch": small_config("batch.mini_batch_size=8").batch})
+    config = small_config(*WITH[name]) if name in WITH else config
     found = diagnose(history(BROKEN[name]), [], config)
     assert found.verdict == "unhealthy"
     assert {finding.metric for finding in found.findings} == {name} | ALSO.get(name, set())
@@ -194,9 +201,9 @@ def test_a_rule_fires_where_it_is_broken_and_nowhere_else(name: str, config: Con
     assert (finding.then > finding.limit) == (finding.side == "above")
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES if not rule.metric.startswith("events/")])
+@pytest.mark.parametrize("name", RULE_NAMES)
 def test_what_is_over_is_no_finding(name: str, config: Config) -> None:
-    assert diagnose(history(BROKEN[name], since=40, until=69), [], config).verdict == "healthy"
+    assert diagnose(history(BROKEN[name], since=40, until=69), [], config).verdict == "no finding"
 
 
 @pytest.mark.parametrize("name", ["stopped", "rollback", "corrupt_checkpoint"])
@@ -232,14 +239,14 @@ def test_causes_stand_before_their_symptoms(config: Config) -> None:
 
 def test_bf16_may_round_more(config: Config) -> None:
     lines = history(BROKEN["mismatch/engine_gap"])
-    assert diagnose(lines, [], config.model_copy(update={"precision": "bf16"})).verdict == "healthy"
+    assert diagnose(lines, [], config.model_copy(update={"precision": "bf16"})).verdict == "no finding"
     assert diagnose(lines, [], config).verdict == "unhealthy"
 
 
 def test_what_the_guard_allowed_is_the_limit_of_the_gap(config: Config) -> None:
     lines = history({"mismatch/engine_gap": 5e-5})
     checked = [{"event": "engine_check", "iteration": n, "allowed": allowed} for n, allowed in ((1, 1e-3), (2, 1e-5))]
-    assert diagnose(lines, checked[:1], config).verdict == "healthy"
+    assert diagnose(lines, checked[:1], config).verdict == "no finding"
     [finding] = diagnose(lines, checked, config).findings
     assert (finding.metric, finding.limit) == ("mismatch/engine_gap", 1e-5)
 
@@ -255,7 +262,7 @@ def test_the_gap_of_two_models_has_the_larger_limit_and_that_of_exact_answers_th
     evaluated = {f"eval/{model}_engine_gap": gap for model, gap in (("policy", 2e-3), ("rollout_model", 2e-5))}
     for settings in (draft, (draft[0], "evaluation.engine={name: transformers, draft: {tokens: 3, lam: 0.7}}")):
         config = small_config(*settings)
-        assert diagnose(lines, checked, config).verdict == "healthy"
+        assert diagnose(lines, checked, config).verdict == "no finding"
         [finding] = diagnose(lines, checked[1:], config).findings
         assert finding.metric == "mismatch/engine_gap"
         found = {one.metric: one.limit for one in diagnose(history(evaluated), checked, config).findings}
@@ -289,14 +296,14 @@ def test_acceptance_and_z_may_differ_by_chance_and_by_the_bounds_of_z(config: Co
         assert found(acceptance_minus_z=gap, acceptance_minus_z_stderr=0.004) == ["obrs/acceptance_error"]
     assert found(acceptance_minus_z=0.0037, acceptance_minus_z_stderr=0.004, z_bound_width=0.001) == []
     chosen = history({"obrs/acceptance_minus_z": 0.5}, since=1)
-    assert diagnose(chosen, [], config).verdict == "healthy"  # groups were chosen by their rewards
+    assert diagnose(chosen, [], config).verdict == "no finding"  # groups were chosen by their rewards
     assert diagnose(chosen[:5], [], fair).findings == ()  # fewer than 5 iterations
 
 
 def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:
     engine = config.engine.model_copy(update={"quantization": "int8_w8a8"})
     quantized = config.model_copy(update={"engine": engine})
-    assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantized).verdict == "healthy"
+    assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantized).verdict == "no finding"
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantized).findings
     assert (finding.group, finding.limit) == ("precision", 0.02)
     assert "objective.correction=tis" in finding.suggestion
@@ -304,15 +311,183 @@ def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Con
     assert (finding.group, finding.limit) == ("bug", 0.001)
 
 
-def test_accuracy_may_fall_by_what_chance_does(config: Config) -> None:
-    few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"problems": 64})})
-    perfect = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"problems": 8})})
-    lines = history({"eval/policy_accuracy": 0.3})
-    # two standard errors of a difference at 206.8 of 516 right, and at 27.6 of 68: 0.061 and 0.168
-    assert [finding.limit for finding in diagnose(lines, [], config).findings] == pytest.approx([0.339], abs=5e-4)
-    assert diagnose(lines, [], few).verdict == "healthy"
-    lines = [{"iteration": 0, "eval/policy_accuracy": 1.0}, {"iteration": 9, "eval/policy_accuracy": 0.75}]
-    assert diagnose(lines, [], perfect).verdict == "healthy"
+LEARNING = {"eval/policy_accuracy", "eval/policy_reward", "eval/rollout_model_accuracy", "reward/mean"}
+
+
+def evaluated(*accuracies: float, error: float = 0.02, every: int = 10, measure: str = "accuracy") -> list[dict]:
+    """A healthy run with these evaluations, the first one before training."""
+    lines = [
+        {"iteration": iteration} | {name: value for name, value in line.items() if name not in LEARNING}
+        for iteration, line in enumerate(history()[: every * (len(accuracies) - 1) + 1])
+    ]
+    for line, value in zip(lines[::every], accuracies, strict=True):
+        line |= {f"eval/policy_{measure}": value, f"eval/policy_{measure}_stderr": error}
+    return lines
+
+
+def learning(lines: list[dict], config: Config) -> list[tuple[str, str, str]]:
+    """Group, metric and first words of the findings about learning."""
+    found = diagnose(lines, [], config).findings
+    return [(one.group, one.metric, one.explanation.split(":")[0]) for one in found if one.metric in LEARNING]
+
+
+@pytest.mark.parametrize("measure", ["accuracy", "reward"])
+def test_a_run_whose_evaluations_do_not_rise_learned_nothing(measure: str, config: Config) -> None:
+    """One standard error of a difference is 0.0283."""
+    nothing = [("models", f"eval/policy_{measure}", "the run has learned nothing")]
+    assert learning(evaluated(0.418, 0.43, 0.41, 0.418, measure=measure), config) == nothing
+    assert learning(evaluated(0.418, 0.40, 0.41, 0.445, measure=measure), config) == nothing
+    assert learning(evaluated(0.418, 0.40, 0.41, 0.448, measure=measure), config) == []
+
+
+def test_a_run_may_have_learned_nothing_before_30_iterations(config: Config) -> None:
+    flat = evaluated(0.4, 0.4, 0.4, 0.4)
+    assert learning(flat, config) and learning(flat[:30], config) == []
+    assert "not known: the newest evaluation is within chance" in diagnose(flat[:30], [], config).summary
+    warm = small_config("batch.mini_batch_size=8", "policy.optimizer.warmup_steps=60")  # 2 steps an iteration
+    assert learning(flat, warm) == [] and learning(evaluated(*7 * [0.4]), warm)
+    assert learning(evaluated(*4 * [0.99]), config) == []  # there is nothing left to learn
+
+
+def test_answers_are_read_first_where_none_was_ever_right(config: Config) -> None:
+    never = {"reward/all_wrong": 1.0, "reward/mean": 0.0}
+    lines = [line | (never if line["iteration"] else {}) for line in evaluated(0.0, 0.0, 0.0, 0.0, error=0.004)]
+    found = diagnose(lines, [], config)
+    assert [finding.metric for finding in found.findings] == ["reward/all_wrong", "eval/policy_accuracy"]
+    assert "Try: read answers (`jackpot sample RUN`)" in found.summary
+
+
+def test_a_fall_right_after_the_start_is_of_the_learning_rate(config: Config) -> None:
+    lines = evaluated(0.4, 0.31, 0.3)
+    assert [group for group, _, _ in learning(lines, config)] == ["learning"]
+    found = diagnose(lines, [], config)
+    assert found.findings[0].since == 10 and "Try: lower policy.optimizer.learning_rate first" in found.summary
+    assert learning(evaluated(0.4, 0.35), config) == []  # 0.057 are two standard errors
+
+
+def test_what_was_learned_and_is_lost_is_a_finding_of_its_own(config: Config) -> None:
+    [(group, _, explanation)] = learning(evaluated(0.4, 0.6, 0.7, 0.5), config)
+    assert group == "models" and "what the run had learned" not in explanation
+    assert "is lost" in diagnose(evaluated(0.4, 0.6, 0.7, 0.5), [], config).summary
+
+
+def test_the_best_of_many_evaluations_may_be_best_by_chance(config: Config) -> None:
+    """A fall by 2.4 standard errors is more than chance below the best of 2 evaluations, not below that of 10."""
+    fall = 0.7 - 2.4 * 0.02 * math.sqrt(2)
+    assert learning(evaluated(0.5, 0.7, fall), config)
+    assert learning(evaluated(0.5, *9 * [0.7], fall), config) == []
+    [(group, _, _)] = learning(evaluated(0.7, *9 * [0.69], fall), config)  # the first is not chosen as the best
+    assert group == "learning"
+
+
+def test_training_rewards_speak_where_evaluations_do_not(config: Config) -> None:
+    lines = evaluated(*5 * [0.4])
+    for line in lines[1:]:
+        line |= {"eval/policy_accuracy": None, "reward/mean": 0.4 + 0.02 * math.sin(line["iteration"])}
+    assert learning(lines, config) == [("models", "reward/mean", "the run has learned nothing")]
+    assert "the run has 1 evaluation, and 2 are needed" in diagnose(lines[:20], [], config).summary
+    for setting in ("rollout_model.optimizer=null", "rollout_model.share=0.5"):
+        assert learning(lines, small_config(setting)) == []
+    for line in lines[30:]:
+        line["reward/mean"] = 0.5
+    assert learning(lines, config) == []
+    for line in lines[30:]:
+        line["reward/mean"] = 0.1
+    assert [group for group, _, _ in learning(lines, config)] == ["learning"]
+    for line in lines[1:]:  # a level is 8 standard errors below the best, and above half of it
+        line["reward/mean"] = 0.4 if line["iteration"] < 20 else 0.5 if line["iteration"] < 30 else 0.45
+    assert learning(lines, config) == []
+    for line in lines[1:]:  # half of a negative reward says nothing
+        line["reward/mean"] = -0.1 if line["iteration"] < 20 else -0.05 if line["iteration"] < 30 else -0.09
+    assert learning(lines, config) == []
+
+
+def test_a_low_entropy_is_a_collapse_unless_the_policy_rose(config: Config) -> None:
+    collapsed = {"policy/entropy": 0.07 * 0.3}
+    for accuracies, is_found in (((0.4, 0.42, 0.42), True), ((0.4, 0.6, 0.7), False)):
+        lines = [line | (collapsed if line["iteration"] > 5 else {}) for line in evaluated(*accuracies)]
+        found = [finding.metric for finding in diagnose(lines, [], config).findings]
+        assert found == (["policy/entropy"] if is_found else [])
+
+
+EXPLAINED = [  # settings, what is beyond its limit, the setting that explains it
+    ("objective.correction.lam=2", {"obrs/acceptance": 0.26}, "objective.correction.lam=2"),
+    ("objective.correction={budget: 0.3, normalizer: exact}", {"obrs/acceptance": 0.3}, "budget=0.3"),
+    ("objective.correction.lam=25", {"correction/accepted": 0.03}, "lam=25"),
+    ("objective.correction.lam=2", {"correction/ess": 0.3}, "lam=2"),
+    ("objective.correction={name: tis, cap: 1}", {"correction/clip_frac": 0.4}, "cap=1"),
+    ("objective.correction.c1=1", {"correction/clip_frac": 0.4}, "c1=1"),
+    ("objective.correction.c2=1", {"correction/clip_frac_c2": 0.4}, "c2=1"),
+    ("objective.correction=icepop", {"correction/clip_frac": 0.4}, "objective.correction=icepop"),
+    ("objective.correction=ppo_is", {"policy/clip_frac": 0.4}, "objective.correction.proximal=rollout"),
+    ("rollout_model.correction=ppo_is", {"rollout_model/clip_frac": 0.4}, "rollout_model.correction.proximal=rollout"),
+    ("objective.correction=tis", {"obrs/z_bound_width": 1.0}, "objective.correction=tis"),
+    ("objective.correction=tis", {"mismatch/ratio_max": 1500.0}, "objective.correction=tis"),
+    ("sampling.top_p=0.8", {"mismatch/ratio": 0.85}, "sampling.top_p=0.8"),
+    ("sampling.top_p=0.8", {"mismatch/engine_gap": 0.03}, "sampling.top_p=0.8"),
+    ("rollout_model.correction=geo_mask", {"rollout_model/weight": 0.5}, "rollout_model.correction=geo_mask"),
+    ("batch.ahead=2", {"rollout_model/weight": 0.85}, "batch.ahead=2"),
+    ("batch.filter_groups={}", {"obrs/acceptance_minus_z": 0.5}, "batch.filter_groups"),
+    ("rollout_model.ppo_weight=0", {"rollout_model/ppo_grad_norm": 0.0}, "rollout_model.ppo_weight=0"),
+]
+
+
+@pytest.mark.parametrize(("setting", "broken", "named"), EXPLAINED)
+def test_what_the_settings_explain_is_no_finding(setting: str, broken: dict[str, float], named: str) -> None:
+    found = diagnose(history(broken), [], small_config(setting))
+    assert (found.verdict, found.findings) == ("no finding", ())
+    [explained] = found.explained.values()
+    assert named in explained and f"but what the settings explain: {next(iter(found.explained))}" in found.summary
+    without = "objective.correction=is" if "mismatch/ratio_max" in broken else "seed=1"
+    assert diagnose(history(broken), [], small_config(without)).findings
+
+
+def test_single_responses_are_all_right_or_all_wrong() -> None:
+    single = small_config("batch.group_size=1", "batch.prompts=8", "objective.advantage=reinforce_pp")
+    assert diagnose(history({"reward/all_wrong": 0.95}), [], single).explained
+    assert diagnose(history({"reward/all_wrong": 1.0}), [], single).findings
+
+
+def test_a_clip_of_the_engine_s_ratio_caps_no_weight() -> None:
+    [finding] = diagnose(
+        history({"mismatch/ratio_max": 1500.0}), [], small_config("objective.correction=ppo_is")
+    ).findings
+    assert finding.metric == "mismatch/ratio_max"
+
+
+def test_what_is_worse_than_the_settings_make_it_is_a_finding() -> None:
+    """At lam 2 the acceptance is at least half of that at lam 1, whose limit is 0.5."""
+    lines = history({"obrs/acceptance": 0.26})
+    for line in lines[80:]:
+        line["obrs/acceptance"] = 0.2
+    [finding] = diagnose(lines, [], small_config("objective.correction.lam=2")).findings
+    assert finding.metric == "obrs/acceptance" and 80 <= finding.since <= 86
+
+
+def test_a_diagnosis_says_what_it_looked_at_and_what_not(config: Config) -> None:
+    lines = [{name: value for name, value in line.items() if name != "response/truncated"} for line in history()]
+    found = diagnose(lines, [], config)
+    known = set(found.looked_at) | set(found.not_looked_at)
+    assert known == {rule.name for rule in RULES} and not set(found.looked_at) & set(found.not_looked_at)
+    assert found.not_looked_at["response/truncated"] == "without a value in this run"
+    assert {"obrs/acceptance", "events/stopped", "eval/policy_accuracy"} <= set(found.looked_at)
+    assert f"{len(found.looked_at)} signs were looked at, and none is there." in found.summary
+    first, *others = found.coverage
+    assert first.startswith("Looked at: ") and "obrs/acceptance, " in first and "response/truncated" not in first
+    assert any(line.startswith("Not looked at, without a value") and "response/truncated" in line for line in others)
+    alone = diagnose(lines[:6], [], config)
+    assert "Whether the policy learns is not known: the run has 1 evaluation, and 2 are needed." in alone.summary
+    assert alone.not_looked_at["eval/policy_accuracy"] == "for its limit does not apply"
+
+
+def test_remedies_that_name_settings_the_run_lacks_are_left_out() -> None:
+    drifts = history({"mismatch/kl_rollout_policy": 0.9})
+    [joint] = diagnose(drifts, [], small_config()).findings
+    [frozen] = diagnose(drifts, [], small_config("rollout_model.optimizer=null")).findings
+    assert "rollout_model.optimizer.learning_rate; lower policy.optimizer.learning_rate; " in joint.suggestion
+    assert frozen.suggestion.startswith("lower policy.optimizer.learning_rate; ")
+    [errors] = diagnose(history({"reward/errors": 0.02}), [], small_config()).findings
+    assert errors.suggestion.startswith("read events.jsonl; ")  # a file, no setting
 
 
 def test_no_verdict_before_five_iterations_but_on_bugs(config: Config) -> None:
@@ -325,10 +500,10 @@ def test_rules_that_do_not_apply_stay_silent(config: Config) -> None:
     alone = config.model_copy(update={"rollout_model": None, "batch": small_config().batch})
     lines = history(BROKEN["sampling/gen_batches"] | {"rollout_model/ppo_grad_norm": 0.001})
     nothing = {name: None for name in HEALTHY if name.startswith(("rollout_model/", "obrs/", "correction/"))}
-    assert diagnose(lines, [], alone).verdict == "healthy"
-    assert diagnose([line | nothing for line in lines], [], alone).verdict == "healthy"
+    assert diagnose(lines, [], alone).verdict == "no finding"
+    assert diagnose([line | nothing for line in lines], [], alone).verdict == "no finding"
     early = history({"critic/explained_variance": -1.0}, since=1, until=49)[:50]  # 2 steps an iteration
-    assert diagnose(early, [], config).verdict == "healthy"
+    assert diagnose(early, [], config).verdict == "no finding"
 
 
 def test_what_to_try_are_settings_that_exist() -> None:
@@ -350,7 +525,8 @@ def folder(finished_run: FinishedRuns) -> Path:
 def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     result = CliRunner().invoke(cli.app, ["diagnose", str(folder)])
-    assert result.exit_code == 0 and "Healthy: after 6 iterations" in result.stdout
+    assert result.exit_code == 0 and "No finding: after 6 iterations" in result.stdout
+    assert "Looked at: mismatch/engine_gap, " in result.stdout and "critic/explained_variance" in result.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -374,12 +550,12 @@ def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
 def test_the_command_on_a_run_without_a_rollout_model(tmp_path: Path) -> None:
     run(small_config("iterations=6", arm="on_policy"), tmp_path / "run")
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path / "run"), "--json"])
-    assert result.exit_code == 0 and json.loads(result.stdout)["verdict"] == "healthy"
+    assert result.exit_code == 0 and json.loads(result.stdout)["verdict"] == "no finding"
 
 
 def test_the_command_elsewhere(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a run folder.*give the folder that train printed"):
         CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], catch_exceptions=False)
     (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
-    result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)])
-    assert result.exit_code == 0 and "Too early to say" in result.stdout
+    result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "It is too early to say more: 5 iterations are needed." in result.stdout

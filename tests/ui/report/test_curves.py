@@ -152,6 +152,14 @@ def test_a_caption_calls_a_run_unhealthy_only_where_a_limit_is_broken(tmp_path: 
     assert bad.note.startswith("2 of 4 values are beyond the limit, at least 0.5: ") and bad.guides[0].is_broken
 
 
+def test_a_caption_names_the_settings_that_explain_a_value(tmp_path: Path) -> None:
+    for name, setting in (("lam", "objective.correction.lam=2"), ("plain", "objective.correction.lam=1")):
+        run_folder(tmp_path / name, [{"obrs/acceptance": 0.4}] * 4, setting)
+    lam, plain = (charts(metric_sections(arms(tmp_path / name), {}))["obrs/acceptance"] for name in ("lam", "plain"))
+    assert lam.note == "Beyond its limit, at least 0.5, only as the settings explain: objective.correction.lam=2."
+    assert not lam.guides[0].is_broken and plain.guides[0].is_broken
+
+
 def test_limits_are_kept_by_the_values_of_every_run_and_not_by_their_mean(tmp_path: Path) -> None:
     for seed, acceptance in ((1, 0.9), (2, 0.3)):
         lines_of = [{"obrs/acceptance": acceptance, "obrs/z": 0.8, "obrs/kappa": 1.0}] * 4
@@ -246,8 +254,10 @@ def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:
     found = arms(tmp_path)
     tables = {item.title: item for item in summary_section(found, diagnoses(found), ["x cannot be read"]).items}
     rows = {row[0]: row for row in tables["Runs"].rows}
-    assert rows["good"][3:6] == ("9 of 9", "40.0%", "49.0%") and rows["good"][-1] == "healthy"
+    assert rows["good"][3:6] == ("9 of 9", "40.0%", "49.0%") and rows["good"][-1] == "no finding"
     assert rows["bad"][2:6] == ("3", "7 of 20", "40.0%", "47.0%") and rows["bad"][-1] == "unhealthy"
+    [(name, signs)] = tables["Signs of the runs without a finding"].rows
+    assert name == "good" and signs.startswith("Looked at: events/stopped") and "Not looked at, without a" in signs
     [finding] = tables["Findings, causes before their symptoms"].rows
     assert finding[:6] == ("bad", "obrs/acceptance", "0", "0.2", "0.2", "at least 0.5")
     assert tables["Settings that differ"].rows == (("iterations", "20", "9"),)

@@ -3,13 +3,18 @@
 Status: supported.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from jackpot.analysis.diagnose.learning import why_unknown
 from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
 from jackpot.analysis.diagnose.rules import ENGINE_GAP, RULES
 from jackpot.config.run import Config
+
+_SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")  # a path in a suggestion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,17 +29,30 @@ class Finding:
     side: Literal["above", "below"]
     limit: float
     explanation: str  # what is wrong
-    suggestion: str  # which settings to change
+    suggestion: str  # which settings to change, of those that the run has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """Holds the verdict on a run, and the metrics that are beyond their limits."""
+    """Holds the verdict on a run, the metrics that are beyond their limits, and which signs were looked at."""
 
-    verdict: Literal["healthy", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
+    verdict: Literal["no finding", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
     iteration: int  # the newest iteration in the metrics
     findings: tuple[Finding, ...]  # causes before their symptoms
+    looked_at: tuple[str, ...]  # metrics that a rule judged
+    not_looked_at: dict[str, str]  # the others, and why no rule judged them
+    explained: dict[str, str]  # metrics beyond their limits without a finding, and the settings that explain them
     summary: str  # one paragraph
+
+    @property
+    def coverage(self) -> tuple[str, ...]:
+        """Say which signs were looked at and which were not, a sentence each."""
+        reasons = dict.fromkeys(self.not_looked_at.values())
+        unseen = (
+            f"Not looked at, {reason}: {', '.join(name for name, why in self.not_looked_at.items() if why == reason)}."
+            for reason in reasons
+        )
+        return f"Looked at: {', '.join(self.looked_at) or 'nothing'}.", *unseen
 
 
 def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> Diagnosis:
@@ -46,37 +64,62 @@ def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, A
         config: settings of the run.
     """
     history = MetricHistory(lines, events, config)
-    findings = tuple(finding for rule in RULES if (finding := _finding(rule, history)))
-    iteration = lines[-1]["iteration"] if lines else 0
-    verdict = "unhealthy" if findings else "healthy" if iteration >= LEAST else "too early"
-    summary = _summary(verdict, iteration, findings)
+    judged = [(rule.name, _judge(rule, history)) for rule in RULES]
+    findings = tuple(judgement.finding for _, judgement in judged if judgement.finding)
+    looked_at = tuple(dict.fromkeys(name for name, judgement in judged if not judgement.unseen))
+    verdict = "unhealthy" if findings else "no finding" if history.iteration >= LEAST else "too early"
+    explained = {name: judgement.explained for name, judgement in judged if judgement.explained}
+    summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
     if config.scheme and (apart := history.computed_differently()) and apart not in summary:
         summary += f" Engine and training are not in one flow, as precision {config.precision} asks{apart}."
-    return Diagnosis(verdict=verdict, iteration=iteration, findings=findings, summary=summary)
+    return Diagnosis(
+        verdict=verdict,
+        iteration=history.iteration,
+        findings=findings,
+        looked_at=looked_at,
+        not_looked_at={name: judgement.unseen for name, judgement in judged if name not in looked_at},
+        explained=explained,
+        summary=summary,
+    )
 
 
-def _finding(rule: Rule, history: MetricHistory) -> Finding | None:
-    """Go back from the newest value to the first one from which all are beyond the limit; None where the newest is not.
+class _Judgement(NamedTuple):
+    """Holds what a rule says of a run: a finding, or why there is none; neither where the value keeps its limit."""
+
+    finding: Finding | None = None
+    explained: str = ""  # the settings that explain that the value is beyond its limit
+    unseen: str = ""  # why the rule could not judge
+
+
+def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
+    """Go back from the newest value to the first one from which all are beyond the limit and unexplained.
 
     A limit that is exceeded as soon as there are enough values counts as exceeded from the first value on.
     """
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]
     least = LEAST if rule.needs_many else 1
+    if rule.metric.startswith("events/") and not values:
+        return _Judgement()
     if len(values) < least:
-        return None
+        return _Judgement(unseen="for want of iterations" if values else "without a value in this run")
     low, high = rule.limits(history, values)
+    if low == -math.inf and high == math.inf:
+        return _Judgement(unseen="for its limit does not apply")
     window = history.window(values)
     beyond: list[tuple[int, float]] = []  # newest first
+    explained = ""
     for end in range(len(values), least - 1, -1):
         value = rule.aggregate(values[max(0, end - window) : end])
         if low <= value <= high:
             break
+        if explained := rule.explained_by(history.config, value):
+            break
         beyond.append((series[end - 1][0] if end > least else series[0][0], value))
     if not beyond:
-        return None
+        return _Judgement(explained=explained)
     (_, now), (since, then) = beyond[0], beyond[-1]
-    return Finding(
+    finding = Finding(
         group=rule.group,
         metric=rule.name,
         since=since,
@@ -85,8 +128,25 @@ def _finding(rule: Rule, history: MetricHistory) -> Finding | None:
         side="above" if now > high else "below",
         limit=high if now > high else low,
         explanation=rule.explanation + _details(rule.metric, history),
-        suggestion=rule.suggestion,
+        suggestion=_remedies(rule.suggestion, history.config),
     )
+    return _Judgement(finding)
+
+
+def _remedies(suggestion: str, config: Config) -> str:
+    """Leave out the remedies that name a setting which the run does not have; all stay where none would be left."""
+    remedies = suggestion.split("; ")
+    left = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
+    return "; ".join(left or remedies)
+
+
+def _has(config: Config, path: str) -> bool:
+    """Return whether the run has the setting: no block that contains it is null or of another kind."""
+    *blocks, name = path.split(".")
+    block: Any = config
+    for each in blocks:
+        block = getattr(block, each, None)
+    return hasattr(block, name)
 
 
 def _details(metric: str, history: MetricHistory) -> str:
@@ -98,11 +158,16 @@ def _details(metric: str, history: MetricHistory) -> str:
     return details[metric]() if metric in details else ""
 
 
-def _summary(verdict: str, iteration: int, findings: Sequence[Finding]) -> str:
-    if verdict == "healthy":
-        return f"Healthy: after {iteration} iterations every metric is within its limit."
-    if verdict == "too early":
-        return f"Too early to say: {iteration} iterations are done, and {LEAST} are needed. Nothing is wrong so far."
+def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, str]) -> str:
+    named = ", ".join(f"{name} ({settings})" for name, settings in explained.items())
+    but = f" but what the settings explain: {named}" if named else ""
+    done = f"No finding: after {history.iteration} iterations {looked_at} signs were looked at, and none is there{but}."
+    early = f" It is too early to say more: {LEAST} iterations are needed." if history.iteration < LEAST else ""
+    unknown = f" Whether the policy learns is not known: {why}." if (why := why_unknown(history)) else ""
+    return done + early + unknown
+
+
+def _unhealthy(findings: Sequence[Finding]) -> str:
     cause, rest = findings[0], len(findings) - 1
     sentence = (
         f"Unhealthy since iteration {cause.since}: {cause.explanation}. {cause.metric} is {cause.now:.3g}, "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
+from jackpot.analysis.diagnose.explained import Explained, unexplained
 from jackpot.config.engines import EngineConfig, flow_of, is_quantized
 from jackpot.config.run import Config, Writer
 from jackpot.training.collapse import problems_of, two_errors
@@ -34,12 +35,12 @@ class MetricHistory:
         self.config, self.problems = config, problems_of(lines, config)  # problems of each evaluation
         self._lines = _with_error([dict(line) | _prefix_ess(line) for line in lines])
         self._events = events
+        self.iteration: int = lines[-1]["iteration"] if lines else 0  # the newest
 
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
         """Return a metric where it is not null, divided by the metric `over`, from `after_steps` optimizer steps on."""
         if metric.startswith("events/"):
-            newest = self._lines[-1]["iteration"] if self._lines else 0
-            recent = newest - max(LEAST, newest // 10)
+            recent = self.iteration - max(LEAST, self.iteration // 10)
             those = [
                 event["iteration"]
                 for event in self._events
@@ -117,7 +118,7 @@ def _with_error(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantized.md
 
-Group = Literal["bug", "precision", "signal", "mismatch", "correction", "models", "length", "disk"]
+Group = Literal["bug", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
 Limit = float | Callable[[MetricHistory, Values], float | None]  # None: the rule does not apply
 
@@ -164,11 +165,6 @@ def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
     return in_evaluations.get(metric, {model: writers[model] for model in config.writers(1, config.iterations)})
 
 
-def unless_filtered(limit: float) -> Limit:
-    """Return a limit that applies where groups are not chosen by their rewards, which makes tokens no fair sample."""
-    return lambda history, values: None if history.config.batch.filter_groups else limit
-
-
 def near_1(distance: float) -> Limit:
     """Return a limit of the mean ratio, `distance` from 1 and at least SURE standard errors.
 
@@ -194,41 +190,17 @@ def below_start(most: float, factor: float) -> Limit:
     return lambda history, values: min(most, factor * _start(history, values))
 
 
-def below_first(history: MetricHistory, values: Values) -> float:
-    """Return the accuracy of the first evaluation minus two standard errors of a difference."""
-    return values[0] - two_errors(history.problems, values[0])
-
-
-def reward_below_first(history: MetricHistory, values: Values) -> float | None:
-    """Return the reward of the first evaluation minus two standard errors of a difference.
-
-    None where its standard errors are not logged: where the task has a verdict, accuracies say more.
-    """
-    errors = [error for _, error in history.series("eval/policy_reward_stderr")]
-    return values[0] - 2.0 * math.hypot(errors[0], errors[-1]) if errors else None
-
-
 def above_first_alone(history: MetricHistory, values: Values) -> float | None:
     """Return the first accuracy plus two standard errors where the policy has fallen as much, else None."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
-    by_chance = two_errors(history.problems, values[0])
-    return values[0] + by_chance if policy[-1] < below_first(history, policy) else None
+    has_fallen = policy[-1] < policy[0] - two_errors(history.problems, policy[0])
+    return values[0] + two_errors(history.problems, values[0]) if has_fallen else None
 
 
 def all_rounds(history: MetricHistory, values: Values) -> float | None:
     """Return the most generation batches of group filtering minus 1; None where groups are not filtered."""
     dynamic = history.config.batch.filter_groups
     return dynamic.max_num_gen_batches - 1 if dynamic else None
-
-
-def both_parts(limit: float) -> Limit:
-    """Return a limit that applies where the rollout model learns from reward and from distillation."""
-
-    def of(history: MetricHistory, values: Values) -> float | None:
-        model = history.config.rollout_model
-        return limit if model and model.ppo_weight and model.distill_weight else None
-
-    return of
 
 
 def _start(history: MetricHistory, values: Values) -> float:
@@ -244,10 +216,11 @@ class Rule:
     over: str | None = None  # metric by which `metric` is divided
     low: Limit = -math.inf
     high: Limit = math.inf
+    explained_by: Explained = unexplained  # settings that explain a value beyond the limit
     aggregate: Callable[[Values], float] = median  # reduces the values in the window to one
     after_steps: int = 0  # optimizer steps before the rule applies
     explanation: str  # what is wrong
-    suggestion: str  # which settings to change
+    suggestion: str  # which settings to change; behind each semicolon another remedy
 
     @property
     def name(self) -> str:
@@ -257,7 +230,7 @@ class Rule:
     @property
     def needs_many(self) -> bool:
         """Return whether the rule needs LEAST values."""
-        return self.aggregate is median
+        return self.aggregate in (median, fmean)
 
     def limits(self, history: MetricHistory, values: Values) -> tuple[float, float]:
         """Return the low and the high limit for these values of the metric."""

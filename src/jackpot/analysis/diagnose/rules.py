@@ -3,29 +3,42 @@
 The rules are in causal order: an earlier finding can cause a later one.
 """
 
-import math
+from statistics import fmean
 
+from jackpot.analysis.diagnose.explained import (
+    by_cap,
+    by_capped_weights,
+    by_filter,
+    by_frozen_rollouts,
+    by_one_loss,
+    by_proximal,
+    by_proximal_of_rollout_model,
+    by_rejection,
+    by_share,
+    by_single_responses,
+    by_truncation,
+    by_unused_z,
+    by_weights_of_rollout_model,
+    unexplained,
+)
+from jackpot.analysis.diagnose.learning import EVALUATED, REWARDS, below_start_unless_risen, fallen, risen
 from jackpot.analysis.diagnose.limits import (
     Rule,
     above_first_alone,
     above_start,
     all_rounds,
-    below_first,
     below_start,
-    both_parts,
     increase,
     latest,
     near_1,
     quantizing,
-    reward_below_first,
     rounding,
-    unless_filtered,
 )
 
 _CLOSER = (
-    "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate (a frozen rollout model has none and "
-    "only falls behind), lower policy.optimizer.learning_rate"
+    "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate; lower policy.optimizer.learning_rate"
 )
+_ANSWERS = "read answers (`jackpot sample RUN`): is the template or the reward wrong?"
 _OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.filter_groups={}"
 _CORRECT = "set objective.correction=tis or what jackpot replay advises for this run"
 _MORE_TOP = "raise sampling.num_top_log_probs"
@@ -37,6 +50,16 @@ _GAPS = {
     "eval/rollout_model_engine_gap": "rollout model",
     "eval/policy_engine_gap": "policy",
 }
+_WORSE = (  # metric, who is worse, its aggregate, which settings explain that
+    (EVALUATED[0], "the policy answers fewer held-out problems", latest, unexplained),
+    (EVALUATED[1], "the policy earns less on held-out problems", latest, unexplained),
+    (REWARDS, "the rollouts earn less", fmean, by_share),
+)
+_SAME = {
+    EVALUATED[0]: "the policy's accuracy is",
+    EVALUATED[1]: "the policy's reward is",
+    REWARDS: "the rollouts' rewards are",
+}
 
 RULES: tuple[Rule, ...] = (
     *(
@@ -44,6 +67,7 @@ RULES: tuple[Rule, ...] = (
             group="bug",
             metric=metric,
             high=rounding(metric),
+            explained_by=by_truncation,
             aggregate=latest,
             explanation=f"engine and training give the same tokens of the {model} different probabilities",
             suggestion=_ENGINE,
@@ -53,7 +77,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="bug",
         metric="obrs/acceptance_error",
-        high=unless_filtered(1.0),
+        high=1.0,
+        explained_by=by_filter,
         aggregate=latest,
         explanation="acceptance and Z differ by more than chance: the engine's sampled tokens and its top-k lists are "
         "not of one distribution",
@@ -64,6 +89,7 @@ RULES: tuple[Rule, ...] = (
         metric="mismatch/ratio",
         low=near_1(-0.1),
         high=near_1(0.1),
+        explained_by=by_truncation,
         explanation="the ratios of policy to engine do not average to 1: the engine samples from another distribution",
         suggestion="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
     ),
@@ -79,6 +105,7 @@ RULES: tuple[Rule, ...] = (
         metric="rollout_model/weight",
         low=0.9,
         high=1.1,
+        explained_by=by_weights_of_rollout_model,
         explanation="the engine's weights are not those of the rollout model in training",
         suggestion="raise batch.mini_batch_size, or set rollout_model.update=iteration",
     ),
@@ -152,6 +179,18 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
+            group="learning",
+            metric=metric,
+            low=fallen(metric, at_once=True),
+            explained_by=explained,
+            aggregate=aggregate,
+            explanation=f"{who} than at the start, and never did better",
+            suggestion=f"lower policy.optimizer.learning_rate first; {_CORRECT}; {_ANSWERS}",
+        )
+        for metric, who, aggregate, explained in _WORSE
+    ),
+    *(
+        Rule(
             group="signal",
             metric=metric,
             high=0.01,
@@ -168,13 +207,22 @@ RULES: tuple[Rule, ...] = (
             group="signal",
             metric=metric,
             high=0.9,
+            explained_by=explained,
             explanation=text,
-            suggestion=_OTHER_PROMPTS,
+            suggestion=f"{_ANSWERS}; {_OTHER_PROMPTS}",
         )
-        for metric, text in (
-            ("reward/all_wrong", "hardly a group has a right response, so the policy gets no signal"),
-            ("reward/all_right", "hardly a group has a wrong response, so these prompts give no signal"),
-            ("reward/frac_zero_std", "the groups have equal rewards and teach the policy nothing"),
+        for metric, explained, text in (
+            (
+                "reward/all_wrong",
+                by_single_responses,
+                "hardly a group has a right response, so the policy gets no signal",
+            ),
+            (
+                "reward/all_right",
+                by_single_responses,
+                "hardly a group has a wrong response, so these prompts give no signal",
+            ),
+            ("reward/frac_zero_std", unexplained, "the groups have equal rewards and teach the policy nothing"),
         )
     ),
     Rule(
@@ -208,8 +256,9 @@ RULES: tuple[Rule, ...] = (
         group="mismatch",
         metric="obrs/acceptance",
         low=0.5,
+        explained_by=by_rejection(0.5),
         explanation="the policy would not sample half of the tokens, which teach it nothing",
-        suggestion=f"take a closer rollout_model.path, or {_CLOSER}",
+        suggestion=f"take a closer rollout_model.path; {_CLOSER}",
     ),
     Rule(
         group="mismatch",
@@ -236,7 +285,8 @@ RULES: tuple[Rule, ...] = (
         group="mismatch",
         metric="mismatch/ratio_max",
         high=1000.0,
-        explanation="single tokens with huge ratios dominate the gradient unless their weights are capped",
+        explained_by=by_capped_weights,
+        explanation="single tokens with huge ratios dominate the gradient: the correction does not cap their weights",
         suggestion=f"cap the weights: {_CORRECT}",
     ),
     Rule(
@@ -250,24 +300,27 @@ RULES: tuple[Rule, ...] = (
         group="correction",
         metric="correction/accepted",
         low=0.05,
+        explained_by=by_rejection(0.05),
         explanation="the correction drops nearly every token",
-        suggestion=f"widen its band (objective.correction.low, .high), or {_CORRECT}",
+        suggestion=f"widen its band (objective.correction.low, .high); {_CORRECT}",
     ),
     *(
         Rule(
             group="correction",
             metric=metric,
             high=0.1,
+            explained_by=by_cap(*caps),
             explanation=f"the cap decides the correction: {what}",
             suggestion=suggestion,
         )
-        for metric, what, suggestion in (
+        for metric, caps, what, suggestion in (
             (
                 "correction/clip_frac",
+                ("c1", "cap"),
                 "more than a tenth of the tokens is at the cap",
-                f"raise objective.correction.c1 (cap or high of others); {_CLOSER}",
+                f"raise objective.correction.c1; raise objective.correction.cap; {_CLOSER}",
             ),
-            ("correction/clip_frac_c2", "the batch is stale", _FEWER_STEPS),
+            ("correction/clip_frac_c2", ("c2",), "the batch is stale", _FEWER_STEPS),
         )
     ),
     Rule(
@@ -282,6 +335,7 @@ RULES: tuple[Rule, ...] = (
         group="correction",
         metric="obrs/kappa_z_above_1",
         high=0.8,
+        explained_by=by_unused_z,
         explanation="kappa corrects the mean and distorts single tokens",
         suggestion=f"{_MORE_TOP}, or with an exact Z set objective.correction.kappa=none",
     ),
@@ -289,6 +343,7 @@ RULES: tuple[Rule, ...] = (
         group="correction",
         metric="obrs/z_bound_width",
         high=0.1,
+        explained_by=by_unused_z,
         explanation="the top-k misses much of both distributions, so Z is uncertain",
         suggestion=_MORE_TOP,
     ),
@@ -297,30 +352,33 @@ RULES: tuple[Rule, ...] = (
         metric="correction/ess",
         over="mismatch/ess",
         low=0.5,
+        explained_by=by_rejection(0.5),
         explanation="the correction costs more effective samples than the mismatch itself",
-        suggestion=f"widen its band or raise its cap (objective.correction), or {_CORRECT}",
+        suggestion=f"widen its band or raise its cap (objective.correction); {_CORRECT}",
     ),
     Rule(
         group="correction",
         metric="policy/clip_frac",
         high=0.3,
+        explained_by=by_proximal,
         explanation="the clip of the policy's ratio takes much of the gradient",
-        suggestion=f"{_FEWER_STEPS}, or lower policy.optimizer.learning_rate",
+        suggestion=f"{_FEWER_STEPS}; lower policy.optimizer.learning_rate",
     ),
     Rule(
         group="correction",
         metric="rollout_model/clip_frac",
         high=0.3,
+        explained_by=by_proximal_of_rollout_model,
         explanation="PPO's clip removes much of the rollout model's gradient",
-        suggestion=f"{_FEWER_STEPS}, or lower rollout_model.optimizer.learning_rate",
+        suggestion=f"{_FEWER_STEPS}; lower rollout_model.optimizer.learning_rate",
     ),
     *(
         Rule(
             group="models",
             metric=f"{model}/entropy",
-            low=below_start(math.inf, 0.05),
+            low=below_start_unless_risen,
             explanation=f"the {model.replace('_', ' ')} has collapsed to one answer in every state",
-            suggestion="raise objective.entropy_coeff, lower policy.optimizer.learning_rate",
+            suggestion="lower policy.optimizer.learning_rate; raise objective.entropy_coeff",
         )
         for model in ("policy", "rollout_model")
     ),
@@ -334,21 +392,30 @@ RULES: tuple[Rule, ...] = (
         )
         for model in ("policy", "rollout_model")
     ),
-    Rule(
-        group="models",
-        metric="eval/policy_accuracy",
-        low=below_first,
-        aggregate=latest,
-        explanation="the policy answers fewer held-out problems than before training",
-        suggestion=f"{_CORRECT}, or lower policy.optimizer.learning_rate",
+    *(
+        Rule(
+            group="models",
+            metric=metric,
+            low=fallen(metric, at_once=False),
+            explained_by=explained,
+            aggregate=aggregate,
+            explanation=f"{who} than before: what the run had learned is lost",
+            suggestion="set guard.rollback={}, or go on from the checkpoint `best`; "
+            f"{_CORRECT}; lower policy.optimizer.learning_rate",
+        )
+        for metric, who, aggregate, explained in _WORSE
     ),
-    Rule(
-        group="models",
-        metric="eval/policy_reward",
-        low=reward_below_first,
-        aggregate=latest,
-        explanation="the policy earns less on held-out problems than before training",
-        suggestion=f"{_CORRECT}, or lower policy.optimizer.learning_rate",
+    *(
+        Rule(
+            group="models",
+            metric=metric,
+            low=risen(metric),
+            explained_by=by_frozen_rollouts if metric == REWARDS else unexplained,
+            aggregate=fmean if metric == REWARDS else latest,
+            explanation=f"the run has learned nothing: {what} not measurably above the start",
+            suggestion=f"raise policy.optimizer.learning_rate; {_ANSWERS}; raise evaluation.problems to see more",
+        )
+        for metric, what in _SAME.items()
     ),
     Rule(
         group="models",
@@ -356,14 +423,15 @@ RULES: tuple[Rule, ...] = (
         high=above_first_alone,
         aggregate=latest,
         explanation="the rollout model learns and the policy unlearns",
-        suggestion=f"{_CORRECT}, or raise rollout_model.distill_weight",
+        suggestion=f"{_CORRECT}; raise rollout_model.distill_weight",
     ),
     Rule(
         group="models",
         metric="rollout_model/ppo_grad_norm",
         over="rollout_model/distill_grad_norm",
-        low=both_parts(0.1),
-        high=both_parts(30.0),
+        low=0.1,
+        high=30.0,
+        explained_by=by_one_loss,
         explanation="one of reward and distillation dominates the training of the rollout model",
         suggestion="balance rollout_model.ppo_weight and rollout_model.distill_weight",
     ),

@@ -1,4 +1,4 @@
-"""Implements `jackpot diagnose`, which says whether a run is healthy."""
+"""Implements `jackpot diagnose`, which says what is wrong with a run, or which signs it looked at."""
 
 import json
 from dataclasses import asdict
@@ -31,9 +31,11 @@ def diagnose(run: Path, as_json: bool) -> None:
 
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
-    """Print the summary, and the findings with what they mean and what to try."""
+    """Print the summary, and the findings with what they mean and what to try; without one, what was looked at."""
     console.print(plain(diagnosis.summary), highlight=False)
     if not diagnosis.findings:
+        for sentence in diagnosis.coverage:
+            console.print(plain(sentence), highlight=False)
         return
     columns = ("metric", "since", "then", "now", "limit")
     rows = [finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]

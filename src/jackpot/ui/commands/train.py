@@ -199,7 +199,7 @@ def _show_result(
     show_next(
         console,
         {
-            f"jackpot diagnose {where}": "is the run healthy, and if not, why?",
+            f"jackpot diagnose {where}": "signs that something is wrong, since when, and what to try",
             f"jackpot report {where}": "one page with every metric and every saved token",
             f"jackpot sample {where}": "answers of both models, before and after training",
         },

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from jackpot.analysis.diagnose.rules import RULES
+from jackpot.config.run import Config
 from jackpot.ui.charts import COLORS, Chart, Guide, Heatmap, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import MeanLine, Number, downsample, mean_line, rounded
 from jackpot.ui.report.metric_layout import (
@@ -90,8 +91,9 @@ class _ChartMaker:
 
     def _limits(self, metric: str) -> tuple[list[Guide], str]:
         """Judge the values of all runs, of which a line may be the mean and may leave out some."""
-        lines = (line for arm in self._arms for run in arm.runs for line in run.lines)
-        return _limits(metric, [value for line in lines if (value := line.get(metric)) is not None])
+        runs = [run for arm in self._arms for run in arm.runs]
+        values = [(run.config, value) for run in runs for line in run.lines if (value := line.get(metric)) is not None]
+        return _limits(metric, values)
 
     def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
         """Yield a line for each arm that has the metric. `label` and `variant` are of one metric among several."""
@@ -281,19 +283,25 @@ def _heatmap(title: str, label: str, rows: Mapping[str, MeanLine]) -> Heatmap:
     )
 
 
-def _limits(metric: str, values: Sequence[float]) -> tuple[list[Guide], str]:
-    """Return the limits of a metric that are the same for every run, and sentences on whether the values keep them."""
+def _limits(metric: str, values: Sequence[tuple[Config, float]]) -> tuple[list[Guide], str]:
+    """Return the limits of a metric that are the same for every run, and sentences on whether the values keep them.
+
+    A value counts as beyond a limit where the settings of its run do not explain it.
+    """
     guides, said = [], []
     for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
         limits = [
-            (text, limit, sum((value - limit) * sign > 0 for value in values))
+            (text, limit, [rule.explained_by(config, value) for config, value in values if (value - limit) * sign > 0])
             for text, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
             if isinstance(limit, float) and math.isfinite(limit)
         ]
         named = " and ".join(f"{text} {limit:g}" for text, limit, _ in limits)
-        guides += [Guide(text=f"{text} {limit:g}", y=limit, is_broken=beyond > 0) for text, limit, beyond in limits]
-        if beyond := sum(count for _, _, count in limits):
-            said.append(f"{beyond:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}.")
+        guides += [Guide(text=f"{text} {limit:g}", y=limit, is_broken="" in beyond) for text, limit, beyond in limits]
+        beyond = [settings for _, _, settings_of_values in limits for settings in settings_of_values]
+        if unexplained := beyond.count(""):
+            said.append(f"{unexplained:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}.")
+        elif beyond:
+            said.append(f"Beyond its limit, {named}, only as the settings explain: {', '.join(dict.fromkeys(beyond))}.")
         elif limits:
             said.append(f"Within its limit, {named}.")
         else:

@@ -1,0 +1,135 @@
+"""Limits below which a policy has learned nothing, or has lost what it had.
+
+They compare levels: evaluations, by the standard errors that they carry, or means of the training rewards over
+stretches of iterations, whose errors follow from how much successive iterations differ.
+"""
+
+import math
+from itertools import pairwise
+from statistics import NormalDist, fmean
+from typing import NamedTuple
+
+from jackpot.analysis.diagnose.limits import Limit, MetricHistory, Values, below_start
+from jackpot.training.collapse import COLLAPSED_BELOW, two_errors
+
+EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where the task has no verdict
+REWARDS = "reward/mean"
+ENOUGH = 30  # iterations before which a policy may have learned nothing, after the warm-up of its learning rate
+CHANCE = 2.0  # standard errors of a difference beyond which it is not by chance
+_ONE_TAIL = 1.0 - NormalDist().cdf(CHANCE)  # the probability of more
+
+
+class Level(NamedTuple):
+    """Says how good a policy was, in an evaluation or over a stretch of iterations."""
+
+    mean: float
+    error: float  # standard error of the mean
+
+
+def levels_of(history: MetricHistory, metric: str) -> list[Level]:
+    """Return the levels of a metric, oldest first; none of a reward in evaluations that have an accuracy."""
+    if metric == REWARDS:
+        return _stretches(history)
+    errors = dict(history.series(f"{metric}_stderr"))
+    if metric == EVALUATED[0]:  # runs of earlier versions have no errors of accuracies
+        values = history.series(metric)
+        errors = {step: two_errors(history.problems, value) / math.sqrt(8.0) for step, value in values} | errors
+    return [Level(value, errors[step]) for step, value in history.series(metric) if step in errors]
+
+
+def _stretches(history: MetricHistory) -> list[Level]:
+    """Return the mean of the rewards over the first window and over all further ones that end with the newest."""
+    values = [value for _, value in history.series(REWARDS)]
+    size = history.window(values)
+    if len(values) < 2 * size:
+        return []
+    error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
+    starts = [0, *range(len(values) % size or size, len(values), size)]
+    return [Level(fmean(values[start : start + size]), error) for start in starts]
+
+
+def fallen(metric: str, *, at_once: bool) -> Limit:
+    """Return the limit below which a policy has lost what it had.
+
+    It is below its first level, or below its best one, by more than chance. The best of several levels is the one that
+    chance raised most, so more standard errors are asked for the more there are (Bonferroni). Training rewards also
+    depend on the prompts of the stretch and on the model that generates: of them less than half must be left.
+
+    Args:
+        at_once: apply where no level was above the first by more than chance; else where one was.
+    """
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        levels = levels_of(history, metric)
+        if len(levels) < 2:
+            return None
+        first, last, best = levels[0], levels[-1], max(levels[:-1])
+        many = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
+        if metric == REWARDS and best.mean <= 0.0:  # half of it says nothing
+            return None
+        if (best.mean <= first.mean + many * _error(first, best)) != at_once:
+            return None
+        limit = max(first.mean - CHANCE * _error(first, last), best.mean - many * _error(best, last))
+        return min(limit, COLLAPSED_BELOW * best.mean) if metric == REWARDS else limit
+
+    return of
+
+
+def risen(metric: str) -> Limit:
+    """Return the limit below which a policy has learned nothing: its first level plus one standard error.
+
+    Chance alone exceeds it in 1 case of 6, and a policy that learns a little stays above it. It does not apply before
+    ENOUGH iterations, where the policy has fallen, where nothing is left to learn, and to training rewards where
+    evaluations say more.
+    """
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        levels = levels_of(history, metric)
+        if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
+            return None
+        lost = [limit(history, values) for limit in (fallen(metric, at_once=one) for one in (True, False))]
+        has_fallen = any(limit is not None and levels[-1].mean < limit for limit in lost)
+        limit = levels[0].mean + _error(levels[0], levels[-1])
+        is_full = metric == EVALUATED[0] and limit >= 1.0
+        return None if has_fallen or is_full else limit
+
+    return of
+
+
+def below_start_unless_risen(history: MetricHistory, values: Values) -> float:
+    """Return a tenth of the entropy at the start; half of that where the policy has become better."""
+    limit = below_start(math.inf, 0.05 if _has_risen(history) else 0.1)
+    return limit(history, values)
+
+
+def why_unknown(history: MetricHistory) -> str:
+    """Say why it is not known whether the policy learns; "" where it does."""
+    evaluations = _evaluations(history)
+    if _has_risen(history):
+        return ""
+    if evaluations < 2:
+        return f"the run has {evaluations} evaluation{'' if evaluations == 1 else 's'}, and 2 are needed"
+    if not _is_late(history):
+        return f"the newest evaluation is within chance of the first, and {ENOUGH} iterations are needed"
+    return "the newest evaluation is above the first by less than two standard errors"
+
+
+def _evaluations(history: MetricHistory) -> int:
+    return max(len(levels_of(history, metric)) for metric in EVALUATED)
+
+
+def _has_risen(history: MetricHistory) -> bool:
+    """Return whether the newest evaluation is above the first by more than chance."""
+    levels = next(filter(None, (levels_of(history, metric) for metric in EVALUATED)), [Level(0.0, 0.0)])
+    return levels[-1].mean > levels[0].mean + CHANCE * _error(levels[0], levels[-1])
+
+
+def _is_late(history: MetricHistory) -> bool:
+    """Return whether ENOUGH iterations are done since the learning rate is warm."""
+    warm = history.config.policy.optimizer.warmup_steps / history.config.batch.steps_per_iteration
+    return history.iteration >= warm + ENOUGH
+
+
+def _error(one: Level, other: Level) -> float:
+    """Return the standard error of the difference, as if the levels were independent."""
+    return math.hypot(one.error, other.error)
