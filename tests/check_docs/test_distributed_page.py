@@ -55,6 +55,6 @@ def test_the_dockerfile_installs_as_make_does() -> None:
     [more] = re.findall(r"^RUN .venv/bin/(pip install .*)$", text, re.MULTILINE)
     assert f"$(BIN)/{more}  #" in makefile
     [version] = re.findall(r"^FROM python:(3\.\d+)-slim$", text, re.MULTILINE)
-    assert f"Python {version} or 3.12" in (ROOT / "README.md").read_text()
+    assert f"Python {version} to 3.13" in (ROOT / "README.md").read_text()
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".venv*", "runs"} <= set(ignored)

@@ -1,18 +1,21 @@
 """The README's own code runs, and its commands exist."""
 
+import json
 import re
-from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 
 from helpers.paths import ROOT
 from jackpot import obrs
+from jackpot.analysis.compare.summary import RunSummary
 from jackpot.config.recipes import parse_override, resolve
 from jackpot.config.run import Config
 from jackpot.ui.cli import app
 
 README = (ROOT / "README.md").read_text()
+STUDY = (ROOT / "docs" / "study.md").read_text()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -45,16 +48,8 @@ def test_the_python_block_gives_the_loss_of_equation_5(device: str) -> None:
     assert kept.any() and torch.allclose(names["loss"], expected, rtol=1e-5)
 
 
-def test_the_recipe_of_an_own_problem_is_one(tmp_path: Path) -> None:
-    [block] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(block)
-    config = resolve(str(tmp_path / "mine.yaml"), None, [])
-    assert config.task.train.columns.problem == "question" and config.rollout_model.path != config.policy.path
-    assert not config.evaluation.benchmarks
-
-
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 100
 
 
 def test_every_jackpot_command_in_the_readme_parses() -> None:
@@ -71,27 +66,58 @@ def test_every_jackpot_command_in_the_readme_parses() -> None:
             assert all(parse_override(word) for word in overrides)
 
 
-def test_the_numbers_of_the_quickstart_and_of_the_study_are_those_of_their_pages() -> None:
-    page, study = ((ROOT / "docs" / name).read_text() for name in ("quickstart.md", "study.md"))
-    arms = re.findall(r"^\| `(\w+)`: .* \| ([\d./ ]+) \| ([\d./ ]+) \| \**([\d.]+)\** \|$", README, re.MULTILINE)
-    assert {arm for arm, *_ in arms} == {"obrs", "none", "annealed", "on_policy"}
-    for arm, *numbers in arms:
-        [row] = re.findall(rf"^\| `{arm}`(?:, at \w+)? \| ({numbers[0]}.*)$", page, re.MULTILINE)
-        assert row.startswith("{} | {} | {} (".format(*numbers)), arm
-    ends = re.findall(r"^│ (?:policy|rollout model) +│ +([\d.]+) ± .* ([\d.]+) ± .* │ .* │$", README, re.MULTILINE)
-    seed_0 = " and ".join(f"from {before} to {after}" for before, after in ends)
-    assert f"Seed 0, which `make train` runs, goes {seed_0};" in " ".join(page.split())
-    below: dict[str, list[str]] = {}  # points below on-policy and the cost, of each pair in the page's order
-    for arm, *numbers in re.findall(
-        r"^\| `(\w+)` \| [\d.]+ ± [\d.]+ \| -([\d.]+) \[.*?\] \| (\d+) % ", study, re.MULTILINE
-    ):
-        below.setdefault(arm, []).append(numbers)
-    (close, cost), (far, _) = below["obrs"][:2]
-    (close_none, _), (far_none, _) = below["none"][:2]
-    (close_annealed, later), (far_annealed, _) = below["annealed_none"][:2]
+def summaries(path: str) -> list[RunSummary]:
+    """Return the runs of a committed file, a line each; the study's lines say of which commit a run is."""
+    lines = map(json.loads, (ROOT / "docs" / path).read_text().splitlines())
+    return [RunSummary.from_json(json.dumps(line.get("run", line))) for line in lines]
+
+
+def mean_costs(runs: list[RunSummary], arm: str) -> list[float]:
+    """Return the means over an arm's seeds: accuracy, rollout FLOPs, all FLOPs, CPU seconds."""
+    ends = [run.last for run in runs if run.arm == arm]
+    rows = [(end.policy_accuracy, end.flops, end.flops + end.training_flops, end.cpu_seconds) for end in ends]
+    assert len(rows) == 5
+    return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
+    runs = summaries("study/first.jsonl")
+    base = mean_costs(runs, "alone/on_policy")
+    arms = ["alone/on_policy", *(f"close/{arm}" for arm in ("none", "tis", "obrs", "annealed_none"))]
+    table = re.findall(r"^\|[^|]*\|[^|]*\| ([\d.]+) \| (\d+) % \| (\d+) % \| (\d+) % \|$", README, re.MULTILINE)
+    for row, arm in zip(table, arms, strict=True):
+        accuracy, *costs = mean_costs(runs, arm)
+        shares = [f"{100 * cost / whole:.0f}" for cost, whole in zip(costs, base[1:], strict=True)]
+        assert list(row) == [f"{100 * accuracy:.1f}", *shares], arm
     text = " ".join(README.split())
-    assert (
-        f"{cost} % of on-policy's FLOPs, the policy ends {close} (a close model) and {far} (a far one) points" in text
-    )
-    assert f"and {close_none} and {far_none} without correction" in text
-    assert f"{later} %: {close_annealed} and {far_annealed}, then without correction" in text
+    assert f"here ({100 * base[1] / base[2]:.0f} % of the FLOPs)" in text
+    models = re.findall(r"^\| `(policy|close)` \| ([\d,]+) \| [\d,]+ \| ([\d.]+) ", STUDY, re.MULTILINE)
+    (_, parameters, _), (_, _, times) = models
+    assert f"has {parameters} parameters" in text and f"a model with {float(times):.0f} times fewer FLOPs" in text
+
+
+def test_the_end_of_the_quickstart_is_that_of_a_committed_run() -> None:
+    [run] = [run for run in summaries("quickstart.jsonl") if run.seed == 0]
+    assert run.problems == Config().evaluation.problems == 512 and run.settings["policy"]["path"] == "starter:policy"
+    first, last = run.points[0], run.last
+    pattern = r"^│ (?:policy|rollout model) +│ +([\d.]+) ± .* ([\d.]+) ± .* │ +\+([\d.]+) ± "
+    box = re.findall(pattern, README, re.MULTILINE)
+    before = (first.policy_accuracy, first.rollout_model_accuracy)
+    after = (last.policy_accuracy, last.rollout_model_accuracy)
+    assert box == [
+        tuple(f"{100 * value:.1f}" for value in (start, end, end - start))
+        for start, end in zip(before, after, strict=True)
+    ]
+    assert f"after {last.cpu_seconds:.0f} CPU seconds of training" in " ".join(README.split())
+
+
+def test_no_other_number_stands_in_the_readme() -> None:
+    """What is left without code, links, tables and names is computed above, or is a name of something."""
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|^\|[^\n]*$", " ", README, flags=re.DOTALL | re.MULTILINE)
+    names = ("arXiv 2602.06107", "ICLR 2026", "Python 3.11 to 3.13", "on 3.11", "Qwen3-1.7B", "Qwen3-8B", "Apache-2.0")
+    for name in names:
+        assert name in prose
+        prose = prose.replace(name, "")
+    numbers = set(re.findall(r"[\d][\d.,]*\d|\d", prose))
+    [seconds] = re.findall(r"after (\d+) CPU seconds", README)
+    assert numbers == {"521,280", "25", seconds}

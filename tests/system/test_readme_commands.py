@@ -1,6 +1,5 @@
 """Every command of the README runs, in its order and in its short form: part of `make test-all`."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -14,7 +13,6 @@ from helpers.paths import ROOT
 pytestmark = pytest.mark.slow
 README = (ROOT / "README.md").read_text()
 SHORT = ["iterations=1", "batch.prompts=4", "evaluation.problems=8", "threads=1"]
-PROBLEMS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(16)]
 
 
 def commands() -> list[str]:
@@ -34,19 +32,12 @@ def shortened(command: str) -> list[str]:
 
 
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
-    [recipe] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "mine.yaml").write_text(recipe)
-    for name in ("problems.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(problem) + "\n" for problem in PROBLEMS))
     found = commands()
     assert {command.split()[1] for command in found} == {"train", "diagnose", "report", "compare", "recipes"}
     for command in found:
         done = subprocess.run(shortened(command), cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         assert done.stdout or done.stderr
-    own = [*shortened("jackpot train mine.yaml --tiny"), "--run", "runs/own"]
-    done = subprocess.run(own, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_line_of_python_trains_and_reads_a_run(tmp_path: Path) -> None:
