@@ -5,9 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from transformers import CTRLConfig
 
 from helpers.hub import without_hub
-from helpers.runs import SMALL, FinishedRuns
+from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.sharding import Shard
@@ -118,3 +119,11 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
 def test_a_dry_run_refuses_the_folder_of_a_run_with_other_settings(finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match="seed: 0 in the folder, 9 now"):
         train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, tiny=False)
+
+
+def test_ranks_refuse_a_model_that_cannot_be_sharded(tmp_path: Path) -> None:
+    CTRLConfig(n_embd=8, n_layer=1, n_head=1, dff=8, vocab_size=32, architectures=[]).save_pretrained(tmp_path)
+    config, paths = small_config("rollout_model=null", "sampling.num_top_log_probs=4"), {"policy": str(tmp_path)}
+    check_start(config, paths, 1)
+    with pytest.raises(ModelError, match="the policy, CTRLLMHeadModel, has no layers"):
+        check_start(config, paths, 2)
