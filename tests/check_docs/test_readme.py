@@ -98,7 +98,7 @@ def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
 
 def test_the_end_of_the_quickstart_is_that_of_a_committed_run() -> None:
     [run] = [run for run in summaries("quickstart.jsonl") if run.seed == 0]
-    assert run.problems == Config().evaluation.problems == 512 and run.settings["policy"]["path"] == "starter:policy"
+    assert run.problems == resolve("quickstart", None, []).evaluation.problems and run.settings["threads"] == 1
     first, last = run.points[0], run.last
     pattern = r"^│ (?:policy|rollout model) +│ +([\d.]+) ± .* ([\d.]+) ± .* │ +\+([\d.]+) ± "
     box = re.findall(pattern, README, re.MULTILINE)
@@ -114,7 +114,16 @@ def test_the_end_of_the_quickstart_is_that_of_a_committed_run() -> None:
 def test_no_other_number_stands_in_the_readme() -> None:
     """What is left without code, links, tables and names is computed above, or is a name of something."""
     prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|^\|[^\n]*$", " ", README, flags=re.DOTALL | re.MULTILINE)
-    names = ("arXiv 2602.06107", "ICLR 2026", "Python 3.11 to 3.13", "on 3.11", "Qwen3-1.7B", "Qwen3-8B", "Apache-2.0")
+    names = (
+        "arXiv 2602.06107",
+        "ICLR 2026",
+        "Python 3.11 to 3.13",
+        "on 3.11",
+        "Qwen3-1.7B",
+        "Qwen3-8B",
+        "FP8",
+        "Apache-2.0",
+    )
     for name in names:
         assert name in prose
         prose = prose.replace(name, "")
