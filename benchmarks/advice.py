@@ -25,7 +25,8 @@ from torch import Tensor
 from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
-from jackpot.analysis.replay.formats.base import ReadLimits, read_files
+from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import response_batches
 from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
