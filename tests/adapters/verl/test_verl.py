@@ -20,7 +20,7 @@ from torch import Tensor
 
 from helpers.paths import ROOT
 from jackpot import CORRECTIONS, correct
-from jackpot.analysis.replay.formats.base import ReadLimits
+from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.formats.verl import FORMAT
 from jackpot.core.errors import ConfigError
 

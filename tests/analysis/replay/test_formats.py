@@ -17,7 +17,8 @@ import torch
 
 from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.formats import FORMATS, find_format
-from jackpot.analysis.replay.formats.base import ReadLimits, read_files, torch_file
+from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.formats.records import ReadLimits, torch_file
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.analysis.replay.run import LIMITS, replay
 from jackpot.core.errors import DataError
@@ -471,6 +472,16 @@ def test_lines_that_are_nested_without_end_are_named_and_those_alike_are_counted
     assert found.unreadable == 25 and float(found.run["responses"].value) == 60
     [problem] = found.problems
     assert "a.jsonl line 61 is no JSON" in problem and problem.endswith("(and 24 more like this)")
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "response_mask", "attention_mask"])
+def test_a_column_of_another_length_than_the_tokens_is_named(name, tmp_path):
+    folder = verl(tmp_path / "verl")
+    first, second = map(json.loads, (folder / "3.jsonl").read_text().splitlines())
+    first[name] = [*first[name], 0]
+    (folder / "3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, second)))
+    _, responses, told = read(folder)
+    assert len(responses) == 1 and len(told) == 1 and name in told[0] and "entries, there are" in told[0]
 
 
 def expanded_sample(folder: Path) -> None:

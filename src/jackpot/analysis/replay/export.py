@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jackpot.analysis.replay.formats import FORMATS, WRITABLE
-from jackpot.analysis.replay.formats.base import DumpRecord, DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats.base import DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats.records import DumpRecord
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 from jackpot.core.files import cause_of, whole_file
 from jackpot.training.run.folder import run_config
@@ -77,7 +78,7 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
 
 def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
     """Write one iteration and return its path."""
-    path = out / writer.file_name(file.iteration)
+    path = out / writer.file_name.format(file.iteration)
     try:
         saved = SavedIteration(
             number=file.iteration,

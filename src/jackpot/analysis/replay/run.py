@@ -12,7 +12,8 @@ from pathlib import Path
 from jackpot.analysis.advice.costs import costs_of_run
 from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.replay.formats import AUTO, find_format
-from jackpot.analysis.replay.formats.base import DumpFormat, ReadLimits, read_files
+from jackpot.analysis.replay.formats.base import DumpFormat, read_files
+from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import SavedResponse, response_batches
 from jackpot.analysis.replay.results import ReplayResult

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from jackpot.analysis.replay.formats.base import ReadLimits
+from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.results import ReplayResult, result_numbers
 from jackpot.analysis.replay.run import LIMITS
 from jackpot.analysis.replay.run import replay as replay_rollouts

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from jackpot.analysis.replay.formats import areal, jsonl, openrlhf, prime_rl, skyrl, slime, trl, verl
 from jackpot.analysis.replay.formats import jackpot as own
-from jackpot.analysis.replay.formats.base import DumpFormat, ReadLimits
+from jackpot.analysis.replay.formats.base import DumpFormat
+from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"

@@ -6,31 +6,18 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.replay.formats.base import (
-    DumpFormat,
-    DumpRecord,
-    DumpWriter,
-    ReadLimits,
-    SavedIteration,
-    Warn,
-    first_keys,
-    first_line,
-    json_lines,
-    matching,
-    responses_of,
-    write_lines,
-)
-from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats.columns import Columns
+from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, first_line, json_lines, matching
+from jackpot.analysis.replay.responses import DamagedRecord
 
 HOW = """Run prime-rl with trainer.enable_token_export = true: token_exports/step_N/rank_R.jsonl has the log-probs of
 the engine and of the trainer. rollouts/step_N/train/effective/traces.jsonl, always written, has only the engine's:
 give --model, and the policy's are scored (at --temperature)."""
-_EXPORT = ("token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs")
-_TRACE = ("token_ids", "mask", "logprobs")
 
 
 def files(path: Path) -> list[Path]:
@@ -41,50 +28,16 @@ def files(path: Path) -> list[Path]:
     return traces if path.is_file() else [file for file in traces if file.parts[-3:-1] == ("train", "effective")]
 
 
-def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
-    """Tell whether a file is of this format."""
-    keys = first_keys(path, warn, limits) if path.suffix == ".jsonl" else set()
-    return keys >= {"trainer_logprobs", "micro_step"} or keys >= {"traces", "task"}
-
-
-def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
-    """Yield the responses of one file, and warn of those that cannot be read."""
-    is_trace = path.name == "traces.jsonl"
+def where(path: Path) -> str:
+    """Name a file by its step."""
     step = next((name for name in reversed(path.parts[:-1]) if name.startswith("step_")), path.parent.name)
+    return f"{step}/{path.name}"
+
+
+def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, DumpRecord]]:
+    """Yield the lines of a token export, or the branches of traces with the columns of one."""
     lines = json_lines(path, warn, limits)
-    records = _branches_of(lines, f"{step}/{path.name}", warn) if is_trace else lines
-    needed, rename = (_TRACE, _from_trace) if is_trace else (_EXPORT, _from_export)
-    yield from responses_of(records, f"{step}/{path.name}", warn, limits, needed, HOW, rename)
-
-
-def _from_export(record: DumpRecord) -> dict[str, Any]:
-    """Rename the columns; a token of weight 0 in the policy's loss is not trained on. None is what was not finite."""
-    weights = record.get("rl_weights") or [None]
-    mask = record["loss_mask"]
-    if weights[0] is not None:
-        mask = [kept and weight != 0.0 for kept, weight in zip(mask, weights, strict=True)]
-    uid = "/".join(str(record.get(name)) for name in ("step", "rank", "export_sequence_idx"))
-    columns = {
-        "rollout_log_probs": record["inference_logprobs"],
-        "log_probs": record["trainer_logprobs"],
-        "advantages": record.get("advantages"),
-    }
-    return _response(uid, record["token_ids"], mask, columns)
-
-
-def _from_trace(branch: DumpRecord) -> dict[str, Any]:
-    columns = {"rollout_log_probs": branch["logprobs"], "advantages": branch.get("advantages")}
-    return _response(branch["uid"], branch["token_ids"], branch["mask"], columns)
-
-
-def _response(uid: str, ids: Sequence[int], mask: Sequence[bool], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Divide a sequence before the first token that is trained on."""
-    start = next((place for place, kept in enumerate(mask) if kept), len(ids))
-    renamed = {"uid": uid, "prompt_ids": ids[:start], "token_ids": ids[start:], "sampled_mask": mask[start:]}
-    for name, column in columns.items():
-        if column is not None:
-            renamed[name] = [math.nan if value is None else value for value in column[start:]]
-    return renamed
+    return _branches_of(lines, where(path), warn) if path.name == "traces.jsonl" else lines
 
 
 def _branches_of(lines: Iterator[tuple[int, DumpRecord]], where: str, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
@@ -118,39 +71,31 @@ def _branches(nodes: Sequence[DumpRecord]) -> Iterator[dict[str, Any]]:
             place = parents[place]
         branch = _joined([(nodes[place], place in trained) for place in reversed(path)])
         trained.update(path)
-        if any(branch.get("mask") or [True]):
+        if any(branch.get("loss_mask") or [True]):
             yield branch | {"uid": leaf}
 
 
 def _joined(path: Sequence[tuple[DumpRecord, bool]]) -> dict[str, Any]:
     """Join messages to columns [T]; log-probs and advantages stand at sampled tokens only. No tokens: no columns."""
-    columns: dict[str, list[Any]] = {"token_ids": [], "mask": [], "logprobs": [], "advantages": []}
+    ids, kept = [], []
+    columns: dict[str, list[Any]] = {"logprobs": [], "advantages": []}
     for node, is_trained in path:
         mask = node.get("mask") or []
-        columns["token_ids"] += node.get("token_ids") or []
-        columns["mask"] += [False] * len(mask) if is_trained else mask
-        for name in ("logprobs", "advantages"):
+        ids += node.get("token_ids") or []
+        kept += [False] * len(mask) if is_trained else mask
+        for name, column in columns.items():
             values = iter(node.get(name) or ())
-            columns[name] += [next(values, None) if sampled else 0.0 for sampled in mask]
-    if not columns["token_ids"]:
+            column += [next(values, None) if sampled else 0.0 for sampled in mask]
+
+    if not ids:
         return {}
-    sampled = [value for value, kept in zip(columns["advantages"], columns["mask"], strict=False) if kept]
-    return columns | {"advantages": None} if None in sampled else columns
+    branch = {"token_ids": ids, "loss_mask": kept, "inference_logprobs": columns["logprobs"]}
+    trained = [value for value, sampled in zip(columns["advantages"], kept, strict=False) if sampled]
+    return branch if None in trained else branch | {"advantages": columns["advantages"]}
 
 
-def file_name(iteration: int) -> str:
-    """Return the file of an iteration."""
-    return f"token_exports/step_{iteration}/rank_0.jsonl"
-
-
-def write(saved: SavedIteration, path: Path) -> None:
-    """Write an iteration as the token export of one rank, without entropies and masks of prime-rl's own loss."""
-    names = ("prompt_ids", "token_ids", "sampled_mask", "advantages", "rollout_log_probs", "log_probs")
-    rows = enumerate(saved.rows(names))
-    write_lines(path, (_record(saved.number, number, row) for number, row in rows))
-
-
-def _record(step: int, number: int, row: DumpRecord) -> dict[str, Any]:
+def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any]:
+    """Write a response as the token export of one rank has it, without entropies and masks of prime-rl's own loss."""
     prompt = [0.0] * len(row["prompt_ids"])
     ids = row["prompt_ids"] + row["token_ids"]
     mask = [False] * len(prompt) + row["sampled_mask"]
@@ -162,7 +107,7 @@ def _record(step: int, number: int, row: DumpRecord) -> dict[str, Any]:
     )
     return {
         "schema_version": 1,
-        "step": step,
+        "step": saved.number,
         "rank": 0,
         "micro_step": 0,
         "micro_sequence_idx": number,
@@ -184,8 +129,24 @@ def _record(step: int, number: int, row: DumpRecord) -> dict[str, Any]:
 FORMAT = DumpFormat(
     name="prime_rl",
     files=files,
-    recognizes=recognizes,
-    read=read,
+    records=records,
+    marks=(frozenset({"trainer_logprobs", "micro_step"}), frozenset({"loss_mask", "inference_logprobs"})),
+    needed=("token_ids", "loss_mask", "inference_logprobs"),
     how=HOW,
-    writer=DumpWriter(file_name=file_name, write=write, lost="top-k lists, old_log_probs, rewards, text"),
+    columns=Columns(
+        ids="token_ids",
+        masks=("loss_mask", "rl_weights"),  # a token of weight 0 in the policy's loss is not trained on
+        rollout_log_probs="inference_logprobs",
+        old_log_probs="",
+        log_probs="trainer_logprobs",
+        uid=("step", "rank", "export_sequence_idx", "uid"),
+        begins_sampled=True,
+    ),
+    where=where,
+    writer=DumpWriter(
+        file_name="token_exports/step_{}/rank_0.jsonl",
+        columns=("prompt_ids", "token_ids", "sampled_mask", "advantages", "rollout_log_probs", "log_probs"),
+        lost="top-k lists, old_log_probs, rewards, text",
+        record=record,
+    ),
 )

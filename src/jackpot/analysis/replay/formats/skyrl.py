@@ -14,23 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jackpot.analysis.replay.formats.base import (
-    DumpFormat,
+from jackpot.analysis.replay.formats.base import DumpFormat
+from jackpot.analysis.replay.formats.columns import Columns
+from jackpot.analysis.replay.formats.records import (
     DumpRecord,
     ReadLimits,
     Warn,
     batch_rows,
     first_line,
     matching,
-    responses_of,
     torch_bytes,
 )
-from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse
+from jackpot.analysis.replay.responses import DamagedRecord
 
 HOW = """Run SkyRL with trainer.dump_data_batch=true and generator.sampling_params.logprobs not null, so that the engine
 returns log-probs: EXPORT_PATH/dumped_data has what a step trains on. Without action_log_probs, give --model and it is
 scored (at --temperature)."""
-_NEEDED = ("sequences", "attention_mask", "response_mask", "rollout_logprobs")
 
 
 class _Inert:
@@ -49,23 +48,10 @@ class _Unpickler(pickle.Unpickler):
         return _Inert
 
 
-def files(path: Path) -> list[Path]:
-    """Find the dumped batches of a path, in their order."""
-    return matching(path, "*_training_input.pkl")
-
-
-def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
-    """Tell whether a file is of this format."""
-    return path.suffix == ".pkl" and _batch(path, warn, limits) is not None
-
-
-def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
-    """Yield the responses of one file, without the copies that fill a batch up, and warn of those that are damaged."""
-    batch = _batch(path, warn, limits)
-    if batch is not None:
-        yield from responses_of(
-            enumerate(batch_rows(batch, path.name, warn, limits)), path.name, warn, limits, _NEEDED, HOW, _renamed
-        )
+def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, DumpRecord]]:
+    """Yield the responses of a file, numbered, without the copies that fill a batch up."""
+    if (batch := _batch(path, warn, limits)) is not None:
+        yield from enumerate(batch_rows(batch, path.name, warn, limits))
 
 
 def _batch(path: Path, warn: Warn, limits: ReadLimits) -> dict[str, Tensor] | None:
@@ -96,24 +82,20 @@ def _tensor(value: DumpRecord, limits: ReadLimits) -> Tensor:
     return torch.from_numpy(np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy())
 
 
-def _renamed(row: DumpRecord) -> dict[str, Any]:
-    ids = row["sequences"][row["attention_mask"].bool()]
-    length = int(row["response_mask"].sum())
-    start = len(ids) - length
-    mask = row.get("loss_mask", row["response_mask"])
-    renamed = {"prompt_ids": ids[:start], "token_ids": ids[start:], "sampled_mask": _last(mask, length).ne(0)}
-    named = (
-        ("rollout_log_probs", "rollout_logprobs"),
-        ("old_log_probs", "action_log_probs"),
-        ("advantages", "advantages"),
-    )
-    for ours, theirs in named:
-        renamed[ours] = _last(row[theirs], length) if theirs in row else None
-    return renamed
-
-
-def _last(column: Tensor, length: int) -> Tensor:
-    return column[len(column) - length :]
-
-
-FORMAT = DumpFormat(name="skyrl", files=files, recognizes=recognizes, read=read, how=HOW)
+FORMAT = DumpFormat(
+    name="skyrl",
+    files=lambda path: matching(path, "*_training_input.pkl"),
+    records=records,
+    marks=(frozenset({"sequences"}),),
+    needed=("sequences", "attention_mask", "response_mask", "rollout_logprobs"),
+    how=HOW,
+    columns=Columns(
+        ids="sequences",
+        present=("attention_mask",),
+        masks=("response_mask", "loss_mask"),
+        rollout_log_probs="rollout_logprobs",
+        old_log_probs="action_log_probs",
+        at_end=True,
+        begins_sampled=True,
+    ),
+)

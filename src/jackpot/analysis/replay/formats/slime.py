@@ -11,89 +11,38 @@ from typing import Any
 
 import torch
 
-from jackpot.analysis.replay.formats.base import (
-    DumpFormat,
-    DumpRecord,
-    DumpWriter,
-    ReadLimits,
-    SavedIteration,
-    Warn,
-    matching,
-    responses_of,
-    torch_file,
-)
-from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats.columns import Columns
+from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, matching, torch_file
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
 and advantages. --save-debug-rollout-data has only the engine's: give --model, and the policy's are scored (at
 --temperature)."""
 _STATUS = {"stop": "completed", "length": "truncated", "aborted": "aborted"}
-_NEEDED = ("tokens", "rollout_log_probs")
 
 
 def files(path: Path) -> list[Path]:
-    """Find the dumps of training or rollouts, without those of evaluations of a path, in their order."""
+    """Find the dumps of training or rollouts of a path, without those of evaluations, in their order."""
     return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
 
 
-def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
-    """Tell whether a file is of this format."""
-    content = torch_file(path, warn, limits) if path.suffix == ".pt" else None
-    return isinstance(content, dict) and "samples" in content
-
-
-def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
-    """Yield the responses of one file, and warn of those that cannot be read."""
+def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, Any]]:
+    """Yield the samples of a file, numbered, and warn of a file without a list of them."""
     content = torch_file(path, warn, limits)
     samples = content.get("samples") if isinstance(content, dict) else None
-    if content is not None and not (isinstance(samples, list) and samples):
+    if isinstance(samples, list) and samples:
+        yield from enumerate(samples)
+    elif content is not None:
         warn(f"{path.name} has no list of samples and is left out")
-        return
-    yield from responses_of(enumerate(samples or ()), path.name, warn, limits, _NEEDED, HOW, _renamed)
 
 
-def _renamed(sample: DumpRecord) -> dict[str, Any]:
-    length = int(sample["response_lengths" if "response_lengths" in sample else "response_length"])
-    start = len(sample["tokens"]) - length
-    mask = sample.get("loss_masks", sample.get("loss_mask"))
-    return {
-        "uid": None if sample.get("sample_index", sample.get("index")) is None else _uid(sample),
-        "prompt_ids": sample["tokens"][:start],
-        "token_ids": sample["tokens"][start:],
-        "sampled_mask": mask,
-        "rollout_log_probs": sample["rollout_log_probs"],
-        "old_log_probs": sample.get("log_probs"),
-        "advantages": sample.get("advantages"),
-    }
-
-
-def _uid(sample: DumpRecord) -> str:
-    return f"{sample.get('rollout_ids', sample.get('rollout_id'))}/{sample.get('sample_index', sample.get('index'))}"
-
-
-def file_name(iteration: int) -> str:
-    """Return the file of an iteration."""
-    return f"{iteration}.pt"
-
-
-def write(saved: SavedIteration, path: Path) -> None:
-    """Write an iteration as a dump of rollouts, which `--load-debug-rollout-data` reads, with two columns of training.
+def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any]:
+    """Write a response as `--load-debug-rollout-data` reads it, with two columns of the dump of training.
 
     `Sample.from_dict` keeps `log_probs` and `advantages`, which are not among its fields, as attributes.
     """
-    texts = ("prompt_uid", "prompt", "answer", "response", "finish", "reward")
-    tokens = ("prompt_ids", "token_ids", "sampled_mask", "rollout_log_probs", "old_log_probs", "advantages")
-    groups: dict[str, int] = {}
-    samples = [
-        _sample(number, groups.setdefault(row["prompt_uid"], len(groups)), row)
-        for number, row in enumerate(saved.rows((*texts, *tokens)))
-    ]
-    torch.save({"rollout_id": saved.number, "samples": samples}, path)
-
-
-def _sample(number: int, group: int, row: DumpRecord) -> dict[str, Any]:
     return {
-        "group_index": group,
+        "group_index": row["prompt_uid"],
         "index": number,
         "rollout_id": None,
         "prompt": row["prompt"],
@@ -111,11 +60,36 @@ def _sample(number: int, group: int, row: DumpRecord) -> dict[str, Any]:
     }
 
 
+def save(saved: SavedIteration, path: Path, records: Iterator[DumpRecord]) -> None:
+    """Write the samples of an iteration, groups of a prompt numbered as they come."""
+    groups: dict[str, int] = {}
+    samples = [one | {"group_index": groups.setdefault(one["group_index"], len(groups))} for one in records]
+    torch.save({"rollout_id": saved.number, "samples": samples}, path)
+
+
 FORMAT = DumpFormat(
     name="slime",
     files=files,
-    recognizes=recognizes,
-    read=read,
+    records=records,
+    marks=(frozenset({"tokens"}),),
+    needed=("tokens", "rollout_log_probs"),
     how=HOW,
-    writer=DumpWriter(file_name=file_name, write=write, lost="top-k lists, log_probs at the update"),
+    columns=Columns(
+        ids="tokens",
+        masks=("loss_masks", "loss_mask"),
+        length=("response_lengths", "response_length"),
+        old_log_probs="log_probs",
+        uid=("rollout_ids", "rollout_id", "sample_index", "index"),
+        at_end=True,
+    ),
+    writer=DumpWriter(
+        file_name="{}.pt",
+        columns=(
+            *("prompt_uid", "prompt", "answer", "response", "finish", "reward"),
+            *("prompt_ids", "token_ids", "sampled_mask", "rollout_log_probs", "old_log_probs", "advantages"),
+        ),
+        lost="top-k lists, log_probs at the update",
+        record=record,
+        save=save,
+    ),
 )

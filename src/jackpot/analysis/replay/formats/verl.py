@@ -6,26 +6,11 @@ needs added lines. The tensors of ray_trainer.py are padded: prompts [P] on the 
 `attention_mask` has [P + R] entries. Those of v1/trainer_base.py, the default, are nested: not padded.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from jackpot.analysis.replay.formats.base import (
-    DumpFormat,
-    DumpRecord,
-    DumpWriter,
-    ReadLimits,
-    SavedIteration,
-    Warn,
-    first_keys,
-    json_lines,
-    matching,
-    responses_of,
-    write_lines,
-)
-from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats.columns import Columns
+from jackpot.analysis.replay.formats.records import DumpRecord, json_lines, matching
 
 HOW = """verl's rollout_data_dir has only text and scores. Set actor_rollout_ref.rollout.calculate_log_probs=True, and
 add to _log_rollout_data in verl/trainer/ppo/v1/trainer_base.py, before self._dump_generations( ... ):
@@ -39,57 +24,10 @@ With trainer.use_v1=False, add to that of verl/trainer/ppo/ray_trainer.py, in th
         reward_extra_infos_to_dump[name] = batch.batch[name].tolist()
 Without old_log_probs, give --model and it is scored (at --temperature)."""
 _TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
-_NEEDED = ("responses", "response_mask", "rollout_log_probs")
 
 
-def files(path: Path) -> list[Path]:
-    """Find the step files of a path, in their order."""
-    return matching(path, "*.jsonl")
-
-
-def recognizes(path: Path, warn: Warn, limits: ReadLimits) -> bool:
-    """Tell whether a file is of this format."""
-    return path.suffix == ".jsonl" and first_keys(path, warn, limits) >= {"input", "output", "step"}
-
-
-def read(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
-    """Yield the responses of one file, and warn of those that cannot be read."""
-    yield from responses_of(json_lines(path, warn, limits), path.name, warn, limits, _NEEDED, HOW, _renamed)
-
-
-def _renamed(line: DumpRecord) -> dict[str, Any]:
-    exists = line.get("attention_mask")
-    width = len(line["responses"])
-    if exists is None:  # not padded, or at least up to the last token that is trained on
-        length = max((place + 1 for place, kept in enumerate(line["response_mask"]) if kept), default=0)
-    else:
-        length = int(sum(exists[len(exists) - width :]))
-    prompt = line.get("prompts")
-    if prompt is not None and exists is not None:
-        prompt = torch.tensor(prompt)[torch.tensor(exists[: len(prompt)]).bool()]
-    renamed = {
-        "uid": line.get("uid") or line.get("request_id"),
-        "prompt_ids": prompt,
-        "token_ids": line["responses"][:length],
-        "sampled_mask": line["response_mask"][:length],
-    }
-    for name in _TOKENS:
-        renamed[name] = None if line.get(name) is None else line[name][:length]
-    return renamed
-
-
-def file_name(iteration: int) -> str:
-    """Return the file of an iteration."""
-    return f"{iteration}.jsonl"
-
-
-def write(saved: SavedIteration, path: Path) -> None:
-    """Write an iteration with verl's columns and those of the first hint, padded as ray_trainer.py has them."""
-    columns = ("uid", "prompt", "answer", "response", "reward", "prompt_ids", "token_ids", "sampled_mask", *_TOKENS)
-    write_lines(path, (_line(saved, row) for row in saved.rows(columns)))
-
-
-def _line(saved: SavedIteration, row: DumpRecord) -> dict[str, Any]:
+def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any]:
+    """Write a response with verl's columns and those of the hint, padded as ray_trainer.py has them."""
     prompt, ids = row["prompt_ids"], row["token_ids"]
     before, behind = [0] * (saved.prompt_width - len(prompt)), [0] * (saved.width - len(ids))
     return {
@@ -108,9 +46,23 @@ def _line(saved: SavedIteration, row: DumpRecord) -> dict[str, Any]:
 
 FORMAT = DumpFormat(
     name="verl",
-    files=files,
-    recognizes=recognizes,
-    read=read,
+    files=lambda path: matching(path, "*.jsonl"),
+    records=json_lines,
+    marks=(frozenset({"input", "output", "step"}),),
+    needed=("responses", "response_mask", "rollout_log_probs"),
     how=HOW,
-    writer=DumpWriter(file_name=file_name, write=write, lost="top-k lists, log_probs at the update"),
+    columns=Columns(
+        prompt="prompts",
+        ids="responses",
+        present=("attention_mask",),
+        masks=("response_mask",),
+        uid=("uid", "request_id"),
+        ends_sampled=True,
+    ),
+    writer=DumpWriter(
+        file_name="{}.jsonl",
+        columns=("uid", "prompt", "answer", "response", "reward", "prompt_ids", "token_ids", "sampled_mask", *_TOKENS),
+        lost="top-k lists, log_probs at the update",
+        record=record,
+    ),
 )
