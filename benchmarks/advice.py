@@ -34,8 +34,8 @@ from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.launch.local import train_run
-from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
 from jackpot.rollout.pass_at_k import student_t
+from tools.toy_models import STUDY_MODELS, make_toy_models
 
 JUDGED = ROOT / "docs" / "study" / "advice.json"
 PAGE, HEADING = ROOT / "docs" / "replay.md", "## How often the rule was right"

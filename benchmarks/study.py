@@ -29,7 +29,7 @@ from jackpot.config.build import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config, ShareSchedule
-from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
+from tools.toy_models import STUDY_MODELS, make_toy_models
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "benchmarks" / "study.yaml"

@@ -43,10 +43,10 @@ from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, resolve
 from jackpot.config.run import Config
 from jackpot.core.files import whole_file
-from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
 from jackpot.rollout.pass_at_k import student_t
 from jackpot.ui.views.comparison import percent
+from tools.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from helpers.runs import run
 from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.launch.toy_models import STUDY_MODELS
+from tools.toy_models import STUDY_MODELS
 
 # Not a recipe of the package: its models are made first. Here the starters stand in for them.
 STUDY = str(ROOT / "benchmarks" / "study.yaml")
