@@ -81,9 +81,9 @@ soak-distributed: $(VENV)/ready  # two ranks, a random one killed 20 times; then
 	JACKPOT_FAULT_ITERATIONS=1000 JACKPOT_FAULT_EVERY=25 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_injected_faults.py
 
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page, and how often the advice was right into docs/replay.md
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
-	$(BIN)/python benchmarks/study_page.py
-	$(BIN)/python benchmarks/advice.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python -m research.study
+	$(BIN)/python -m research.study_page
+	$(BIN)/python -m research.advice --write
 
 bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what docs/benchmarks/*.jsonl lacks, hours, and writes the page, and how often the advice was right into docs/replay.md
 	$(BIN)/python benchmarks/all.py $(ARGS)

@@ -136,9 +136,3 @@ SCHEMES: Mapping[str, Scheme] = {
     "int8_blocks": Scheme(weights=INT8_BLOCKS, activations=INT8_TOKEN_BLOCKS),
     "fp8": Scheme(weights=FP8_BLOCKS, activations=FP8_TOKEN_BLOCKS),
 }
-
-
-def with_scales(scheme: Scheme, scales: ScaleFormat) -> Scheme:
-    """Return the scheme with scales of another format."""
-    activations = scheme.activations and replace(scheme.activations, scales=scales)
-    return Scheme(weights=replace(scheme.weights, scales=scales), activations=activations)
