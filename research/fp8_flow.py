@@ -58,7 +58,6 @@ FLOWS: dict[str, dict[str, Any]] = {  # settings of the engine
     "FP8": {"quantization": "fp8"},
     "FP8 and FP8 cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "FP8 in bf16": {"quantization": "fp8", "dtype": "bf16"},
-    "`int8_blocks`": {"quantization": "int8_blocks"},
     "`int8_w8a8` and FP8 cache in bf16": {"quantization": "int8_w8a8", "kv_cache_dtype": "fp8", "dtype": "bf16"},
 }
 STEPS = (1, 30, 300)
