@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
+DEFAULT := not slow and not vllm and not mutants and not trl and not adapters
+FAST := not process and not seconds and $(DEFAULT)
 
-.PHONY: train test docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint clean
+.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint check-lint lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -15,6 +17,12 @@ test: $(VENV)/ready  # in two processes; with ARGS in one, as -s, -x and --pdb n
 	$(BIN)/ruff format --check .
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
 	$(if $(ARGS),,$(MAKE) --no-print-directory check-docs)
+
+quick: $(VENV)/ready  # formulas, settings and models in one process, within a minute: while you work
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m '$(FAST)' tests/core tests/config tests/objectives tests/models $(ARGS)
+
+test-process: $(VENV)/ready  # what `make test` runs of tests that start processes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'process and $(DEFAULT)' $(ARGS)
 
 check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the code
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/check_docs $(ARGS)
@@ -81,9 +89,9 @@ soak-distributed: $(VENV)/ready  # two ranks, a random one killed 20 times; then
 	JACKPOT_FAULT_ITERATIONS=1000 JACKPOT_FAULT_EVERY=25 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow -s tests/system/test_injected_faults.py
 
 study: $(VENV)/ready  # docs/study.md: runs what docs/study/*.jsonl lacks, hours if they are empty, and writes the page, and how often the advice was right into docs/replay.md
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/study.py
-	$(BIN)/python benchmarks/study_page.py
-	$(BIN)/python benchmarks/advice.py --write
+	OMP_NUM_THREADS=1 $(BIN)/python -m research.study
+	$(BIN)/python -m research.study_page
+	$(BIN)/python -m research.advice --write
 
 bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what docs/benchmarks/*.jsonl lacks, hours, and writes the page, and how often the advice was right into docs/replay.md
 	$(BIN)/python benchmarks/all.py $(ARGS)
@@ -102,6 +110,16 @@ dist: $(VENV)/ready  # what a release uploads; tests/system/test_wheel.py instal
 lint: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+check-lint: $(VENV)/ready  # what .pre-commit-config.yaml runs, on all files and without a change
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	if [ -x $(BIN)/pyright ]; then $(BIN)/pyright; fi
+
+lock: $(VENV)/ready  # every version of `.[train,dev]`, for `pip install -r requirements-dev.lock`; no host of an index in it
+	$(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --extra train --extra dev -c constraints.txt \
+	--no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements-dev.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-docs site build dist

@@ -6,9 +6,9 @@ It is a task that names the tokens at which the model's turn ends, and that repl
 replies, and neither is trained on them.
 """
 
-from examples.own_task import NearSums
 from transformers import PreTrainedTokenizerBase
 
+from examples.own_task import NearSums
 from jackpot.config.tasks import CustomTaskConfig
 from jackpot.core.types import Prompt, Score
 

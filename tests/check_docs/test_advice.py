@@ -5,11 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.scripts import script
-
-script("study")
-script("study_page")
-advice = script("advice")
+from research import advice
 
 
 def outcome(*accuracies: float, error: float | None = None) -> "advice.Outcome":

@@ -13,6 +13,7 @@ from jackpot.analysis.compare.summary import RunSummary
 from jackpot.config.recipes import parse_override, resolve
 from jackpot.config.run import Config
 from jackpot.ui.cli import app
+from research.study import read_summary
 
 README = (ROOT / "README.md").read_text()
 STUDY = (ROOT / "docs" / "study.md").read_text()
@@ -69,7 +70,7 @@ def test_every_jackpot_command_in_the_readme_parses() -> None:
 def summaries(path: str) -> list[RunSummary]:
     """Return the runs of a committed file, a line each; the study's lines say of which commit a run is."""
     lines = map(json.loads, (ROOT / "docs" / path).read_text().splitlines())
-    return [RunSummary.from_json(json.dumps(line.get("run", line))) for line in lines]
+    return [read_summary(json.dumps(line.get("run", line))) for line in lines]
 
 
 def mean_costs(runs: list[RunSummary], arm: str) -> list[float]:

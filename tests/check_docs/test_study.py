@@ -11,17 +11,15 @@ from statistics import mean, stdev
 
 import pytest
 
-from helpers.scripts import script
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.config.changes import settings_of
 from jackpot.config.recipes import load_recipe
-from jackpot.launch.toy_models import STUDY_MODELS, make_meta_model
 from jackpot.models.cost import forward_cost
 from jackpot.models.load import resolve_path
+from research import study, study_page
+from tools.toy_models import STUDY_MODELS, make_meta_model
 
-study = script("study")
-study_page = script("study_page")
 SOURCE = "0" * 40
 
 

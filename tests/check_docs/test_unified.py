@@ -1,4 +1,4 @@
-"""benchmarks/unified.py keeps results of different commits of src/ apart, and has none of files without a commit."""
+"""research/unified.py keeps results of different commits of src/ apart, and has none of files without a commit."""
 
 import json
 import sys
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.scripts import script
-
-unified = script("unified")
+from research import unified
 
 
 def main(monkeypatch: pytest.MonkeyPatch, results: Path, commit: str, *arguments: str) -> None:

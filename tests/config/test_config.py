@@ -152,56 +152,6 @@ def test_a_recipe_file_that_cannot_be_read_is_named_with_what_named_it(tmp_path)
         load_recipe(str(empty))
 
 
-def renamed_settings():
-    """Rows of the first table of docs/renamed.md."""
-    table = (ROOT / "docs" / "renamed.md").read_text().partition("## Settings\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", table, re.MULTILINE)
-
-
-def test_a_key_of_an_earlier_version_is_refused_with_its_new_name():
-    rows = renamed_settings()
-    assert dict(rows).keys() == config_build.RENAMED.keys() and len(rows) > 20
-    math = {"task": {"name": "math", "train": "gsm8k", "test": "math500"}}
-    for old, new in rows:
-        text = message(math if old.startswith("task.") else {}, {old: 1})
-        assert text.startswith(f"unknown setting {old!r}; it is now {new}"), text
-        assert set(Config.model_fields) >= {new.split(".")[0]}
-        if old.startswith("engine."):
-            assert f"it is now evaluation.{new}" in message({f"evaluation.{old}": 1})
-
-
-def test_keys_in_an_old_block_are_refused_one_by_one():
-    assert message({"objective.overlong": {"buffer": 5, "penalty": 1.0}}).splitlines() == [
-        "unknown setting 'objective.overlong.buffer'; it is now objective.overlong_buffer.len",
-        "unknown setting 'objective.overlong.penalty'; it is now objective.overlong_buffer.penalty_factor",
-    ]
-
-
-def test_old_keys_of_other_commands_are_refused_too():
-    settings = {"model": "m", "benchmarks": "gsm8k", "math": {"workers": 3}, "engine": {"max_batch_size": 2}}
-    with pytest.raises(ConfigError) as error:
-        config_build.validated(BenchmarksConfig, settings)
-    assert set(str(error.value).splitlines()) == {
-        "unknown setting 'math.workers'; it is now math.reward_workers",
-        "unknown setting 'engine.max_batch_size'; it is now engine.max_num_seqs",
-    }
-
-
-@pytest.mark.parametrize(("old", "new"), config_build.RENAMED_VALUES["objective.loss_agg_mode"].items())
-def test_a_value_of_an_earlier_version_is_refused_with_its_new_name(old, new):
-    assert message({"objective.loss_agg_mode": old}) == (
-        f"objective.loss_agg_mode: unknown value {old!r}; it is now {new}"
-    )
-    assert message({"objective.aggregate": old}).endswith(f"; it is now objective.loss_agg_mode, and {old} is {new}")
-
-
-def test_a_setting_that_went_is_refused_with_what_replaces_it():
-    text = message({"engine.api_key_var": "KEY"})
-    assert text.startswith("unknown setting 'engine.api_key_var', which no longer exists: ")
-    assert "environment variable VLLM_API_KEY," in text
-    assert text.endswith("engine=sglang_server from SGLANG_API_KEY")
-
-
 def test_the_valid_settings_are_those_of_the_chosen_correction():
     text = message({"objective.correction": {"name": "tis", "c1": 2.0}})
     assert text.endswith("Valid: objective.correction.cap, objective.correction.name, objective.correction.proximal")

@@ -151,7 +151,7 @@ def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
     [
         ("temperature", "did you mean sampling.temperature or learners[].temperature?"),
         ("objective.clip_lo", "did you mean objective.clip_low"),
-        ("batch.epochs", "unknown setting 'batch.epochs'; it is now batch.ppo_epochs"),
+        ("batch.epochs", "unknown setting 'batch.epochs'; did you mean batch.ppo_epochs, "),
         ("qqqqq", "unknown setting 'qqqqq'. jackpot config lists all of them"),
         ("", "unknown setting ''. jackpot config lists all of them"),
     ],

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, FinishedRuns, metrics, run, small_config, weights
 from jackpot.config.names import run_folder
-from jackpot.launch.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS
+from jackpot.core.errors import ConfigError
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
 from jackpot.ui import cli
@@ -316,20 +315,19 @@ def test_the_starters_are_what_the_recipe_loads() -> None:
 
 @pytest.mark.parametrize(
     ("options", "names"),
-    [
-        ([], {"policy", "rollout_model"}),
-        (["--study"], {"policy", "close", "far", "gap"}),
-        (["--text"], {"text_policy", "text_rollout_model", "word_problems.jsonl", "word_problems_test.jsonl"}),
-    ],
+    [([], {"policy", "rollout_model"}), (["--text"], {"text_policy", "text_rollout_model"})],
 )
-def test_starter_makes_the_models_of_the_package_or_of_the_study(options, names, tmp_path: Path, monkeypatch) -> None:
-    for specs in (TOY_MODELS, TEXT_MODELS, STUDY_MODELS):
-        for name, spec in specs.items():
-            monkeypatch.setitem(specs, name, replace(spec, steps=2, batch_size=2))
-    result = CliRunner().invoke(cli.app, ["starter", str(tmp_path), *options], env={"COLUMNS": "300"})
+def test_starter_copies_a_pair_and_overwrites_nothing(options, names, tmp_path: Path) -> None:
+    command = ["starter", str(tmp_path), *options]
+    result = CliRunner().invoke(cli.app, command, env={"COLUMNS": "300"})
     assert result.exit_code == 0, result.output
     assert {folder.name for folder in tmp_path.iterdir()} == names
-    assert all(str(tmp_path / name) in result.output for name in names)
+    for name in names:
+        assert str(tmp_path / name) in result.output
+        packaged = {path.name: path.read_bytes() for path in starter_path(name).iterdir()}
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == packaged
+    again = CliRunner().invoke(cli.app, command)
+    assert isinstance(again.exception, ConfigError) and "exists already" in str(again.exception)
 
 
 def test_every_answer_fits_80_columns(finished_run: FinishedRuns, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from helpers.commands import SCREEN, jackpot
@@ -214,16 +213,6 @@ def test_without_arms_all_that_can_be_compared_are(tmp_path: Path) -> None:
     assert list(differing_arms(configs)) == ["tool"]
     nucleus = resolve_arms("quickstart", ["obrs"], [1], ["sampling.top_p=0.5"])
     assert "sampling.top_p" in differing_arms(configs | {("nucleus", 1): nucleus["obrs", 1]})["nucleus"]
-
-
-def test_runs_whose_costs_nobody_counted_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    configs = resolve_arms("quickstart", ["obrs"], [1], [])
-    (tmp_path / "obrs-seed1" / "checkpoints" / "step-1").mkdir(parents=True)
-    settings = json.loads(configs["obrs", 1].model_dump_json())
-    (tmp_path / "obrs-seed1" / "config.yaml").write_text(yaml.safe_dump(settings))
-    (tmp_path / "obrs-seed1" / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    with pytest.raises(CheckpointError, match=r"obrs-seed1 was begun by a version that did not write flops/rollout"):
-        make_runs(configs, tmp_path)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from helpers.commands import jackpot
-from jackpot.models.quantization.quantizer import with_scales
 from jackpot.rollout.engines.transformers import weights
+from research.parity import with_scales
 
 TINY = (
     "iterations=5",

@@ -39,7 +39,7 @@ def test_the_plan_names_the_cheapest_placement_and_where_its_lengths_are_from(
     cheapest = found["cheapest"]
     assert cheapest["hours"] == min(hours.values()) == hours[cheapest["placement"], str(cheapest["ahead"])]
     assert [one["seconds_between"] for one in found["deaths"]] == [None, 3600, 600]
-    int8 = ("precision=int8", "engine.quantization=int8_blocks")
+    int8 = ("precision=int8", "engine.quantization=int8_w8a8")
     shown = typed("--gpus", "3", "--kind", "H200", "--response-length", "20", "--all", *int8).stdout
     assert "These hours do not hold for precision int8" in shown
     assert shown.index("Cheapest: ") < shown.index("Seconds an iteration")
@@ -66,7 +66,7 @@ def test_the_acceptance_of_drafts_is_that_of_a_run_which_drafted(finished_run: F
 
 
 def test_only_plans_of_int8_training_say_that_their_hours_do_not_hold() -> None:
-    assert unpriced(small_config("precision=int8", "engine.quantization=int8_blocks")) and not unpriced(small_config())
+    assert unpriced(small_config("precision=int8", "engine.quantization=int8_w8a8")) and not unpriced(small_config())
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from helpers.runs import run
 from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import tiny_run
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.launch.toy_models import STUDY_MODELS
+from tools.toy_models import STUDY_MODELS
 
 # Not a recipe of the package: its models are made first. Here the starters stand in for them.
-STUDY = str(ROOT / "benchmarks" / "study.yaml")
+STUDY = str(ROOT / "research" / "study.yaml")
 STAND_INS = {
     "runs/study/models/policy": "starter:policy",
     "runs/study/models/close": "starter:rollout_model",

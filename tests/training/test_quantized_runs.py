@@ -56,7 +56,7 @@ def test_the_policy_trains_on_what_its_quantized_copy_wrote_and_sees_the_gap(set
 
 
 UNIFIED = ("precision=fp8", "engine.quantization=fp8")
-INT8 = ("precision=int8", "engine.quantization=int8_blocks")
+INT8 = ("precision=int8", "engine.quantization=int8_w8a8")
 OF_POLICY = ("rollout_model.share=0.0",)
 SGLANG = "engine={name: sglang_server, urls: [http://127.0.0.1:8000]}"
 
@@ -67,7 +67,7 @@ SGLANG = "engine={name: sglang_server, urls: [http://127.0.0.1:8000]}"
         (*ALONE[:2], "engine.kv_cache_dtype=fp8", "fp8_backward=fp8"),
         ("engine.dtype=bf16",),
         ("engine.dtype=bf16", "head_dtype=fp32", "engine.head_dtype=fp32"),
-        pytest.param(("precision=int8", "engine.quantization=int8_blocks"), marks=pytest.mark.slow),
+        pytest.param(("precision=int8", "engine.quantization=int8_w8a8"), marks=pytest.mark.slow),
         pytest.param(("precision=int8", "engine.quantization=int8_w8a8", "engine.dtype=bf16"), marks=pytest.mark.slow),
         pytest.param((), marks=pytest.mark.slow),
         pytest.param(("policy.lora={rank: 4, alpha: 8}",), marks=pytest.mark.slow),
@@ -152,19 +152,18 @@ def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
         (("precision=fp8", "engine.quantization=int8_w8a8"), "engine.quantization is int8_w8a8"),
         ((*UNIFIED, "engine.attn_implementation=eager"), "leave engine.attn_implementation"),
         (("fp8_backward=fp8",), "set precision=fp8, or leave fp8_backward out"),
-        (("precision=int8", "engine.quantization=int8_w8a16"), "set engine.quantization=int8_blocks"),
+        (("precision=int8", "engine.quantization=int8_w8a16"), "set engine.quantization=int8_w8a8"),
         (("precision=int8", "engine=vllm"), "set engine.quantization=int8_w8a8, or precision"),
-        (("precision=int8", SGLANG), "set engine=transformers engine.quantization=int8_blocks, or precision"),
+        (("precision=int8", SGLANG), "set engine=transformers engine.quantization=int8_w8a8, or precision"),
         (("precision=fp8", SGLANG), "set engine=transformers engine.quantization=fp8, or precision"),
-        (("engine={name: vllm, quantization: int8_blocks}",), "set engine.quantization=int8_w8a8, or use engine=trans"),
-        ((SGLANG, "engine.quantization=int8_blocks"), "leave them out, or use engine=transformers"),
+        ((SGLANG, "engine.quantization=int8_w8a8"), "leave them out, or use engine=vllm_server or engine=transf"),
         ((*UNIFIED, *OF_POLICY, "evaluation.engine=transformers"), "set evaluation.engine.quantization=fp8, or prec"),
         (
             (*UNIFIED, "rollout_model.share=0.5", "evaluation.engine=transformers"),
             "but evaluation.engine.quantization is",
         ),
         ((*UNIFIED, *OF_POLICY, "evaluation.engine={quantization: fp8, draft: {}}"), "evaluation.engine.draft out"),
-        ((*INT8, *OF_POLICY, "evaluation.engine=vllm"), "set evaluation.engine=transformers evaluation.engine.quantiz"),
+        ((*INT8, *OF_POLICY, "evaluation.engine=vllm"), "set evaluation.engine.quantization=int8_w8a8, or prec"),
     ],
 )
 def test_what_the_fp8_flow_does_not_have_is_refused_by_name(settings, why):

@@ -14,40 +14,6 @@ from jackpot.core.errors import ConfigError, unknown_name
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-# Keys of earlier versions and what they are called now (docs/renamed.md).
-# Those of `engine` hold for every block of an engine, those of `task` for `math` in jackpot eval and jackpot mismatch.
-RENAMED = {
-    "batch.step_size": "batch.mini_batch_size",
-    "batch.epochs": "batch.ppo_epochs",
-    "batch.dynamic_sampling": "batch.filter_groups",
-    "batch.dynamic_sampling.max_rounds": "batch.filter_groups.max_num_gen_batches",
-    "objective.aggregate": "objective.loss_agg_mode",
-    "objective.overlong": "objective.overlong_buffer",
-    "objective.overlong.buffer": "objective.overlong_buffer.len",
-    "objective.overlong.penalty": "objective.overlong_buffer.penalty_factor",
-    "objective.entropy_weight": "objective.entropy_coeff",
-    "objective.reference.weight": "objective.reference.kl_loss_coef",
-    "objective.reference.estimate": "objective.reference.kl_loss_type",
-    "engine.max_batch_size": "engine.max_num_seqs",
-    "engine.attention": "engine.attn_implementation",
-    "engine.context_length": "engine.max_model_len",
-    "engine.memory_share": "engine.gpu_memory_utilization",
-    "engine.cache_gib": "engine.kv_cache_memory_bytes, in bytes (1 GiB is 1073741824)",
-    "engine.sleep": "engine.enable_sleep_mode",
-    "engine.compile": "engine.enforce_eager, its opposite",
-    "engine.attempts": "engine.max_retries",
-    "engine.patience": "engine.connect_timeout",
-    "task.workers": "task.reward_workers",
-    "task.seconds": "task.reward_timeout",
-}
-RENAMED_VALUES = {
-    "objective.loss_agg_mode": {
-        "token": "token-mean",
-        "sequence": "seq-mean-token-mean",
-        "constant": "seq-mean-token-sum-norm",
-    },
-    "objective.correction.kappa": {"previous": "auto, which takes this step's kappa without another forward pass"},
-}
 # Names that other trainers have for a setting (docs/coming-from.md), for those who type them here.
 ELSEWHERE = {
     "max_steps": "iterations",
@@ -67,11 +33,6 @@ ELSEWHERE = {
     "eval_steps": "evaluation.every",
     "save_steps": "checkpoint.every",
 }
-REMOVED = dict.fromkeys(
-    ("engine.api_key_variable", "engine.api_key_var"),
-    "the key of the servers is read from the environment variable VLLM_API_KEY, with engine=sglang_server from "
-    "SGLANG_API_KEY",
-)
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,8 +207,6 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
-        if lines := [line for old, given in _leaves(key, value) if (line := moved(old, given))]:
-            return "\n".join(lines)
         siblings = _valid_keys(location[:-1], settings, kind)
         if similar := [one for one in similar_settings(key, kind) if one != key]:
             return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
@@ -256,8 +215,6 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
         return f"{'.'.join([*location, error['loc'][-1]])}: is missing; it has no default, so set it"
     if error["type"] in ("union_tag_invalid", "literal_error"):
         given, allowed = _choice(error, value)
-        if now := RENAMED_VALUES.get(key, {}).get(given):
-            return f"{key}: unknown value {given!r}; it is now {now}"
         return f"{key}: {unknown_name('value', given, allowed)}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "model_type":
@@ -276,31 +233,6 @@ def _block_expected(key: str, value: Any, names: Sequence[str]) -> str:
     else:
         form = f"{key}.NAME=VALUE. Names: {', '.join(names)}"
     return f"{key}: {value!r} was given, but {key} is a block of settings; write {form}"
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys and values of all settings in a block; a value that is no block is one itself."""
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _leaves(f"{key}.{name}", item)
-    else:
-        yield key, value
-
-
-def moved(key: str, value: Any) -> str | None:
-    """Return the error for a key of an earlier version, with its new name or what replaces it; None for other keys."""
-    parts = key.split(".")
-    for start, part in enumerate(parts):
-        block = "task" if part == "math" else part
-        old = ".".join([block, *parts[start + 1 :]])
-        if old in REMOVED:
-            return f"unknown setting {key!r}, which no longer exists: {REMOVED[old]}"
-        if old in RENAMED:
-            new = RENAMED[old]
-            place = ".".join([*parts[:start], part]) + new.removeprefix(block)
-            now = RENAMED_VALUES.get(new, {}).get(value) if isinstance(value, str) else None
-            return f"unknown setting {key!r}; it is now {place}" + (f", and {value} is {now}" if now else "")
-    return None
 
 
 def _choice(error: Mapping[str, Any], value: Any) -> tuple[str, list[str]]:

@@ -1,6 +1,6 @@
 """Settings of the inference engines, one class each, chosen by name."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,9 +9,9 @@ from jackpot.config.base import MAY_CHANGE, Bound, Count, Names, Strict, by_name
 from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
-Quantization = Literal["int8_w8a16", "int8_w8a8", "int8_blocks", "fp8"]
+Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
 # Quantizations of an engine with whose codes training computes, by precision.
-CODES: dict[str, tuple[Quantization, ...]] = {"fp8": ("fp8",), "int8": ("int8_blocks", "int8_w8a8")}
+CODES: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,18 +51,9 @@ class _Engine(Strict):
     `dtype`. Servers must have been started with the same one."""
     quantization: Quantization | None = None
     """Number format that the linear layers compute with (docs/precision.md); null: `dtype`. vLLM has `fp8` on a GPU
-    only, and no `int8_blocks`. Servers must have been started with the same one. Status: experimental."""
+    only. Servers must have been started with the same one. Status: experimental."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one."""
-
-    @model_validator(mode="after")
-    def _check_quantization(self) -> Self:
-        if self.quantization == "int8_blocks" and self.name in ("vllm", "vllm_server"):
-            raise ValueError(
-                "quantization is 'int8_blocks', for which vLLM has no kernel; set engine.quantization=int8_w8a8, or "
-                "use engine=transformers"
-            )
-        return self
 
 
 class DraftConfig(Strict):
@@ -201,10 +192,9 @@ class SGLangServerEngineConfig(ServerEngineConfig):
     @model_validator(mode="after")
     def _check_numbers(self) -> "SGLangServerEngineConfig":
         if is_quantized(self):
-            others = "" if self.quantization == "int8_blocks" else "engine=vllm_server or "  # vLLM has no int8_blocks
             raise ValueError(
                 "quantization and kv_cache_dtype are not for sglang_server, which sends plain weights; leave them out, "
-                f"or use {others}engine=transformers"
+                "or use engine=vllm_server or engine=transformers"
             )
         return self
 
@@ -241,7 +231,7 @@ def cache_numbers(engine: "EngineConfig", device: str) -> str | None:
 def flow_of(engine: "EngineConfig") -> tuple[str, Dtype] | None:
     """Return the number formats of an engine of quantized activations, whose every token is computed as training in
     its flow computes it: `quantized_numbers` and `dtype`. None for other engines, and for other kernels."""
-    is_coded = any(engine.quantization in of_precision for of_precision in CODES.values())
+    is_coded = engine.quantization in CODES.values()
     attends_alike = isinstance(engine, TransformersEngineConfig) and not engine.draft
     if not (is_coded and attends_alike and engine.attn_implementation == "sdpa"):
         return None
@@ -277,10 +267,9 @@ def check_codes(key: str, engine: EngineConfig, precision: str, quantization: Qu
         precision: of training, a key of `CODES`.
         quantization: whose codes these are; None: those of this engine.
     """
-    fitting = CODES[precision] if quantization is None else (quantization,)
-    if engine.quantization not in fitting:
-        wanted = fitting[-1 if "vllm" in engine.name else 0]
-        has_none = engine.name == "sglang_server" or ("vllm" in engine.name and wanted == "int8_blocks")
+    wanted = quantization or CODES[precision]
+    if engine.quantization != wanted:
+        has_none = engine.name == "sglang_server"
         advice = f"{key}=transformers {key}.quantization={wanted}" if has_none else f"{key}.quantization={wanted}"
         raise ValueError(
             f"precision {precision} trains through the codes that the engine computes with, but {key}.quantization is "

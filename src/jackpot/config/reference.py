@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jackpot.config.base import MAY_CHANGE, Differences, model_classes
-from jackpot.config.build import moved
 from jackpot.config.run import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
@@ -146,8 +145,6 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     if found:
         below = (f"{wanted}.", f"{wanted}[].")
         return found, [setting for name, setting in known.items() if name.startswith(below)]
-    if now := moved(key, None):
-        raise ConfigError(now)
     raise ConfigError(f"unknown setting {key!r}{_near(wanted, list(known))} jackpot config lists all of them")
 
 

@@ -322,9 +322,9 @@ class Config(Strict):
     """The policy's loss."""
     precision: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
     """Number format of training's forward pass; weights and optimizer states are fp32. bf16: by autocast. fp8, int8:
-    linear layers compute with the codes that the engine computes with (`quantization` fp8, or int8_w8a8 or
-    int8_blocks), keys and values are rounded as its `kv_cache_dtype` says, and the rest is in its `dtype`
-    (docs/precision.md). Status of fp8 and int8: experimental. They have run on CPUs only."""
+    linear layers compute with the codes that the engine computes with (`quantization` fp8 or int8_w8a8), keys
+    and values are rounded as its `kv_cache_dtype` says, and the rest is in its `dtype` (docs/precision.md). Status of
+    fp8 and int8: experimental. They have run on CPUs only."""
     fp8_backward: Literal["dequantized", "fp8"] = "dequantized"
     """Products of the backward pass of `precision: fp8`: of gradients and the numbers that codes stand for, or of FP8
     codes too, gradients quantized by 1 x 128 (Jet-RL's)."""

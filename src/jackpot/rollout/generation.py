@@ -92,4 +92,4 @@ def _values(item: Prompt | Score) -> tuple:
 
 
 def _named(kind: type, values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(kind.__dataclass_fields__, values, strict=False))  # an earlier version wrote fewer fields
+    return dict(zip(kind.__dataclass_fields__, values, strict=True))

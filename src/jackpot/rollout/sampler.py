@@ -149,8 +149,7 @@ class Sampler:
         """Continue from what `state_dict` returned, or from the prompt stream's state alone."""
         self._prompts.load_state_dict(state["prompts"])
         self._under_way = {
-            number: [GenerationBatch.from_state(one) for one in batches]
-            for number, batches in state.get("ahead", {}).items()
+            number: [GenerationBatch.from_state(one) for one in batches] for number, batches in state["ahead"].items()
         }
 
     def _complete(self, iteration: int, begun: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:

@@ -36,7 +36,7 @@ def problems_of(lines: Iterable[Mapping[str, Any]], config: Config) -> int:
     """Return how many held-out problems each evaluation of a run has: `evaluation.problems`, or all where fewer exist.
 
     Args:
-        lines: of metrics.jsonl, whose newest `eval/problems` says it; runs of earlier versions have none.
+        lines: of metrics.jsonl, whose newest `eval/problems` says it; there is none before the first evaluation.
     """
     counted = [line["eval/problems"] for line in lines if line.get("eval/problems")]
     return int(counted[-1]) if counted else config.evaluation.problems

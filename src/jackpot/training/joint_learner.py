@@ -386,7 +386,7 @@ class JointLearner(Learner):
                 "objective.reference.path (or policy.path) leads, or begin a new run"
             )
         self._optimizer.load_state_dict(state, folder / _MOMENTS)
-        self._totals.load_state_dict(state.get("totals", {}))  # an earlier version's checkpoint has none
+        self._totals.load_state_dict(state["totals"])
         if self._distill_control:
             self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])
 

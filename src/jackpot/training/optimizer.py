@@ -140,10 +140,6 @@ class ModelOptimizer:
         Raises:
             CheckpointError: they are not those of the parameters.
         """
-        if "adamw" in state:  # an earlier version kept them here
-            before = state["adamw"]
-            moments = {f"{one}.{name}": value for one, held in before["state"].items() for name, value in held.items()}
-            state = {"groups": before["param_groups"], "steps": state["steps"]}
         self.steps = state["steps"]
         has_moments = enumerate(self._parameters) if self.steps else ()
         held = {number: self._held(number, parameter, moments) for number, parameter in has_moments}

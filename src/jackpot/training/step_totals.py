@@ -85,7 +85,6 @@ class StepTotals:
         return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; an earlier version's gave means alone, without their kind."""
+        """Continue from what `state_dict` returned."""
         kinds = {kind.__name__: kind for kind in get_args(Metric)}
-        entries = {name: entry if isinstance(entry[0], str) else ("Mean", *entry) for name, entry in state.items()}
-        self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in entries.items()}
+        self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}

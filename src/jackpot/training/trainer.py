@@ -74,8 +74,7 @@ class Trainer:
         self._engine_checks = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
-        count = state["non_finite"] if state else 0
-        since = state.get("non_finite_since", state["iteration"]) if state else 0  # an earlier version did not say
+        count, since = (state["non_finite"], state["non_finite_since"]) if state else (0, 0)
         self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count, since)
         self._rollback = RollbackGuard(config, folder)
         self.rolls_back = False  # whether the run is to start again, from an earlier checkpoint
@@ -85,7 +84,7 @@ class Trainer:
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of the newest iterations
         if state is not None:
             self._sampler.load_state_dict(state)
-            self._versions.extend(Version(*version) for version in state.get("versions", ()))
+            self._versions.extend(Version(*version) for version in state["versions"])
             self.iteration = state["iteration"]
 
     def train(self) -> bool:

@@ -383,16 +383,9 @@ def sample(
 @command()
 def starter(
     folder: Annotated[Path, typer.Argument(help="Folder in which each model gets a folder.")],
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of weights and examples; 0 makes the models of the package.")
-    ] = 0,
-    text: Annotated[
-        bool,
-        typer.Option("--text", help="Make the pair that reads text, and word problems to train it on."),
-    ] = False,
-    study: Annotated[bool, typer.Option("--study", help="Make the four models of benchmarks/study.yaml.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Copy the pair that reads text, for word problems.")] = False,
 ) -> None:
-    """Train the two starter models from random weights, or with --text or --study other ones.
+    """Copy the two starter models of the package into a folder: the pair that adds numbers, or with --text the other.
 
     Status: supported.
     """

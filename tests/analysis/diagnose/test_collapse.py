@@ -9,7 +9,10 @@ CONFIG = small_config("evaluation.problems=512")
 
 
 def evaluations(*accuracies: float) -> list[dict]:
-    return [{"iteration": 10 * index, "eval/policy_accuracy": value} for index, value in enumerate(accuracies)]
+    return [
+        {"iteration": 10 * index, "eval/policy_accuracy": value, "eval/policy_accuracy_stderr": 0.02}
+        for index, value in enumerate(accuracies)
+    ]
 
 
 @pytest.mark.parametrize(

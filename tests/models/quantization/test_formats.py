@@ -23,10 +23,10 @@ def test_quantized_layers_are_named_with_their_grids_and_kept_ones_are_not():
         *(f"{part}_proj (2)" for part in ("q", "k", "v", "o", "gate", "up", "down"))
     }
     assert found["model.layers.*.mlp.down_proj (2)"] == ("weights fp8 by 128 x 128, activations fp8 by 1 x 128", "fp32")
-    grids = differences(*(SideFormats(dtype="fp32", quantization=kind) for kind in ("int8_w8a8", "int8_blocks")))
+    grids = differences(*(SideFormats(dtype="fp32", quantization=kind) for kind in ("int8_w8a8", "fp8")))
     assert len(grids) == 7 and grids["model.layers.*.mlp.up_proj (2)"] == (
         "weights int8 by 1 x all, activations int8 by 1 x all",
-        "weights int8 by 128 x 128, activations int8 by 1 x 128",
+        "weights fp8 by 128 x 128, activations fp8 by 1 x 128",
     )
 
 

@@ -6,8 +6,9 @@ import torch
 
 from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.product import gemm_exact, scaled_operands
-from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, Grid, Quantized, quantize, with_scales
+from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, SCHEMES, Grid, Quantized, quantize
 from models.quantization.test_quantizer import matrix
+from research.parity import with_scales
 
 BOTH = ["int8_w8a8", "fp8"]
 

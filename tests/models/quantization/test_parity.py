@@ -1,6 +1,6 @@
 """One precision on the same kernels is exactly one distribution, in batches of any size; anything else is not.
 
-In bfloat16 and on trained models. benchmarks/parity.py measures how far apart the others are.
+In bfloat16 and on trained models. research/parity.py measures how far apart the others are.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,12 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.quantization.convert import quantize_linears
 from jackpot.models.quantization.linear import QuantizedLinear
-from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantize, quantize, with_scales
+from jackpot.models.quantization.quantizer import SCHEMES, Scheme, dequantize, quantize
 from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.tasks.registry import make_task
+from research.parity import with_scales
 
 TOY_MODELS = ("starter:policy", "starter:rollout_model")
 FP8 = SCHEMES["fp8"]

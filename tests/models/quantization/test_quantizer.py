@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.engines.quantized_reference import GRID, round_blocks, to_e4m3
-from jackpot.models.quantization.linear import round_by_token, round_to_fp8
+from jackpot.models.quantization.linear import round_to_fp8
 from jackpot.models.quantization.quantizer import (
     E4M3,
     FP8_BLOCKS,
@@ -21,6 +21,7 @@ from jackpot.models.quantization.quantizer import (
     next_power_of_two,
     quantize,
 )
+from research.parity import round_by_token
 
 FLOAT_BLOCKS = Grid(codes=E4M3, rows=128, columns=128, scales="float32")
 

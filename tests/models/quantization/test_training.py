@@ -39,7 +39,7 @@ from models.quantization.test_quantizer import matrix
 SHAPES = [(37, 200, 300), (256, 192, 96), (1, 64, 200), (0, 64, 64)]  # M, N, K
 
 
-CODED = ["fp8", "int8_blocks", "int8_w8a8"]
+CODED = ["fp8", "int8_w8a8"]
 
 
 def layer_of(n: int, k: int, backward: str = "dequantized", kind: str = "fp8") -> CodedLinear:
@@ -158,7 +158,7 @@ FLOWS = {
     "plain cache": ("fp8", None, "fp32"),
     "FP8 cache": ("fp8", "fp8", "fp32"),
     "bf16": ("fp8", None, "bf16"),
-    "INT8 blocks": ("int8_blocks", None, "fp32"),
+    "INT8": ("int8_w8a8", None, "fp32"),
     "INT8 and FP8 cache in bf16": ("int8_w8a8", "fp8", "bf16"),
 }
 

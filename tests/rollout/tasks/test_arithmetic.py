@@ -13,8 +13,8 @@ from helpers.paths import ROOT
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Prompt
-from jackpot.launch.lessons import make_tokenizer
 from jackpot.rollout.tasks.arithmetic import Arithmetic, split_of
+from tools.lessons import make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import torch
 from jackpot.config.tasks import EnvironmentConfig
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.core.types import DecodedResponse, Rollout
-from jackpot.launch.lessons import make_byte_tokenizer
 from jackpot.rollout.evaluate import score_rollouts
 from jackpot.rollout.tasks.base import decoded_response
 from jackpot.rollout.tasks.environment import EnvironmentTask
 from jackpot.rollout.tasks.registry import make_task
 from jackpot.rollout.tasks.templates import Template
+from tools.lessons import make_byte_tokenizer
 
 TOKENIZER = make_byte_tokenizer()
 

@@ -11,11 +11,11 @@ from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.tasks import INSTRUCTION, DataConfig, MathConfig
 from jackpot.core.errors import ConfigError, DataError, TrainingError
 from jackpot.core.types import DecodedResponse
-from jackpot.launch.lessons import make_tokenizer
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math, make_benchmark
 from jackpot.rollout.tasks.registry import make_task
+from tools.lessons import make_tokenizer
 
 TOKENIZER = text_tokenizer()
 

@@ -78,7 +78,6 @@ def test_problems_that_have_changed_are_refused_at_a_resume(several: bool, tmp_p
     write_problems(tmp_path / "a.jsonl", range(49))
     with pytest.raises(DataError, match=r"the problems of the task have changed: there were \[50.*now there are \[49"):
         PromptStream(task_of(train), "train", 3).load_state_dict(state)
-    PromptStream(task_of(train), "train", 3).load_state_dict({"position": 5})  # of an earlier version
 
 
 def test_the_sources_are_reported_apart_and_addressed_one_after_the_other(tmp_path: Path) -> None:

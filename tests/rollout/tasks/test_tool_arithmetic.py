@@ -4,9 +4,9 @@ import pytest
 
 from jackpot.config.tasks import ArithmeticConfig, ToolArithmeticConfig
 from jackpot.core.types import Prompt
-from jackpot.launch.lessons import make_tokenizer
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.registry import make_task
+from tools.lessons import make_tokenizer
 
 PROMPT = Prompt(uid="p", text="12+34+5=", answer="51", token_ids=())
 

@@ -12,7 +12,7 @@ from typing import Any
 from jackpot.analysis.compare.comparison import UNITS, Comparison, Unit, compare, spent_on
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import ArmListener, Lines, StopRule, run_all, runs_at_once
-from jackpot.analysis.compare.summary import RunSummary, check_counted, points_of, summarize
+from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, TrainingError
@@ -103,7 +103,6 @@ def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[A
         name = f"{arm}-seed{seed}"
         existing = RunFolder(folder / name)
         existing.check(config)
-        check_counted(existing.path, existing.read("metrics.jsonl"))
         log = folder / "logs" / f"{name}.log"
         runs.append(ArmRun(arm=arm, seed=seed, folder=existing.path, log=log, config=config))
     return runs

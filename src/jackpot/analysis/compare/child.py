@@ -20,8 +20,7 @@ from jackpot.training.interrupt import TERMINATIONS
 
 def train(run: ArmRun) -> None:
     """Train, with all that is printed in the log."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
+    os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
     with run.log.open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

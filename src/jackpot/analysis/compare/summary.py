@@ -64,24 +64,15 @@ class RunSummary:
         """Return the summary as one line of JSON."""
         return json.dumps(asdict(self), allow_nan=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> "RunSummary":
-        """Read a summary from a line of `to_json`."""
-        fields = json.loads(text)
-        fields["points"] = tuple(EvaluationPoint(**point) for point in fields["points"])
-        fields["collapse"] = Collapse(**fields["collapse"]) if fields["collapse"] else None
-        return cls(**fields)
-
 
 def summarize(run: Path, arm: str) -> RunSummary:
     """Summarize a run folder, finished or not.
 
     Raises:
-        CheckpointError: the folder has no run, the run has no evaluation yet, or its costs are not known.
+        CheckpointError: the folder has no run, or the run has no evaluation yet.
     """
     config, folder, environment = run_config(run), RunFolder(run), Environment(run)
     lines = folder.read("metrics.jsonl")
-    check_counted(run, lines)
     points = tuple(points_of(lines, config))
     if not points:
         raise CheckpointError(f"{run} has no evaluation yet; line 0 of metrics.jsonl is the first, so wait for it")
@@ -96,19 +87,6 @@ def summarize(run: Path, arm: str) -> RunSummary:
         environment=environment.newest | {"threads": environment.threads},
         measure=next(filter(None, map(measure_of, lines))),
     )
-
-
-def check_counted(run: Path, lines: Lines) -> None:
-    """Refuse a run whose metrics lack its costs.
-
-    Raises:
-        CheckpointError: some line after iteration 0 has no flops/rollout.
-    """
-    if any("flops/rollout" not in line for line in lines if line["iteration"] > 0):
-        raise CheckpointError(
-            f"{run} was begun by a version that did not write flops/rollout, so its cost is not known; move it "
-            f"away, and the run starts anew"
-        )
 
 
 def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:

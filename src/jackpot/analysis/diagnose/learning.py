@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from jackpot.analysis.diagnose.limits import Limit, MetricHistory, Values, below_start
-from jackpot.training.collapse import COLLAPSED_BELOW, two_errors
+from jackpot.training.collapse import COLLAPSED_BELOW
 
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where the task has no verdict
 REWARDS = "reward/mean"
@@ -31,9 +31,6 @@ def levels_of(history: MetricHistory, metric: str) -> list[Level]:
     if metric == REWARDS:
         return _stretches(history)
     errors = dict(history.series(f"{metric}_stderr"))
-    if metric == EVALUATED[0]:  # runs of earlier versions have no errors of accuracies
-        values = history.series(metric)
-        errors = {step: two_errors(history.problems, value) / math.sqrt(8.0) for step, value in values} | errors
     return [Level(value, errors[step]) for step, value in history.series(metric) if step in errors]
 
 

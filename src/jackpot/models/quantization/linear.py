@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from jackpot.models.quantization.product import product
-from jackpot.models.quantization.quantizer import E4M3, Grid, Quantized, Scheme, dequantize, encode, quantize
+from jackpot.models.quantization.quantizer import E4M3, Quantized, Scheme, dequantize, encode, quantize
 
 
 class QuantizedLinear(nn.Module):
@@ -62,10 +62,3 @@ def round_to_fp8(states: Tensor) -> Tensor:
     """Round keys or values of any shape to FP8 with the scale 1, clamped to 448, as vLLM's `kv_cache_dtype="fp8"` does
     where a checkpoint has no scales."""
     return encode(states.float(), 1.0, E4M3).to(states.dtype)
-
-
-def round_by_token(states: Tensor) -> Tensor:
-    """Round keys or values [..., D] to FP8 with a power of two as the scale of each token and head."""
-    rows = states.reshape(-1, states.shape[-1])
-    grid = Grid(codes=E4M3, rows=1, scales="power_of_two")
-    return dequantize(quantize(rows, grid), states.dtype).reshape(states.shape)

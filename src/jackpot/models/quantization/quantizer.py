@@ -125,20 +125,11 @@ class Scheme:
 
 INT8_CHANNELS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature
 INT8_TOKENS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each token
-INT8_BLOCKS = Grid(codes=torch.int8, rows=BLOCK, columns=BLOCK, scales="float32")
-INT8_TOKEN_BLOCKS = Grid(codes=torch.int8, rows=1, columns=BLOCK, scales="float32")
 FP8_BLOCKS = Grid(codes=E4M3, rows=BLOCK, columns=BLOCK, scales="power_of_two")
 FP8_TOKEN_BLOCKS = Grid(codes=E4M3, rows=1, columns=BLOCK, scales="power_of_two")
 
 SCHEMES: Mapping[str, Scheme] = {
     "int8_w8a16": Scheme(weights=INT8_CHANNELS, activations=None),
     "int8_w8a8": Scheme(weights=INT8_CHANNELS, activations=INT8_TOKENS),
-    "int8_blocks": Scheme(weights=INT8_BLOCKS, activations=INT8_TOKEN_BLOCKS),
     "fp8": Scheme(weights=FP8_BLOCKS, activations=FP8_TOKEN_BLOCKS),
 }
-
-
-def with_scales(scheme: Scheme, scales: ScaleFormat) -> Scheme:
-    """Return the scheme with scales of another format."""
-    activations = scheme.activations and replace(scheme.activations, scales=scales)
-    return Scheme(weights=replace(scheme.weights, scales=scales), activations=activations)

@@ -158,7 +158,7 @@ class PromptStream:
             DataError: the sources have other numbers of problems, so the next prompts would be others.
         """
         sizes = [walk.size for walk in self._walks]
-        if (before := state.get("sizes", sizes)) != sizes:
+        if (before := state["sizes"]) != sizes:
             raise DataError(
                 f"the problems of the task have changed: there were {before} of each source, now there are {sizes}; "
                 f"bring the data back, with the same limits of length, or begin a new run"

@@ -48,8 +48,7 @@ class Environment:
         Returns:
             What differs from the start before, as (before, now) by its name; empty for the first start.
         """
-        newest = self.newest
-        before, now = newest and {"ranks": 1} | newest, _environment()  # earlier versions had one rank
+        before, now = self.newest, _environment()
         start = {"time": time.time(), "after_iteration": iteration} | now
         self._content = {"format": FORMAT, "threads": threads, "starts": [*self._content["starts"], start]}
         write_whole(self._path, json.dumps(self._content, indent=2).encode() + b"\n")

@@ -3,6 +3,7 @@
 Runs whose settings differ only in seed, threads and description are one arm.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -14,11 +15,6 @@ from typing import Any
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run.folder import RunFolder, is_evaluation, run_config
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 _NOT_OF_THE_ARM = ("seed", "threads", "description")
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")
@@ -110,12 +106,10 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether no process holds the lock of a run; False if it has no lock file or the system no such locks.
+    """Return whether no process holds the lock of a run; False if it has no lock file or the file system no such locks.
 
     This takes the lock in shared mode for a moment; a run that starts in that moment is refused.
     """
-    if fcntl is None:
-        return False
     try:
         with (folder / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Write docs/study.md and its picture from the summaries of the runs: python benchmarks/study_page.py
+"""Write docs/study.md and its picture from the summaries of the runs: python -m research.study_page
 
-What is prose stands in benchmarks/study_page.md; every number on the page is computed here from docs/study/*.jsonl, and
+What is prose stands in research/study_page.md; every number on the page is computed here from docs/study/*.jsonl, and
 a name in braces in the prose is one of those: {close[obrs]} is an accuracy, {close[obrs-none]} a paired difference,
 {close[obrs@rollout]} a cost. Panels that have not run are named so; without the panel `first` there is no page.
 """
@@ -13,7 +13,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from study import (
+from jackpot.analysis.plan.cost_model import MEAN_PROMPT
+from jackpot.analysis.plan.estimate import ShareHours, share_hours
+from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
+from jackpot.config.build import validated
+from jackpot.config.published import GpusConfig
+from jackpot.config.recipes import load_recipe, resolve
+from jackpot.config.run import Config
+from jackpot.core.files import whole_file
+from jackpot.core.statistics import Sample
+from jackpot.models.cost import forward_cost
+from jackpot.ui.views.comparison import percent
+from research.study import (
     ABLATION,
     ALONE,
     FACTORS,
@@ -33,24 +44,12 @@ from study import (
     score,
     tuning_name,
 )
-
-from jackpot.analysis.plan.cost_model import MEAN_PROMPT
-from jackpot.analysis.plan.estimate import ShareHours, share_hours
-from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
-from jackpot.config.build import validated
-from jackpot.config.published import GpusConfig
-from jackpot.config.recipes import load_recipe, resolve
-from jackpot.config.run import Config
-from jackpot.core.files import whole_file
-from jackpot.core.statistics import Sample
-from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
-from jackpot.models.cost import forward_cost
-from jackpot.ui.views.comparison import percent
+from tools.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TEMPLATE = ROOT / "benchmarks" / "study_page.md"
+TEMPLATE = ROOT / "research" / "study_page.md"
 PAGE = ROOT / "docs" / "study.md"
 PICTURE = ROOT / "docs" / "pictures" / "study.png"
 PRICED = "joint_8b"  # the recipe whose time the cost model gives: Qwen3-1.7B generates for Qwen3-8B
@@ -388,7 +387,7 @@ def page(study: Study) -> str:
     if "first" not in done:
         raise SystemExit(
             f"the page needs the whole panel `first`, and {study.results / 'first.jsonl'} has "
-            f"{len(study.read('first'))} runs of it; run python benchmarks/study.py --panel first"
+            f"{len(study.read('first'))} runs of it; run python -m research.study --panel first"
         )
     panels = {panel: study.read(panel) if panel in done else [] for panel in PANELS}
     reported, tuning = [one for runs in panels.values() for one in runs], study.read("tuning")

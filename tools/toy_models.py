@@ -1,5 +1,9 @@
 """Makes toy models from nothing: the two pairs that the package carries (`starter:policy`), and those of the study.
 
+    python -m tools.toy_models FOLDER            # policy and rollout_model, the bytes of the package on its machine
+    python -m tools.toy_models FOLDER --text     # the pair that reads text, and the word problems of examples/
+    python -m tools.toy_models FOLDER --study    # the four models of research/study.yaml
+
 `policy` and `rollout_model` are Qwen3 models that add small numbers; `text_policy` and `text_rollout_model` read text
 byte by byte and solve word problems. All are supervised to convergence on a *mixture*: correct solutions, solutions
 with wrong steps, and bare guesses. The skill is there and hidden under bad habits, as in a real base model, and
@@ -7,6 +11,7 @@ reinforcement learning brings it out within minutes. The mixtures of a pair diff
 model are off-policy for the larger one.
 """
 
+import argparse
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.launch.lessons import SUMS, WORD_PROBLEMS, Lesson, Mixture
+from tools.lessons import SUMS, WORD_PROBLEMS, Lesson, Mixture, write_word_problems
 
 OnStep = Callable[[str, int, int, float], None]  # model, steps done, steps in all, loss in nats per token
 
@@ -81,8 +86,8 @@ TEXT_MODELS: dict[str, ToyModelSpec] = {
 }
 
 
-# The models of benchmarks/study.yaml: a policy, two rollout models of a sixth of its size, one close to it and one far,
-# and one that costs a twelfth of its FLOPs a token. They are not in the package: `jackpot starter --study` makes them.
+# The models of research/study.yaml: a policy, two rollout models of a sixth of its size, one close to it and one far,
+# and one that costs a twelfth of its FLOPs a token. They are not in the package.
 STUDY_MODELS: dict[str, ToyModelSpec] = {
     "policy": ToyModelSpec(
         hidden_size=128,
@@ -225,3 +230,28 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def main() -> None:
+    """Make the models that the command line asks for, and say what was written."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("folder", type=Path, help="folder in which each model gets a folder")
+    arguments.add_argument("--seed", type=int, default=0, help="of weights and examples; 0 makes those of the package")
+    which = arguments.add_mutually_exclusive_group()
+    which.add_argument("--text", action="store_true", help="the pair that reads text, and word problems to train it on")
+    which.add_argument("--study", action="store_true", help="the four models of research/study.yaml")
+    options = arguments.parse_args()
+
+    def show(name: str, step: int, steps: int, loss: float) -> None:
+        if step % 100 == 0 or step == steps:
+            print(f"{name}: step {step} of {steps}, {loss:.3f} nats/token", flush=True)
+
+    specs = TEXT_MODELS if options.text else STUDY_MODELS if options.study else TOY_MODELS
+    make_toy_models(options.folder, specs, options.seed, show)
+
+    problems = write_word_problems(options.folder) if options.text else []
+    print("Wrote", ", ".join(map(str, [*(options.folder / name for name in specs), *problems])))
+
+
+if __name__ == "__main__":
+    main()

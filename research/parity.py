@@ -10,8 +10,8 @@ Tokens are drawn from the model in bfloat16. What a row says of each model:
 A side reads whole sequences at once, or token by token with a cache. In the rows that must be 0 the sampler reads
 batches of 16 and the learner batches of 16, 5 and 1. Nothing here uses a GPU.
 
-    python benchmarks/parity.py            # the table of docs/precision.md
-    python benchmarks/parity.py --quick    # the two starters, one text each
+    python -m research.parity            # the table of docs/precision.md
+    python -m research.parity --quick    # the two starters, one text each
 """
 
 import argparse
@@ -21,7 +21,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -41,22 +41,38 @@ from transformers.masking_utils import eager_mask
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.quantization.convert import quantize_linears
-from jackpot.models.quantization.linear import QuantizedLinear, round_by_token
+from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.product import gemm_exact
 from jackpot.models.quantization.quantizer import (
+    E4M3,
     FP8_BLOCKS,
     LARGEST,
     SCHEMES,
+    Grid,
     Quantized,
+    ScaleFormat,
     Scheme,
     block_scales,
     dequantize,
     quantize,
-    with_scales,
 )
 from jackpot.rollout.engines.transformers.attention import eager_attention, set_attention, with_rounded_kv
 from jackpot.rollout.engines.transformers.kv_cache import make_cache
 from jackpot.rollout.tasks.registry import make_task
+
+
+def with_scales(scheme: Scheme, scales: ScaleFormat) -> Scheme:
+    """Return the scheme with scales of another format."""
+    activations = scheme.activations and replace(scheme.activations, scales=scales)
+    return Scheme(weights=replace(scheme.weights, scales=scales), activations=activations)
+
+
+def round_by_token(states: Tensor) -> Tensor:
+    """Round keys or values [..., D] to FP8 with a power of two as the scale of each token and head."""
+    rows = states.reshape(-1, states.shape[-1])
+    grid = Grid(codes=E4M3, rows=1, scales="power_of_two")
+    return dequantize(quantize(rows, grid), states.dtype).reshape(states.shape)
+
 
 PROMPT, RESPONSE, ROWS = 16, 48, 16  # the starters' prompts are as long as most problems
 BATCHES = (16, 5, 1)  # of the learner, where a row must be 0

@@ -5,7 +5,7 @@ An engine generates rollouts token by token; the learner's model reads them. A r
 equal bit for bit to those of the engine's model, which reads them token by token with its cache. Zeros have a control
 beside them that is not. Rows about two engines or two runs compare these.
 
-    python benchmarks/fp8_flow.py        # the tables of docs/precision.md, about 4 CPU minutes
+    python -m research.fp8_flow        # the tables of docs/precision.md, about 4 CPU minutes
 """
 
 import argparse
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import parity
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +50,7 @@ from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.batching import plain_batches
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.optimizer import ModelOptimizer
+from research import parity
 
 MODEL = "starter:policy"
 PROMPTS, GROUP = 16, 4
@@ -58,7 +58,6 @@ FLOWS: dict[str, dict[str, Any]] = {  # settings of the engine
     "FP8": {"quantization": "fp8"},
     "FP8 and FP8 cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "FP8 in bf16": {"quantization": "fp8", "dtype": "bf16"},
-    "`int8_blocks`": {"quantization": "int8_blocks"},
     "`int8_w8a8` and FP8 cache in bf16": {"quantization": "int8_w8a8", "kv_cache_dtype": "fp8", "dtype": "bf16"},
 }
 STEPS = (1, 30, 300)

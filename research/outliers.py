@@ -9,7 +9,7 @@ The starters have no outliers, so INT8 and FP8 hardly change them. Two changes b
 - Small keys: the norm of the keys is divided by `--keys-by`, that of the queries multiplied. An FP8 cache without
   scales of its own (vLLM's default) then holds keys below 2^-6, where E4M3 has fewer than three bits.
 
-    python benchmarks/outliers.py runs/quantized/outliers
+    python -m research.outliers runs/quantized/outliers
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Checks Theorems 3.3 and 3.4 and the identity of docs/simulate.md by enumeration, and draws their pictures.
 
-    python benchmarks/theorems.py [--seed 0] [--out runs/theorems]
+    python -m research.theorems [--seed 0] [--out runs/theorems]
 
 The states are those that `jackpot simulate` keeps of its synthetic pairs of models. Tables are printed; the folder gets
 theorems.html, theorems.png, identity.png and theorems.json. Half a minute on one core.

@@ -1,10 +1,10 @@
-"""Does a policy learn in the FP8 flow as in fp32? Arms of benchmarks/unified.yaml on the starter and on its twin with
+"""Does a policy learn in the FP8 flow as in fp32? Arms of research/unified.yaml on the starter and on its twin with
 outliers, over seeds.
 
-    python benchmarks/unified.py --plan              # what runs
-    python benchmarks/unified.py --jobs 2            # all, continued where they were cut
-    python benchmarks/unified.py --only starter --arms fp32,unified --seeds 101,102 iterations=250
-    python benchmarks/unified.py --table             # the table of the lines that are there
+    python -m research.unified --plan              # what runs
+    python -m research.unified --jobs 2            # all, continued where they were cut
+    python -m research.unified --only starter --arms fp32,unified --seeds 101,102 iterations=250
+    python -m research.unified --table             # the table of the lines that are there
 
 Each finished run becomes a line of docs/unified.jsonl, which says at which commit of src/, and is not run again at that
 commit. A killed run continues from its newest checkpoint. Nothing runs where src/ has changes without a commit, and the
@@ -26,7 +26,7 @@ from jackpot.config.recipes import resolve
 from jackpot.core.statistics import paired_differences
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE, RESULTS = ROOT / "benchmarks" / "unified.yaml", ROOT / "docs" / "unified.jsonl"
+RECIPE, RESULTS = ROOT / "research" / "unified.yaml", ROOT / "docs" / "unified.jsonl"
 SEEDS = (101, 102, 103, 104, 105)
 ARMS = {  # by model
     "starter": ("fp32", "fp8_none", "fp8_tis", "fp8_obrs", "unified"),
@@ -48,7 +48,7 @@ def model_of(name: str, runs: Path) -> str:
         return "starter:policy"
     folder = runs / "outliers"
     if not (folder / "config.json").exists():
-        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "outliers.py"), str(folder)], check=True)
+        subprocess.run([sys.executable, str(ROOT / "research" / "outliers.py"), str(folder)], check=True)
     return str(folder)
 
 

@@ -1,9 +1,9 @@
 """Check the advice of `replay` and `simulate` against the study: does the rule rank arms as their accuracy does?
 
-    python benchmarks/advice.py             # judge rollouts of short runs: a minute a pair of models, on one core
-    python benchmarks/advice.py --write     # compare with the study's lines that there are, and write it down
+    python -m research.advice             # judge rollouts of short runs: a minute a pair of models, on one core
+    python -m research.advice --write     # compare with the study's lines that there are, and write it down
 
-The first writes docs/study/advice.json: for each pair of models, what each arm of benchmarks/study.yaml is worth on the
+The first writes docs/study/advice.json: for each pair of models, what each arm of research/study.yaml is worth on the
 rollouts of a short run of that recipe. The second needs no run; it writes the section of docs/replay.md.
 """
 
@@ -19,7 +19,6 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from study import ALONE, PANELS, RECIPE, ROOT, TUNING_SEED, best_factor, committed, recipe_of, tuning_name
 from torch import Tensor
 
 from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
@@ -35,7 +34,19 @@ from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.core.statistics import paired_differences
 from jackpot.launch.local import train_run
-from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
+from research.study import (
+    ALONE,
+    PANELS,
+    RECIPE,
+    ROOT,
+    TUNING_SEED,
+    best_factor,
+    committed,
+    read_summary,
+    recipe_of,
+    tuning_name,
+)
+from tools.toy_models import STUDY_MODELS, make_toy_models
 
 JUDGED = ROOT / "docs" / "study" / "advice.json"
 PAGE, HEADING = ROOT / "docs" / "replay.md", "## How often the rule was right"
@@ -203,7 +214,7 @@ class Source:
 def sources() -> list[Source]:
     """Return the study's lines that there are now."""
     study, pairs = committed(), ("close", "far", "gap")
-    first = [RunSummary.from_json(line) for line in FIRST_EDITION.read_text().splitlines()]
+    first = [read_summary(line) for line in FIRST_EDITION.read_text().splitlines()]
     second = [one.run for panel in ("first", "gap") for one in study.read(panel)]
     return [
         Source(name="first edition", lines=len(first), by_pair={pair: outcomes(first, pair) for pair in pairs}),
@@ -351,7 +362,7 @@ What it adds is in the pairs of one share, nearly all of which differ in the cor
 {chr(10).join(worth_rows([*kept]))}
 
 `on_policy` is worth 1. `frozen_annealed` is missing, as its rollout model is in no such run, and `drafted`, which is
-exact. `python benchmarks/advice.py` judges the rollouts again, and `--write` compares with the lines that there are.
+exact. `python -m research.advice` judges the rollouts again, and `--write` compares with the lines that there are.
 
 """
 

@@ -1,6 +1,6 @@
-"""The tables of docs/quantized.md and its picture, from the folders of `jackpot compare benchmarks/quantized.yaml`.
+"""The tables of docs/quantized.md and its picture, from the folders of `jackpot compare research/quantized.yaml`.
 
-    python benchmarks/quantized_page.py runs/compare-quantized runs/quantized-outliers --picture quantized.png
+    python -m research.quantized_page runs/compare-quantized runs/quantized-outliers --picture quantized.png
 
 The picture is of the last folder. `logged` is what a training log shows, the mean reward of what the quantized copy
 wrote over the last tenth of the iterations; `right` is the policy without rounding on held-out problems, at the end.
@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from study_page import markdown
-
 from jackpot.analysis.compare.comparison import Difference
 from jackpot.config.recipes import load_recipe
 from jackpot.core.statistics import Sample
@@ -23,6 +21,7 @@ from jackpot.ui.charts import Chart, Guide, Series
 from jackpot.ui.error_bars import error_bars
 from jackpot.ui.png import write_png
 from jackpot.ui.views.comparison import difference_cells, percent
+from research.study_page import markdown
 
 RECIPE = Path(__file__).with_name("quantized.yaml")
 DRAWN = ("exact", "int8_none", "int8_ppo_is", "int8_is", "int8_tis", "int8_obrs")

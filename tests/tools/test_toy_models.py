@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from helpers.paths import ROOT
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import ModelError
-from jackpot.launch import toy_models
-from jackpot.launch.lessons import (
+from jackpot.models.load import starter_path
+from jackpot.rollout.tasks.arithmetic import Arithmetic
+from tools import toy_models
+from tools.lessons import (
     CHARACTERS,
     PEOPLE,
     STORIES,
@@ -30,9 +32,7 @@ from jackpot.launch.lessons import (
     word_problem,
     write_word_problems,
 )
-from jackpot.launch.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS, make_toy_model, make_toy_models
-from jackpot.models.load import starter_path
-from jackpot.rollout.tasks.arithmetic import Arithmetic
+from tools.toy_models import STUDY_MODELS, TEXT_MODELS, TOY_MODELS, make_toy_model, make_toy_models
 
 PACKAGED = TOY_MODELS | TEXT_MODELS
 NAMES = sorted(PACKAGED)

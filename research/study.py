@@ -1,8 +1,8 @@
 """Which way reaches on-policy accuracy for the least rollout FLOPs: tune every arm alike, then run what is reported.
 
-    python benchmarks/study.py --plan          # what runs, and how many core-hours it takes
-    python benchmarks/study.py                 # all panels, continued where they were cut
-    python benchmarks/study.py --panel first --jobs 2
+    python -m research.study --plan          # what runs, and how many core-hours it takes
+    python -m research.study                 # all panels, continued where they were cut
+    python -m research.study --panel first --jobs 2
 
 Each finished run becomes a line of docs/study/PANEL.jsonl, or of docs/study/tuning.jsonl, which are committed; what is
 in them is not run again. All lines are of one commit of src/.
@@ -23,16 +23,16 @@ from typing import Any
 import jackpot
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
-from jackpot.analysis.compare.summary import RunSummary, summarize
+from jackpot.analysis.compare.summary import Collapse, EvaluationPoint, RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
 from jackpot.config.build import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config, ShareSchedule
-from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
+from tools.toy_models import STUDY_MODELS, make_toy_models
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "benchmarks" / "study.yaml"
+RECIPE = ROOT / "research" / "study.yaml"
 FACTORS = (0.5, 1.0, 2.0)  # of the policy's learning rate in the recipe: the grid of every arm
 TUNING_SEED = 0  # reported with other seeds
 SEEDS = (101, 102, 103, 104, 105)  # reported; nothing was tuned on them
@@ -78,7 +78,15 @@ class Finished:
     @classmethod
     def from_json(cls, text: str) -> "Finished":
         fields = json.loads(text)
-        return cls(**{**fields, "run": RunSummary.from_json(json.dumps(fields["run"]))})
+        return cls(**{**fields, "run": read_summary(json.dumps(fields["run"]))})
+
+
+def read_summary(text: str) -> RunSummary:
+    """Read a line of `RunSummary.to_json`."""
+    fields = json.loads(text)
+    fields["points"] = tuple(EvaluationPoint(**point) for point in fields["points"])
+    fields["collapse"] = Collapse(**fields["collapse"]) if fields["collapse"] else None
+    return RunSummary(**fields)
 
 
 def cells(pair: str, *arms: str) -> list[Cell]:
@@ -201,12 +209,12 @@ class Study:
                 raise SystemExit(
                     f"{path} has runs of src/ at {one.source}, and src/ is at {self.source}; one study has one commit. "
                     f"Go on from there: git worktree add ../study {one.source}, and in it git checkout "
-                    f"{current_branch()} -- benchmarks docs/study. Or remove the file and begin it anew."
+                    f"{current_branch()} -- research docs/study. Or remove the file and begin it anew."
                 )
             same = runs.get((one.run.arm, one.run.seed))
             if same and (other := fixed_changes(Config, _filled(one.run.settings), settings_of(same.config))):
                 raise SystemExit(
-                    f"{path} has {same.name} with other settings than benchmarks/study.yaml gives it now "
+                    f"{path} has {same.name} with other settings than research/study.yaml gives it now "
                     f"({'; '.join(map(str, other))}); remove its line to run it again, or take back the change."
                 )
 
