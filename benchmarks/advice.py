@@ -23,7 +23,6 @@ from study import ALONE, PANELS, RECIPE, ROOT, TUNING_SEED, best_factor, committ
 from torch import Tensor
 
 from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
-from jackpot.analysis.compare.comparison import SeedSpread
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import ReadLimits, read_files
@@ -33,9 +32,9 @@ from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 from jackpot.core.files import whole_file
+from jackpot.core.statistics import paired_differences
 from jackpot.launch.local import train_run
 from jackpot.launch.toy_models import STUDY_MODELS, make_toy_models
-from jackpot.rollout.pass_at_k import student_t
 
 JUDGED = ROOT / "docs" / "study" / "advice.json"
 PAGE, HEADING = ROOT / "docs" / "replay.md", "## How often the rule was right"
@@ -155,16 +154,18 @@ def predicted(one: Judged, other: Judged) -> int:
 
 def outcome(one: Outcome, other: Outcome) -> int | None:
     """Return 1 where the first is more accurate, -1 for less, 0 where the 95 % interval holds 0; None without one."""
-    seeds = sorted(one.accuracy.keys() & other.accuracy.keys())
-    differences = tuple(one.accuracy[seed] - other.accuracy[seed] for seed in seeds)
-    if len(seeds) > 1:
-        half = student_t(len(seeds) - 1) * SeedSpread(values=differences).error
-    elif seeds and one.error is not None and other.error is not None:
+    differences = paired_differences(one.accuracy, other.accuracy)
+    if differences is None:
+        return None
+
+    interval = differences.interval
+    if interval.low is not None:
+        half = interval.high - interval.value
+    elif one.error is not None and other.error is not None:
         half = 1.96 * math.hypot(one.error, other.error)
     else:
         return None
-    mean = sum(differences) / len(differences)
-    return 0 if abs(mean) <= half else int(math.copysign(1, mean))
+    return 0 if abs(interval.value) <= half else int(math.copysign(1, interval.value))
 
 
 def outcomes(runs: Iterable[RunSummary], pair: str) -> dict[str, Outcome]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from study_page import markdown
 
-from jackpot.analysis.compare.comparison import Difference, SeedSpread
+from jackpot.analysis.compare.comparison import Difference
 from jackpot.config.recipes import load_recipe
+from jackpot.core.statistics import Sample
 from jackpot.training.run.folder import RunFolder
 from jackpot.ui.charts import Chart, Guide, Series
 from jackpot.ui.error_bars import error_bars
@@ -115,8 +116,8 @@ def update_cells(runs: Sequence[Run], metric: str) -> tuple[str, str]:
     return f"{1e4 * mean_of(runs, metric):+.1f}", f"{over(runs, 'below_0', metric).mean:.0%}"
 
 
-def over(runs: Sequence[Run], what: str, metric: str) -> SeedSpread:
-    return SeedSpread(values=tuple(getattr(run, what)(metric) for run in runs))
+def over(runs: Sequence[Run], what: str, metric: str) -> Sample:
+    return Sample(tuple(getattr(run, what)(metric) for run in runs))
 
 
 def mean_of(runs: Sequence[Run], metric: str) -> float:
@@ -127,7 +128,8 @@ def differences(runs: Sequence[Run], without: Sequence[Run]) -> Difference:
     """Seed by seed."""
     pairs = zip(*(over(each, "end", "eval/policy_accuracy").values for each in (runs, without)), strict=True)
     apart = tuple(one - other for one, other in pairs)
-    return Difference(spread=SeedSpread(values=apart), higher=sum(value > 0.0 for value in apart))
+    higher, lower = sum(value > 0.0 for value in apart), sum(value < 0.0 for value in apart)
+    return Difference(spread=Sample(apart), higher=higher, lower=lower, noise=None)
 
 
 def charts(arms: dict[str, list[Run]]) -> list[Chart]:

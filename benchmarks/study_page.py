@@ -7,7 +7,7 @@ a name in braces in the prose is one of those: {close[obrs]} is an accuracy, {cl
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +34,6 @@ from study import (
     tuning_name,
 )
 
-from jackpot.analysis.compare.comparison import SeedSpread
 from jackpot.analysis.plan.cost_model import GPUS, MEAN_PROMPT
 from jackpot.analysis.plan.estimate import Estimator, ShareHours
 from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
@@ -43,9 +42,9 @@ from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, resolve
 from jackpot.config.run import Config
 from jackpot.core.files import whole_file
+from jackpot.core.statistics import Sample
 from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
-from jackpot.rollout.pass_at_k import student_t
 from jackpot.ui.views.comparison import percent
 
 if TYPE_CHECKING:
@@ -82,35 +81,11 @@ APART = 1.5  # percent of the cost that the points of a family are moved apart i
 Row = Sequence[str]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its 95 % interval by Student's t; without an interval for a single value."""
-
-    values: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.values)
-
-    @property
-    def half(self) -> float | None:
-        """Half of its width."""
-        error = SeedSpread(values=self.values).error
-        return None if error is None else student_t(len(self.values) - 1) * error
-
-    @property
-    def text(self) -> str:
-        """`-1.2 [-2.0, -0.4]`, in points."""
-        ends = (
-            ""
-            if self.half is None
-            else f" [{100 * (self.mean - self.half):+.1f}, {100 * (self.mean + self.half):+.1f}]"
-        )
-        return f"{100 * self.mean:+.1f}{ends}"
-
-    def is_above(self, bound: float) -> bool:
-        """Return whether the whole interval is."""
-        return self.half is not None and self.mean - self.half > bound
+def interval_text(sample: Sample) -> str:
+    """A mean difference and its 95 % interval by Student's t, in points: `-1.2 [-2.0, -0.4]`."""
+    interval = sample.interval
+    ends = "" if interval.low is None else f" [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
+    return f"{100 * interval.value:+.1f}{ends}"
 
 
 class Arms:
@@ -135,18 +110,18 @@ class Arms:
             return NOT_RUN
         if cost:
             return share_text(self.share(arm, cost))
-        return self.difference(arm, other).text if other else f"{percent(self.spread(arm))} %"
+        return interval_text(self.difference(arm, other)) if other else f"{percent(self.spread(arm))} %"
 
-    def spread(self, arm: str) -> SeedSpread:
+    def spread(self, arm: str) -> Sample:
         """Last accuracies, by seed."""
-        return SeedSpread(values=tuple(one.run.last.policy_accuracy for one in self.runs[arm].values()))
+        return Sample(tuple(one.run.last.policy_accuracy for one in self.runs[arm].values()))
 
-    def difference(self, arm: str, other: str) -> Interval:
-        """Difference of the last accuracies, paired by seed."""
+    def difference(self, arm: str, other: str) -> Sample:
+        """Differences of the last accuracies, paired by seed."""
         return self._paired(arm, other, lambda one, base: _accuracy(one) - _accuracy(base))
 
-    def at_equal_cost(self, arm: str) -> Interval:
-        """Difference to on_policy when that had spent as many rollout FLOPs, between its evaluations on a line."""
+    def at_equal_cost(self, arm: str) -> Sample:
+        """Differences to on_policy when that had spent as many rollout FLOPs, between its evaluations on a line."""
         return self._paired(arm, "on_policy", lambda one, base: _accuracy(one) - _between(base, one.run.last.flops))
 
     def share(self, arm: str, cost: str) -> float:
@@ -154,16 +129,17 @@ class Arms:
         measured = {**COSTS, "evaluated": flops_with_evaluations}[cost]
         return self._paired(arm, "on_policy", lambda one, base: measured(one) / measured(base)).mean
 
-    def _paired(self, arm: str, other: str, of: Callable[[Finished, Finished], float]) -> Interval:
+    def _paired(self, arm: str, other: str, of: Callable[[Finished, Finished], float]) -> Sample:
         both = [seed for seed in self.runs[arm] if seed in self.runs[other]]
-        return Interval(tuple(of(self.runs[arm][seed], self.runs[other][seed]) for seed in both))
+        return Sample(tuple(of(self.runs[arm][seed], self.runs[other][seed]) for seed in both))
 
     def collapsed(self, arm: str) -> int:
         return sum(one.run.collapse is not None for one in self.runs[arm].values())
 
     def reaching(self, margin: float = MARGIN) -> list[str]:
-        """The arms that reach the target."""
-        return [arm for arm in self.cheap() if self.difference(arm, "on_policy").is_above(margin)]
+        """The arms that reach the target: their whole interval is above the margin."""
+        lows = {arm: self.difference(arm, "on_policy").interval.low for arm in self.cheap()}
+        return [arm for arm, low in lows.items() if low is not None and low > margin]
 
     def cheap(self) -> list[str]:
         """The arms at half of on_policy's rollout FLOPs or less, the most accurate first."""
@@ -257,7 +233,8 @@ def pair_table(arms: Arms) -> str:
             continue
         is_base = arm == "on_policy"
         right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
-        differences = ["-", "-"] if is_base else [arms.difference(arm, "on_policy").text, arms.at_equal_cost(arm).text]
+        measured = arms.difference(arm, "on_policy"), arms.at_equal_cost(arm)
+        differences = ["-", "-"] if is_base else [interval_text(sample) for sample in measured]
         rows.append((f"`{arm}`", right, differences[0], *costs, differences[1]))
     columns = ("arm", "right, %", "minus `on_policy` [95 %]", "rollout FLOPs", "all FLOPs")
     columns += ("CPU seconds", "hours, 1.7B for 8B, modelled")
@@ -299,14 +276,12 @@ def foreign_table(arms: Arms) -> str:
 def _both(arms: Arms, arm: str, base: str, is_base: bool) -> tuple[str, str]:
     """Accuracy, and difference to a base, of one arm."""
     right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
-    return right, "-" if is_base else arms.difference(arm, base).text
+    return right, "-" if is_base else interval_text(arms.difference(arm, base))
 
 
 def ablation_table(arms: Arms) -> str:
     rows = [
-        (f"`{arm}`", percent(arms.spread(arm)) + _fallen(arms.collapsed(arm)), arms.difference(arm, "obrs").text)
-        for arm in ABLATION
-        if arm in arms and "obrs" in arms
+        (f"`{arm}`", *_both(arms, arm, "obrs", is_base=False)) for arm in ABLATION if arm in arms and "obrs" in arms
     ]
     return markdown(("arm", "right, %", "minus `obrs` on the same seeds"), rows) if rows else NOT_RUN.capitalize()
 
@@ -317,7 +292,7 @@ def long_table(arms: Arms) -> str:
         name, _, iterations = arm.partition(" ")
         if iterations and f"none {iterations}" in arms:
             short, end = arms[name], percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
-            difference = "-" if name == "none" else arms.difference(arm, f"none {iterations}").text
+            difference = "-" if name == "none" else interval_text(arms.difference(arm, f"none {iterations}"))
             rows.append((f"`{name}`", short, end, difference))
     columns = ("arm", "after 320 updates", "after 1,000 updates, %", "minus `none`")
     return markdown(columns, rows) if rows else NOT_RUN.capitalize()
@@ -352,8 +327,8 @@ def _at_the_start(name: str, finished: Sequence[Finished]) -> Row:
     if not runs:
         return NOT_RUN, "-", "-"
     if name == "policy":
-        return percent(SeedSpread(values=tuple(run.points[0].policy_accuracy for run in runs))), "0", "1"
-    right = SeedSpread(values=tuple(run.points[0].rollout_model_accuracy for run in runs))
+        return percent(Sample(tuple(run.points[0].policy_accuracy for run in runs))), "0", "1"
+    right = Sample(tuple(run.points[0].rollout_model_accuracy for run in runs))
     return percent(right), *(
         f"{fmean(getattr(run.points[1], what) for run in runs):.3f}" for what in ("kl", "acceptance")
     )
@@ -395,7 +370,7 @@ def best_text(pairs: Sequence[Arms]) -> str:
     parts = []
     for arms in pairs:
         if best := next(iter(arms.cheap()), None):
-            apart, equal = arms.difference(best, "on_policy").text, arms.at_equal_cost(best).text
+            apart, equal = interval_text(arms.difference(best, "on_policy")), interval_text(arms.at_equal_cost(best))
             parts.append(
                 f"   - {arms.pair}: `{best}`, {apart} points to `on_policy` at {arms[f'{best}@rollout']}, and {equal} "
                 f"to `on_policy` that had spent as much"
@@ -485,12 +460,13 @@ def _draw_pair(panel: "Axes", arms: Arms) -> float:
         for place, (name, marker) in enumerate(zip(names, MARKERS, strict=False)):
             if name not in arms:
                 continue
-            right = Interval(arms.spread("on_policy" if name == EXACT else name).values)
+            right = arms.spread("on_policy" if name == EXACT else name).interval
             at = 100 * arms.share(name, "rollout") + APART * (place - (len(names) - 1) / 2)
-            label, bar = family if len(names) == 1 else f"{family}: {name}", 100 * (right.half or 0.0)
+            label = family if len(names) == 1 else f"{family}: {name}"
+            bar = 0.0 if right.high is None else 100 * (right.high - right.value)
             look = {"color": color, "marker": marker, "markersize": 6, "capsize": 2, "linestyle": "none"}
-            panel.errorbar(at, 100 * right.mean, bar, label=label, linewidth=0.8, **look)
-            lowest = min(lowest, 100 * right.mean - bar)
+            panel.errorbar(at, 100 * right.value, bar, label=label, linewidth=0.8, **look)
+            lowest = min(lowest, 100 * right.value - bar)
     panel.set_title(TITLES[arms.pair], fontsize=10)
     panel.set_xlabel("FLOPs of generating the rollouts, % of on-policy's", fontsize=9)
     panel.set_xlim(0, None)

@@ -9,7 +9,6 @@ uniforms. What differs: the trainer, TRL's standard deviation of a group, and th
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from interleaved import Job, Result, answer, measure, table
+
+from jackpot.core.statistics import Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -147,9 +148,9 @@ def main() -> None:
     rows = []
     for trainer, results in found.items():
         for name, label in names.items():
-            values = [100.0 * result[name] for result in results]
-            spread = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-            rows.append([trainer, label, *(f"{value:.1f}" for value in values), spread])
+            sample = Sample(tuple(100.0 * result[name] for result in results))
+            spread = "" if sample.deviation is None else f"{sample.mean:.1f} ± {sample.deviation:.1f}"
+            rows.append([trainer, label, *(f"{value:.1f}" for value in sample.values), spread])
         rows.append([trainer, "CPU s", *(f"{result['cpu']:.0f}" for result in results), ""])
     table(["trainer", "", *(f"seed {seed}" for seed in args.seeds), "mean ± standard deviation"], rows)
 

@@ -13,17 +13,17 @@ tables do not mix commits.
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
 from jackpot.config.recipes import resolve
+from jackpot.core.statistics import paired_differences
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, RESULTS = ROOT / "benchmarks" / "unified.yaml", ROOT / "docs" / "unified.jsonl"
@@ -88,15 +88,17 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     for model, arm in dict.fromkeys((one["model"], one["arm"]) for one in found):
         of = {one["seed"]: one for one in found if (one["model"], one["arm"]) == (model, arm)}
         plain = {one["seed"]: one for one in found if (one["model"], one["arm"]) == (model, "fp32")}
-        apart = [100 * (of[seed]["accuracy"] - plain[seed]["accuracy"]) for seed in of if seed in plain]
-        error = f" ± {stdev(apart) / math.sqrt(len(apart)):.1f}" if len(apart) > 1 else ""
+        apart = paired_differences(
+            *({seed: 100 * one["accuracy"] for seed, one in runs.items()} for runs in (of, plain))
+        )
+        error = f" ± {apart.error:.1f}" if apart and apart.error is not None else ""
         rows.append(
             (
                 model,
                 f"`{arm}`",
                 str(len(of)),
                 f"{100 * fmean(one['accuracy'] for one in of.values()):.1f}",
-                f"{fmean(apart):+.1f}{error}" if apart and arm != "fp32" else "-",
+                f"{apart.mean:+.1f}{error}" if apart and arm != "fp32" else "-",
                 f"{100 * fmean(one['copy'] for one in of.values()):.1f}"
                 if all(one["copy"] for one in of.values())
                 else "-",

@@ -24,6 +24,7 @@ from jackpot.core.metrics import (
     means,
     to_host,
 )
+from jackpot.core.statistics import Estimate
 
 
 def sample(seed=0, shape=(3, 5)):
@@ -54,6 +55,16 @@ def test_a_clustered_mean_is_the_ratio_estimator_of_whole_responses_however_they
     assert entry.standard_error.item() == pytest.approx(error, rel=1e-10)
     assert error > 1.5 * Mean.of(values, mask).standard_error  # tokens of a response are alike here
     assert ClusteredMean.of(values[:1], mask[:1]).standard_error == 0.0
+    assert entry.estimate == Estimate(entry.value.item(), entry.standard_error.item())
+
+
+def test_a_clustered_mean_of_one_response_has_no_error_and_of_none_no_value():
+    values, mask = sample(shape=(1, 7))
+    entry = ClusteredMean.of(values, mask)
+    assert entry.estimate.error is None
+    assert entry.estimate.value == pytest.approx(values[mask].mean().item(), rel=1e-12)
+    assert ClusteredMean.of(values[0], mask[0]) == entry
+    assert ClusteredMean.of(values, torch.zeros_like(mask)).estimate is None
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jackpot.core.statistics import Estimate
+
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the entries where `mask` is True: a scalar in float64. Entries outside it are ignored, NaN included."""
@@ -80,7 +82,7 @@ class ClusteredMean(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "ClusteredMean":
-        """Sum the entries of `values` where `mask` is True; both [B, T], a response in each row."""
+        """Sum the entries where `mask` is True; both [B, T], a response in each row, or [T], a single response."""
         y, n = torch.where(mask, values.detach().double(), 0.0).sum(-1), mask.sum(-1).double()
         return cls(y.sum(), n.sum(), y.square().sum(), (y * n).sum(), n.square().sum(), (n > 0).sum().double())
 
@@ -98,6 +100,13 @@ class ClusteredMean(NamedTuple):
         mean = self.value
         spread = (self.squares - 2.0 * mean * self.products + mean.square() * self.counts).clamp(min=0.0)
         return (self.responses / (self.responses - 1.0).clamp(min=1.0) * spread).sqrt() / self.count
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The mean with its standard error, unknown from one response; None where nothing was counted."""
+        if not self.count:
+            return None
+        return Estimate(float(self.value), float(self.standard_error) if self.responses > 1 else None)
 
 
 class Sum(NamedTuple):

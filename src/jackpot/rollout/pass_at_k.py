@@ -17,25 +17,15 @@ than it says (docs/evaluate.md).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import acos, comb, cos, pi, sqrt, tan
-from statistics import NormalDist
+from math import comb, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jackpot.core.errors import DataError
+from jackpot.core.statistics import Interval, student_t
 
-CONFIDENCE = 0.95  # coverage of the intervals
 _PSEUDO_PROBLEMS = 2  # problems of the largest possible spread that the standard error adds to those measured
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeanEstimate:
-    """Holds a mean over problems and its confidence interval, which is None for a single problem."""
-
-    value: float  # the mean
-    low: float | None  # bounds of the interval
-    high: float | None
 
 
 def reported_ks(samples: int) -> list[int]:
@@ -73,7 +63,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
     return sqrt(squares / (problems - 1 + _PSEUDO_PROBLEMS) / problems)
 
 
-def estimate_mean(values: NDArray[np.float64]) -> MeanEstimate:
+def estimate_mean(values: NDArray[np.float64]) -> Interval:
     """Estimate the mean over problems of numbers from 0 to 1, one for each problem: [P].
 
     Raises:
@@ -84,44 +74,21 @@ def estimate_mean(values: NDArray[np.float64]) -> MeanEstimate:
         raise DataError("there are no problems, so there is nothing to take a mean of")
     mean = float(values.mean())
     if problems == 1:
-        return MeanEstimate(value=mean, low=None, high=None)
+        return Interval(mean, None, None)
     largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)
     half = sqrt(t2 * (max(largest, 0.0) / effective + t2 / (4.0 * effective**2)))
     low, high = ((middle + side) / (1.0 + t2 / effective) for side in (-half, half))
-    return MeanEstimate(value=mean, low=min(mean, max(0.0, low)), high=max(mean, min(1.0, high)))
+    return Interval(mean, min(mean, max(0.0, low)), max(mean, min(1.0, high)))
 
 
-def student_t(degrees: int) -> float:
-    """Return the two-sided quantile of Student's t at `CONFIDENCE`, within 0.13 %.
-
-    In closed form for 1, 2 and 4 degrees of freedom; else by its expansion in 1 / degrees (Abramowitz and Stegun
-    26.7.5).
-    """
-    outside = sqrt(1.0 - CONFIDENCE**2)
-    if degrees == 1:
-        return tan(0.5 * pi * CONFIDENCE)
-    if degrees == 2:
-        return sqrt(2.0) * CONFIDENCE / outside
-    if degrees == 4:
-        return 2.0 * sqrt(cos(acos(outside) / 3.0) / outside - 1.0)
-    z = NormalDist().inv_cdf(0.5 + 0.5 * CONFIDENCE)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
-
-
-def mean_at_k(correct: NDArray[np.int64], samples: int) -> MeanEstimate:
+def mean_at_k(correct: NDArray[np.int64], samples: int) -> Interval:
     """Estimate the share of correct responses: `correct` [P] of `samples` responses to each problem."""
     return estimate_mean(correct / samples)
 
 
-def pass_at_k(correct: NDArray[np.int64], samples: int) -> dict[int, MeanEstimate]:
+def pass_at_k(correct: NDArray[np.int64], samples: int) -> dict[int, Interval]:
     """Estimate pass@k for each k of `reported_ks(samples)`."""
     return {k: estimate_mean(pass_probabilities(samples, k)[correct]) for k in reported_ks(samples)}
 
@@ -147,8 +114,8 @@ class EvaluationSummary:
 
     problems: int  # number of problems
     k: int  # responses to each problem
-    mean_at_k: MeanEstimate | None  # None where the task has no verdict
-    pass_at_k: Mapping[int, MeanEstimate]  # by k; empty where the task has no verdict
+    mean_at_k: Interval | None  # None where the task has no verdict
+    pass_at_k: Mapping[int, Interval]  # by k; empty where the task has no verdict
     reward: float  # mean
     truncated: float  # share cut at the length limit
     aborted: float  # share aborted by the engine

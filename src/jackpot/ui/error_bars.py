@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, stdev
 from typing import Any
+
+from jackpot.core.statistics import Sample
 
 FEW_SEEDS = 5  # with fewer seeds, error bars reach from the smallest to the largest value
 MOST_POINTS = 800  # of a line on the page
@@ -25,11 +26,11 @@ def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, N
     """
     if not values:
         return None, None, None
-    middle = fmean(values)
-    if seeds < FEW_SEEDS or len(values) < 2:
+    sample = Sample(tuple(values))
+    middle, deviation = sample.mean, sample.deviation
+    if seeds < FEW_SEEDS or deviation is None:
         return middle, min(values), max(values)
-    spread = stdev(values)
-    return middle, middle - spread, middle + spread
+    return middle, middle - deviation, middle + deviation
 
 
 def error_bars(columns: Sequence[Sequence[Number]]) -> tuple[tuple[Number, ...], ...]:

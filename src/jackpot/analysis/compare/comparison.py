@@ -8,6 +8,7 @@ from typing import Literal
 
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.errors import ConfigError
+from jackpot.core.statistics import Sample, paired_differences
 from jackpot.training.collapse import two_errors
 from jackpot.training.run.folder import Measure
 
@@ -21,32 +22,10 @@ UNITS: dict[Unit, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedSpread:
-    """Holds the values of one quantity over seeds, and computes their mean and errors."""
-
-    values: tuple[float, ...]  # in the order of the seeds
-
-    @property
-    def mean(self) -> float:
-        """Return the mean over seeds."""
-        return statistics.fmean(self.values)
-
-    @property
-    def deviation(self) -> float | None:
-        """Return the standard deviation; None for a single seed."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def error(self) -> float | None:
-        """Return the standard error of the mean; None for a single seed."""
-        return self.deviation / len(self.values) ** 0.5 if self.deviation is not None else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """Holds the difference of an arm to the baseline, paired by seed, which cancels the chance that both arms share."""
 
-    spread: SeedSpread
+    spread: Sample
     higher: int  # number of seeds on which the arm is above the baseline
     lower: int  # on which it is below
     noise: float | None  # standard error by the evaluations' problems alone, as if each arm had its own; None: unknown
@@ -88,10 +67,10 @@ class ArmRow:
 
     arm: str
     seeds: tuple[int, ...]
-    before: SeedSpread
-    after: SeedSpread
-    rollout_model_after: SeedSpread | None  # None where the policy generates its own rollouts
-    spent: SeedSpread  # amount of the budget spent at the evaluation that counts
+    before: Sample
+    after: Sample
+    rollout_model_after: Sample | None  # None where the policy generates its own rollouts
+    spent: Sample  # amount of the budget spent at the evaluation that counts
     difference: Difference | None  # None for the baseline, or without a seed in common
     cost: CostToAccuracy | None  # None without an accuracy to count to
     collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
@@ -205,10 +184,10 @@ def _row(
     return ArmRow(
         arm=arm,
         seeds=tuple(at),
-        before=SeedSpread(values=tuple(run.points[0].policy_accuracy for run in runs)),
-        after=SeedSpread(values=tuple(point.policy_accuracy for point in at.values())),
-        rollout_model_after=SeedSpread(values=tuple(accuracies)) if accuracies else None,
-        spent=SeedSpread(values=tuple(spent_on(point, unit) for point in at.values())),
+        before=Sample(tuple(run.points[0].policy_accuracy for run in runs)),
+        after=Sample(tuple(point.policy_accuracy for point in at.values())),
+        rollout_model_after=Sample(tuple(accuracies)) if accuracies else None,
+        spent=Sample(tuple(spent_on(point, unit) for point in at.values())),
         difference=_difference(at, base or {}),
         cost=None if accuracy is None else _cost(runs, accuracy),
         collapsed=tuple(_collapse_sentence(run) for run in runs if run.collapse),
@@ -218,16 +197,18 @@ def _row(
 
 def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, EvaluationPoint]) -> Difference | None:
     """Subtract the baseline's accuracies from an arm's, by seed; None without a seed in common."""
-    pairs = [(at[seed], base[seed]) for seed in at if seed in base]
-    if not pairs:
+    spread = paired_differences(
+        *({seed: point.policy_accuracy for seed, point in points.items()} for points in (at, base))
+    )
+    if spread is None:
         return None
-    differences = tuple(one.policy_accuracy - other.policy_accuracy for one, other in pairs)
-    errors = [point.policy_accuracy_stderr for pair in pairs for point in pair]
+
+    errors = [points[seed].policy_accuracy_stderr for seed in at if seed in base for points in (at, base)]
     return Difference(
-        spread=SeedSpread(values=differences),
-        higher=sum(one > 0 for one in differences),
-        lower=sum(one < 0 for one in differences),
-        noise=None if None in errors else math.hypot(*errors) / len(pairs),
+        spread=spread,
+        higher=sum(value > 0 for value in spread.values),
+        lower=sum(value < 0 for value in spread.values),
+        noise=None if None in errors else math.hypot(*errors) / len(spread.values),
     )
 
 

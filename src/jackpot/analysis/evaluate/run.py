@@ -31,13 +31,14 @@ from jackpot.config.engines import ServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import checkpoint_error_in, hold_lock, write_whole
+from jackpot.core.statistics import CONFIDENCE
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
 from jackpot.launch.local import pick_device, threads
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import eval_request, generate_and_score
-from jackpot.rollout.pass_at_k import CONFIDENCE, EvaluationSummary, summarize
+from jackpot.rollout.pass_at_k import EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets, make_task
 from jackpot.training.run.models import config_of_run, resolve_model_path

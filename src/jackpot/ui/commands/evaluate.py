@@ -17,7 +17,8 @@ from jackpot.analysis.evaluate.run import (
     evaluation_config,
 )
 from jackpot.config.recipes import parse_override, split_names
-from jackpot.rollout.pass_at_k import CONFIDENCE, EvaluationSummary, MeanEstimate
+from jackpot.core.statistics import CONFIDENCE, Interval
+from jackpot.rollout.pass_at_k import EvaluationSummary
 from jackpot.ui.results import default_folder
 from jackpot.ui.terminal.answer import show_next
 from jackpot.ui.terminal.progress import print_line, progress
@@ -97,7 +98,7 @@ def _show(console: Console, results: Sequence[BenchmarkResult], folder: Path) ->
     print_line(console, f"In brackets: {100 * CONFIDENCE:g} % intervals over problems. All answers: {folder}")
 
 
-def _percent(estimate: MeanEstimate) -> str:
+def _percent(estimate: Interval) -> str:
     """Format a share in percent, with its interval if it has one."""
     interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
     return f"{100 * estimate.value:.1f}{interval}"

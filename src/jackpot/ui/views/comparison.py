@@ -10,11 +10,10 @@ from jackpot.analysis.compare.comparison import (
     Comparison,
     CostToAccuracy,
     Difference,
-    SeedSpread,
     spent_on,
 )
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
-from jackpot.rollout.pass_at_k import student_t
+from jackpot.core.statistics import Sample, student_t
 from jackpot.training.run.folder import Measure
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import describe_error_bars, error_bars
@@ -113,13 +112,13 @@ def cost_cells(cost: CostToAccuracy) -> tuple[str, ...]:
     return (f"{cost.reached} of {cost.of}", *("-" if number is None else amount(number) for number in numbers))
 
 
-def percent(spread: SeedSpread) -> str:
+def percent(spread: Sample) -> str:
     """Format a mean and its standard deviation in percent: `73.2 ± 1.1`."""
     deviation = f" ± {100 * spread.deviation:.1f}" if spread.deviation is not None else ""
     return f"{100 * spread.mean:.1f}{deviation}"
 
 
-def _rewards(spread: SeedSpread) -> str:
+def _rewards(spread: Sample) -> str:
     """Format a mean reward and its standard deviation: `0.732 ± 0.011`."""
     return f"{spread.mean:.4g}" + (f" ± {spread.deviation:.2g}" if spread.deviation is not None else "")
 
