@@ -29,7 +29,6 @@ from jackpot.analysis.plan.cost_model import (
     on_policy,
     overlapped,
     run_hours,
-    tokens_per_verification,
 )
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights, plan_memory
 from jackpot.analysis.plan.sharding import (
@@ -54,10 +53,10 @@ from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
+from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
-MOST_DRAFTS = 8  # before a pass of the policy, that are tried
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
