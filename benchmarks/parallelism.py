@@ -2,7 +2,7 @@
 
 Two byte-level models after a moment of training, one dense and one a mixture of experts. Their responses were drawn by
 one process in bfloat16; then every sampler computes them token by token with a cache and every learner in one pass,
-each split over ranks as `jackpot.analysis.mismatch.parallel` says. What a row says:
+each split over ranks as `split_models.py` says. What a row says:
 
     log p      mean |log p_sampler - log p_learner| of the drawn tokens, nats
     largest    the largest |p_sampler - p_learner|
@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from split_models import Distributions, Split, compare, decode, read, split_tensors
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.analysis.mismatch.measure import MismatchNumbers
-from jackpot.analysis.mismatch.parallel import Distributions, Split, compare, decode, read, split_tensors
 from jackpot.models.forward import widen_head
 from jackpot.rollout.engines.transformers.attention import set_attention
 

@@ -159,7 +159,7 @@ def predicted(one: Judged, other: Judged) -> int:
     better = worths[0] >= worths[1]
     (first, a), (second, b) = ((one, both[0]), (other, both[1])) if better else ((other, both[1]), (one, both[0]))
     less = estimate(lambda x, y: second.worth(y) / first.worth(x), a, b)
-    if less.value >= NEARLY or 1.0 - less.value <= SURE * less.error:
+    if less.value >= NEARLY or (less.error is not None and 1.0 - less.value <= SURE * less.error):
         return 0
     return 1 if better else -1
 

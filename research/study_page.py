@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from jackpot.analysis.plan.cost_model import MEAN_PROMPT
-from jackpot.analysis.plan.estimate import ShareHours, share_hours
+from jackpot.analysis.plan.cost_model import GPUS, MEAN_PROMPT
+from jackpot.analysis.plan.estimate import Estimator, ShareHours
 from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
 from jackpot.config.build import validated
 from jackpot.config.published import GpusConfig
@@ -172,7 +172,8 @@ def _clock() -> ShareHours:
     """What the cost model needs of PRICED, on the GPUs that it names; no hub is asked how long prompts are."""
     config = resolve(PRICED, None, [])
     prompts = PromptLengths(config.task.max_prompt_tokens, MEAN_PROMPT, "as everywhere")
-    return share_hours(config, model_sizes(config), prompts, GpusConfig(**load_recipe(PRICED)["gpus"]))
+    gpus = GpusConfig(**load_recipe(PRICED)["gpus"])
+    return Estimator(config, model_sizes(config), prompts).shares(GPUS[gpus.kind], gpus.count)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The simulation of `jackpot plan` against real runs, whose engine and learner are slowed to known speeds."""
+"""The hours of `jackpot plan` against real runs, whose engine and learner are slowed to known speeds."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ import pytest
 
 from helpers.engines.hosts import forking, make_paced
 from helpers.runs import small_config
-from jackpot.analysis.plan.events import Cluster, Response, Speed, simulate
+from jackpot.analysis.plan.cost_model import Hours, batches_at_once, overlapped
 from jackpot.launch import local
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.training.joint_learner import JointLearner
@@ -22,7 +22,7 @@ ITERATIONS = 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engines", "ahead"), [(1, 1), (2, 0), (2, 1)])
-def test_a_run_at_known_speeds_takes_as_long_as_is_simulated(
+def test_a_run_at_known_speeds_takes_as_long_as_is_counted(
     engines: int, ahead: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Engines are processes of their own, each of which generates its part of a batch at once."""
@@ -52,11 +52,11 @@ def test_a_run_at_known_speeds_takes_as_long_as_is_simulated(
     local.train_run(config, tmp_path / "run", lambda line: ends.append(time.monotonic()))
     measured = statistics.median(after - before for before, after in pairwise(ends[1:-1]))  # without evaluations
 
-    speed = Speed(lambda steps, tokens, pairs: STEP * steps, prefill=0.0, slots=config.batch.rollouts // engines)
-    cluster = Cluster(engines=engines, models=[speed], prompt=8, training=TRAINING, sending=0.0, ahead=ahead)
-    batches = [[Response(length) for length in lengths[str(number)]] for number in range(1, ITERATIONS + 1)]
-    assert all(len(batch) == config.batch.rollouts for batch in batches)
-    seconds = [simulate(cluster, batches[:end], end - 1 - ahead).seconds for end in range(2 + ahead, ITERATIONS + 1)]
-    simulated = statistics.median(seconds)
-    print(f"engines {engines}, ahead {ahead}: measured {measured:.3f} s, simulated {simulated:.3f} s an iteration")
-    assert measured == pytest.approx(simulated, rel=0.1)
+    longest = [STEP * max(lengths[str(number)]) for number in range(2, ITERATIONS)]
+    assert all(len(lengths[str(number)]) == config.batch.rollouts for number in range(2, ITERATIONS))
+    in_turn = [Hours(generation, TRAINING, sending=0.0) for generation in longest]  # seconds
+    counted = statistics.median(
+        (overlapped(seconds, batches_at_once(ahead)) if ahead else seconds).all for seconds in in_turn
+    )
+    print(f"engines {engines}, ahead {ahead}: measured {measured:.3f} s, counted {counted:.3f} s an iteration")
+    assert measured == pytest.approx(counted, rel=0.1)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from jackpot.models.sampling import sample_tokens
 
+MOST_DRAFTS = 8  # before a pass of the model that verifies, that plans and advice try
+
 
 class Verdict(NamedTuple):
     """What became of the draft in each of `N` places."""

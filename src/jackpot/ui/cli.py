@@ -221,18 +221,12 @@ def plan(
     response_length: Annotated[
         float | None, typer.Option(help="Mean length of responses in tokens, in place of --run.")
     ] = None,
-    restart: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Seconds from the death of an engine until it generates again; default 120."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of lengths and deaths.")] = 0,
-    show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a run on a number of GPUs: how many generate and how many train, and which placement is cheapest.
+    """Compare placements on a number of GPUs: how many generate, how many train, and which is cheapest.
 
-    Tries every placement that fits the memory, with several values of batch.ahead, and deaths of engines. Nothing is
-    loaded or run; docs/cost.md has the assumptions, those of --dry-run.
+    Counts the hours of every placement that fits the memory, with several values of batch.ahead, by the arithmetic of
+    --dry-run (docs/cost.md). Nothing is loaded or run.
 
     Status: experimental. Its hours were never compared with a run of ours on GPUs.
     """

@@ -10,10 +10,10 @@ from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.advice.rule import (
     COLUMNS,
     GROUPS,
-    Advice,
-    Candidate,
     Costs,
     Estimate,
+    JudgedCorrection,
+    Recommendation,
     choose,
     estimate,
     judge,
@@ -39,11 +39,11 @@ def sums(**given: float) -> torch.Tensor:
     return 1000.0 * torch.tensor([(means | given)[name] for name in COLUMNS], dtype=torch.float64)
 
 
-def candidate(label: str, rows: torch.Tensor | None = None, **given: float) -> Candidate:
+def candidate(label: str, rows: torch.Tensor | None = None, **given: float) -> JudgedCorrection:
     name, _, mask = label.partition(" ")
     groups = sums(**given).expand(GROUPS, -1) if rows is None else rows
     settings = {"mask": mask} if mask else {}
-    return Candidate(
+    return JudgedCorrection(
         name=name, label=label, settings=settings, advisable=True, is_whole=False, known=1.0, groups=groups
     )
 
@@ -112,7 +112,7 @@ def test_the_standard_error_is_the_spread_over_repeated_draws():
     assert sum(one.error for one in found) / 200 == pytest.approx(float(spread), rel=0.15)
     alone = torch.zeros(GROUPS, 7, dtype=torch.float64)
     alone[3] = sums()
-    assert math.isnan(estimate(lambda one: worth_of(one).value, alone).error)
+    assert estimate(lambda one: worth_of(one).value, alone).error is None
 
 
 def test_ties_go_to_the_simpler_correction_and_to_the_expected_mask():
@@ -152,7 +152,7 @@ def test_shares_and_drafts_cost_what_their_tokens_cost_over_what_they_are_worth(
 
 
 def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
-    def advice(elsewhere: float) -> Advice:
+    def advice(elsewhere: float) -> Recommendation:
         given = {"elsewhere": elsewhere, "overlap": 0.9}
         those = [candidate("none", wrong=0.1, **given), candidate("tis", square=1.1, **given)]
         return judge(those, "some tokens", Costs(flops=0.2, weights=0.2))

@@ -10,7 +10,7 @@ import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.analysis.mismatch.lengths import compare_lengths
-from jackpot.analysis.mismatch.measure import ClusteredMean, MismatchNumbers, MismatchSums, mean_of
+from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
@@ -181,22 +181,6 @@ def test_a_learner_that_only_scores_leaves_divergences_open_and_nan_is_refused()
     np.testing.assert_allclose(found.gap, np.abs(p - q)[np.arange(5), ids], atol=1e-15)
     with pytest.raises(EngineError, match="one has log-probs that are NaN"):
         token_mismatch(by, LearnerScores(log_probs=reading.log_probs * torch.nan))
-
-
-def test_errors_of_means_over_tokens_are_clustered_by_response():
-    draw = np.random.default_rng(0)
-    responses = [draw.normal(draw.normal(), 0.1, length) for length in (3, 1, 40, 7, 12)]
-    sums = ClusteredMean()
-    for values in responses:
-        sums += ClusteredMean.of(torch.from_numpy(values))
-    found = (sums + ClusteredMean.of(torch.zeros(0))).estimate
-    every = np.concatenate(responses)
-    residuals = [(values - every.mean()).sum() for values in responses]
-    error = math.sqrt(5 / 4 * sum(one**2 for one in residuals)) / len(every)
-    assert found.value == pytest.approx(every.mean()) and found.error == pytest.approx(error)
-    assert error > 2.0 * every.std() / math.sqrt(len(every))  # what independent tokens would have
-    assert ClusteredMean.of(torch.tensor([1.0, 2.0])).estimate.error is None and ClusteredMean().estimate is None
-    assert mean_of([2.0]).error is None
 
 
 def measured(

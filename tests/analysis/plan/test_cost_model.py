@@ -24,9 +24,11 @@ from jackpot.analysis.plan.cost_model import (
     Linear,
     ModelCost,
     Work,
+    batches_at_once,
     evaluation_hours,
     mean_response,
     on_policy,
+    overlapped,
     run_hours,
 )
 from jackpot.models.cost import forward_cost, head_cost
@@ -155,7 +157,7 @@ def test_an_engine_holds_what_its_batch_and_its_cache_allow() -> None:
     assert writing(cache_bytes=1.0).concurrent(4, FIXED) == 1
 
 
-WORK = Work(sequences=8, steps=4, epochs=2, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
+WORK = Work(sequences=8, steps=4, epochs=2, micro_batches=9, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
 
 
 def test_an_iteration_is_writing_training_and_sending() -> None:
@@ -169,6 +171,34 @@ def test_an_iteration_is_writing_training_and_sending() -> None:
     assert hours.rollout_share == hours.generation / (hours.generation + hours.training + hours.sending)
     two = run_hours(replace(WORK, generated=2.0), writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
     assert two.generation == writing().seconds(8, FIXED, GPU) and two.training == hours.training
+
+
+def test_gpus_without_a_micro_batch_only_share_the_optimizer() -> None:
+    few = replace(WORK, micro_batches=1)
+    one, two = (run_hours(few, writing(), [MODEL], 11.0, 3600, GPU, gpus, GPU.bf16) for gpus in (1, 2))
+    moved = OPTIMIZER_BYTES * 100 * 4 / (50 * BANDWIDTH_SHARE)
+    assert one.training - two.training == pytest.approx(moved / 2)
+
+
+@pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])
+def test_batches_that_share_an_update_of_the_weights_are_begun_together(ahead: int, batches: int) -> None:
+    assert batches_at_once(ahead) == batches
+
+
+@pytest.mark.parametrize(
+    ("generation", "training", "batches", "seconds"),
+    [
+        (8.0, 10.0, 1, 10 + 1),  # generation is hidden
+        (8.0, 3.0, 1, 8 + 1),  # training is hidden
+        (16 / 2, 10.0, 2, (20 + 1) / 2),  # two batches of 8 s together while two are trained on
+        (16 / 2, 3.0, 2, (16 + 1) / 2),
+    ],
+)
+def test_what_overlaps_takes_as_long_as_its_timeline(
+    generation: float, training: float, batches: int, seconds: float
+) -> None:
+    found = overlapped(Hours(generation, training, sending=1.0, evaluating=5.0), batches)
+    assert found.iterations == seconds and (found.training, found.evaluating) == (training, 5.0)
 
 
 def test_evaluations_are_beside_the_iterations() -> None:

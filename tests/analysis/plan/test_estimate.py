@@ -16,10 +16,8 @@ from jackpot.analysis.plan.estimate import (
     estimate,
     extra_passes,
     is_large,
-    share_hours,
 )
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
-from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.config.recipes.listing import list_recipe
 from jackpot.config.run import Config
@@ -173,8 +171,7 @@ def test_each_way_to_generate_stands_beside_the_run() -> None:
 
 def test_hours_by_share_meet_at_the_ends_and_two_engines_take_turns() -> None:
     config = resolve("joint_8b", None, [])
-    gpus = GpusConfig(kind="H100", count=8)
-    shares = share_hours(config, model_sizes(config), prompt_lengths(config), gpus)
+    shares = Estimator(config, model_sizes(config), prompt_lengths(config)).shares(GPUS["H100"], 8)
     small, quarter, alone = shares.at(1.0), shares.at(0.25), shares.alone()
     assert small.generation < alone.generation < quarter.generation  # two tails, one after the other
     assert small.training == quarter.training > alone.training  # of one model

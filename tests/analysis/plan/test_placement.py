@@ -1,6 +1,5 @@
 """Placements of whole runs on GPUs. Expectations: docs/cost.md, sums by hand."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +8,15 @@ import pytest
 from helpers.hub import without_hub
 from helpers.runs import small_config
 from jackpot.analysis.plan import placement as module
-from jackpot.analysis.plan.cost_model import GPUS
+from jackpot.analysis.plan.cost_model import GPUS, Hours
 from jackpot.analysis.plan.estimate import Estimator
-from jackpot.analysis.plan.events import simulate
-from jackpot.analysis.plan.placement import Placement, Placements, residents, tried
+from jackpot.analysis.plan.placement import PlacedRun, Placement, cheapest, placed_runs, residents
 from jackpot.analysis.plan.sharding import cache_bytes, without_learner
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config
 
-SHARED = Placement(8, 8, True)
+GPU = GPUS["H100"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,97 +25,102 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
 
 
-def placements(config: Config, response: float) -> Placements:
-    return Placements(config, Estimator(config, model_sizes(config), prompt_lengths(config), response), "H100", 0)
+def estimator(config: Config, response: float) -> Estimator:
+    return Estimator(config, model_sizes(config), prompt_lengths(config), response)
 
 
-def joint_8b(*overrides: str) -> Placements:
-    return placements(resolve("joint_8b", None, list(overrides)), 2048.0)
+def joint_8b(*overrides: str) -> Estimator:
+    return estimator(resolve("joint_8b", None, ["iterations=3600", *overrides]), 2048.0)  # hours are seconds of one
 
 
-WORKED_EXAMPLE = 33.0 + 34.1 + 0.7  # docs/cost.md: generation, training, sending; to 0.1 each
+def test_shared_gpus_take_what_the_worked_example_takes() -> None:
+    plan = joint_8b()
+    hours = plan.run_hours(plan.shares(GPU, 8))
+    found = (hours.generation, hours.training, hours.sending)
+    assert found == pytest.approx((33.0, 34.1, 0.7), abs=0.05)  # docs/cost.md
 
 
-def test_shared_gpus_take_what_the_cost_model_says_and_the_last_engine_decides() -> None:
-    found = joint_8b()
-    cluster = found.cluster(SHARED, 0)
-    assert cluster.training == pytest.approx(34.1, abs=0.05) and cluster.sending == pytest.approx(0.7, abs=0.05)
-    lengths = sorted(response for number in range(8) for response in found.batch(number))
-    alike = [response for response in lengths[:: len(lengths) // 64][:64] for _ in range(8)]  # each engine the same
-    assert simulate(cluster, [alike] * 3, 1).seconds == pytest.approx(WORKED_EXAMPLE, rel=0.03)
-    assert 1.02 < found.simulate(cluster).seconds / WORKED_EXAMPLE < 1.06
+def test_a_split_hides_what_it_does_at_the_same_time() -> None:
+    plan = joint_8b()
+    shared = plan.run_hours(plan.shares(GPU, 8))
+    in_turn, one, two = (plan.split_hours(GPU, 2, 6, ahead) for ahead in (0, 1, 3))
+    assert in_turn.training == pytest.approx(shared.training * 8 / 6) and in_turn.generation > shared.generation
+    assert one.generation == pytest.approx(in_turn.generation - in_turn.training)  # what the learner waits for
+    assert one.sending == in_turn.sending == shared.sending and two.sending == one.sending / 2
+    assert two.generation < one.generation  # the tails of two batches overlap
+    assert one.training == two.training == in_turn.training and one.evaluating == in_turn.evaluating > 0
+    assert plan.split_hours(GPU, 4, 4, 3).generation == 0.0  # training takes longer
 
 
-def test_splits_have_engines_with_more_memory_and_a_learner_without_any() -> None:
-    found = joint_8b()
-    shared, split = found.cluster(SHARED, 0), found.cluster(Placement(3, 5, False), 1)
-    assert (shared.engines, split.engines, split.ahead) == (8, 3, 1)
-    assert split.training == pytest.approx(shared.training * 8 / 5)
-    assert split.models[0].slots > shared.models[0].slots
-    most = found.micro_batches
-    whole, half, more = (found.cluster(Placement(1, gpus, False), 1).training for gpus in (most, most // 2, 8 * most))
-    assert whole == more < half  # a rank without a micro-batch only waits
+def test_a_split_has_engines_with_more_memory_and_idle_ranks() -> None:
+    plan = joint_8b()
+    assert plan.shares(GPU, 3, without_learner(plan.needs)).rollout_model.cache_bytes > (
+        plan.shares(GPU, 3).rollout_model.cache_bytes
+    )
+    most = plan.work().micro_batches
+    whole, half, more = (plan.split_hours(GPU, 1, gpus, 1).training for gpus in (most, most // 2, 8 * most))
+    assert whole < half and whole == pytest.approx(more, rel=0.02)  # but for AdamW, which all ranks share
 
 
 def test_engines_on_gpus_of_their_own_take_nine_tenths_of_the_memory() -> None:
-    config = resolve("joint_8b", None, [])
-    plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+    plan = joint_8b()
     alone = without_learner(plan.needs)
     shares = {name: one.settings.gpu_memory_utilization for name, one in alone.items()}
     assert sum(shares.values()) == pytest.approx(0.9) and shares["engine"] / shares["evaluation.engine"] == 0.4 / 0.35
-    gpu = GPUS["H100"]
-    assert cache_bytes(alone["engine"], 1, gpu) > cache_bytes(plan.needs["engine"], 1, gpu)
-    fixed = small_config("engine={name: vllm, kv_cache_memory_bytes: 1000}")
-    needs = Estimator(fixed, model_sizes(fixed), prompt_lengths(fixed)).needs
+    assert cache_bytes(alone["engine"], 1, GPU) > cache_bytes(plan.needs["engine"], 1, GPU)
+    needs = estimator(small_config("engine={name: vllm, kv_cache_memory_bytes: 1000}"), 20.0).needs
     assert without_learner(needs) == needs
 
 
 def test_two_models_take_turns_and_both_are_sent() -> None:
-    alone, half = joint_8b(), joint_8b("rollout_model.share=0.5")
-    cluster = half.cluster(SHARED, 0)
-    assert [response.model for response in half.batch(0)] == [0] * 256 + [1] * 256
-    assert len(cluster.models) == 2 and cluster.sending > alone.cluster(SHARED, 0).sending
-    policy = joint_8b("rollout_model=null", "evaluation.engine=null", "objective.correction=none")
-    assert {response.model for response in policy.batch(0)} == {0} == {one.model for one in alone.batch(0)}
-    assert alone.cluster(SHARED, 0).sending < cluster.sending
+    alone, half = (plan.split_hours(GPU, 4, 4, 0) for plan in (joint_8b(), joint_8b("rollout_model.share=0.5")))
+    assert half.generation > alone.generation and half.sending > alone.sending
 
 
 def test_drafts_make_the_policy_faster() -> None:
     transformers = ("engine=transformers", "evaluation.engine=transformers", "rollout_model.share=0.0")
     plain, drafted = (
-        joint_8b(*transformers, *more).cluster(SHARED, 0).models[1]
+        joint_8b(*transformers, *more).split_hours(GPU, 512, 4, 0).generation  # a response each: memory decides
         for more in ((), ("evaluation.engine.draft.tokens=3",))
     )
-    assert drafted.decode(100, 100, 1e4) < plain.decode(100, 100, 1e4)
+    assert drafted < plain
 
 
-def test_the_cheapest_is_the_least_of_all_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AHEAD", (0, 1, 3))
-    found = placements(small_config(), 20.0).plan(3, restart=1.0)
-    assert [str(run.placement) for run in found.runs] == ["shared", "1 + 2", "2 + 1"]
-    assert [list(run.by_ahead) for run in found.runs] == [[0], [0, 1, 3], [0, 1, 3]]
-    assert [list(run.in_flight) for run in found.runs] == [[], [1, 3], [1, 3]]
-    best, ahead = found.cheapest()
-    hours = [run.hours(number) for run in found.runs for number in run.by_ahead]
-    assert best.hours(ahead) == min(hours) and best.evaluating > 0
-    run, number = found.fastest()
-    assert run.by_ahead[number].seconds == min(one.seconds for run in found.runs for one in run.by_ahead.values())
-    assert list(found.deaths) == [math.inf, 3600.0, 600.0]
+def placed(config: Config, gpus: int) -> list[PlacedRun]:
+    return placed_runs(config, estimator(config, 20.0), "H100", gpus)
+
+
+def test_the_cheapest_is_the_least_of_all_that_is_tried() -> None:
+    runs = placed(small_config(), 3)
+    assert [str(run.placement) for run in runs] == ["shared", "1 + 2", "2 + 1"]
+    assert [list(run.by_ahead) for run in runs] == [[0], [0, 1, 3, 7], [0, 1, 3, 7]]
+    best, ahead = cheapest(runs)
+    hours = [hours.all for run in runs for hours in run.by_ahead.values()]
+    assert best.by_ahead[ahead].all == min(hours) and best.by_ahead[ahead].evaluating > 0
+    slowest = PlacedRun(
+        placement=Placement(1, 2, False),
+        generating=best.generating,
+        training=best.training,
+        by_ahead={1: Hours(99.0, 1.0, 1.0)},
+    )
+    assert cheapest([slowest, *runs], [1])[0] is not slowest and cheapest([slowest]) == (slowest, 1)
 
 
 def test_of_many_gpus_splits_are_tried_in_equal_steps() -> None:
-    assert [one.generating for one in tried(64)] == [64, *range(4, 64, 4)]
-    assert all(one.gpus == 64 for one in tried(64)) and len(tried(16)) == 16
+    runs = placed(small_config(), 64)
+    assert [run.placement.generating for run in runs] == [64, *range(4, 64, 4)]
+    assert all(run.placement.gpus == 64 for run in runs) and len(placed(small_config(), 16)) == 16
 
 
 @pytest.mark.slow
-def test_a_placement_without_the_room_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AHEAD", (0,))
-    found = joint_8b().plan(8, restart=120.0)
-    assert list(map(str, found.no_room)) == ["6 + 2", "7 + 1"]
-    assert found.runs[0].evaluating < found.runs[-1].evaluating < found.runs[1].evaluating  # on 8, 5 and 1 GPUs
+def test_a_placement_without_the_room_has_no_hours() -> None:
+    config = resolve("joint_8b", None, [])
+    runs = placed(config, 8)
+    assert [str(run.placement) for run in runs if not run.by_ahead] == ["6 + 2", "7 + 1"]
+    evaluating = [runs[place].by_ahead[0].evaluating for place in (0, 5, 1)]  # on 8, 5 and 1 GPUs
+    assert evaluating == sorted(evaluating)
     with pytest.raises(module.ConfigError, match="fits on no placement"):
-        joint_8b().plan(2, restart=120.0)
+        placed(config, 2)
 
 
 SERVERS = "engine={name: vllm_server, urls: ['http://127.0.0.1:1'], weights_folder: /tmp/w}"
@@ -178,9 +181,7 @@ def test_of_several_ranks_each_holds_a_share_and_the_first_one_the_engines() -> 
 
 
 def test_a_learner_that_offloads_has_no_weights_on_gpus_of_its_own() -> None:
-    split = Placement(1, 2, False)
     kept, offloaded = (
-        placements(small_config(*overrides), 12.0)._run(split).training
-        for overrides in ((), ("placement.offload=true",))
+        placed(small_config(*overrides), 3)[1].training for overrides in ((), ("placement.offload=true",))
     )
     assert kept.weights > 0 and offloaded == replace(kept, weights=0.0, optimizer=0.0, gradients=0.0)

@@ -10,7 +10,7 @@ from transformers import CTRLConfig
 from helpers.hub import without_hub
 from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.plan.cost_model import GPUS
-from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
+from jackpot.analysis.plan.estimate import CostEstimate, FlopShares, MachineEstimate
 from jackpot.analysis.plan.sharding import Shard
 from jackpot.analysis.plan.sizes import PromptLengths
 from jackpot.analysis.plan.start import machine, start
@@ -48,7 +48,7 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=gpus.count, limit=1.0 if fits else -1.0, tensor_parallel={}, **parts)
     row = MachineEstimate(gpus.kind, shard, None, None, {})
-    return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, fewest, [])
+    return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, fewest, [], FlopShares(1.0, 1.0))
 
 
 def test_what_is_printed_for_every_gpu_recipe_starts() -> None:

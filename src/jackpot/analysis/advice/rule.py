@@ -44,15 +44,15 @@ by the third assumption. Pure: sums and settings in, a result out.
 Status: experimental.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from jackpot.models.drafts import tokens_per_verification
+from jackpot.core.statistics import Estimate
+from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 
 GROUPS = 20  # of prompts, over which standard errors are taken
 COLUMNS = ("tokens", "factor", "square", "wrong", "trained", "elsewhere", "overlap")  # of sums, in this order
@@ -61,25 +61,12 @@ ENOUGH = 0.3  # share of effective tokens that a correction must leave, and wort
 NEARLY = 0.95  # share of the greatest worth that counts as a tie
 SURE = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rollout model
-MOST_DRAFTS = 8  # before a pass of the policy, that are tried
 _ORDER = {  # simple corrections with small weights first
     name: place
     for place, name in enumerate((*("none", "tis", "tis_adjusted", "obrs", "icepop", "drop", "is", "ppo_is", "dppo"),))
 }
 
-Verdict = Literal["none needed", "correct", "too far", "cannot tell"]
-
-
-class Estimate(NamedTuple):
-    """A number and its standard error, NaN where there are fewer than two groups."""
-
-    value: float
-    error: float
-
-    @property
-    def text(self) -> str:
-        """`0.91 ± 0.02`."""
-        return f"{self.value:.2f}" + (f" ± {self.error:.2f}" if math.isfinite(self.error) else "")
+Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
@@ -129,14 +116,14 @@ def estimate(of: Callable[..., Tensor], *groups: Tensor) -> Estimate:
     totals = [rows.sum(0) for rows in used]
     count = len(used[0])
     if count < 2:
-        return Estimate(float(of(*totals)), math.nan)
+        return Estimate(float(of(*totals)), None)
     without = of(*(total - rows for total, rows in zip(totals, used, strict=True)))
     spread = (without - without.mean()).square().sum() * (count - 1) / count
     return Estimate(float(of(*totals)), float(spread.sqrt()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Candidate:
+class JudgedCorrection:
     """One correction, as it is judged."""
 
     name: str  # of the correction
@@ -180,18 +167,20 @@ class Candidate:
         return estimate(lambda sums: worth_of(sums).elsewhere, self.groups)
 
 
-def relative(one: Candidate, other: Candidate) -> Estimate:
+def relative(one: JudgedCorrection, other: JudgedCorrection) -> Estimate:
     """Return the worth of the first over that of the other, on the same tokens: what both share drops out."""
     return estimate(lambda a, b: worth_of(a).value / worth_of(b).value, one.groups, other.groups)
 
 
-def ties(one: Candidate, best: Candidate) -> bool:
+def ties(one: JudgedCorrection, best: JudgedCorrection) -> bool:
     """Tell whether a correction is worth as much as a better one: nearly, or but for chance."""
     share = relative(one, best)
-    return share.value >= NEARLY or 1.0 - share.value <= SURE * share.error
+    if share.value >= NEARLY:
+        return True
+    return share.error is not None and 1.0 - share.value <= SURE * share.error
 
 
-def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:
     """Apply the rule; None where no correction is worth enough, whatever its states are worth."""
     enough = [one for one in candidates if one.advisable and one.effective.value >= ENOUGH]
     if not enough:
@@ -259,15 +248,15 @@ def of_drafts(groups: Tensor, costs: Costs) -> Generation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Advice:
+class Recommendation:
     """The result of the rule, and what it was judged on."""
 
-    verdict: Verdict
+    verdict: Conclusion
     correction: str | None  # label; None where none is recommended
     settings: dict[str, object]  # of `objective.correction` in a recipe
     sentence: str
     measured_on: str  # which tokens of which weights
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[JudgedCorrection, ...]
     generation: tuple[Generation, ...]  # empty where the models' costs are not known
 
     def numbers(self) -> dict[str, Any]:
@@ -287,22 +276,19 @@ class Advice:
                     "is_whole": one.is_whole,
                     "known": one.known,
                 }
-                | {name: getattr(one, name)._asdict() for name in names}
+                | {name: asdict(getattr(one, name)) for name in names}
                 for one in self.candidates
             ],
             "generation": [
-                {
-                    name: value._asdict() if isinstance(value, Estimate) else value
-                    for name, value in one._asdict().items()
-                }
+                {name: asdict(value) if isinstance(value, Estimate) else value for name, value in one._asdict().items()}
                 for one in self.generation
             ],
         }
 
 
 def judge(
-    candidates: Sequence[Candidate], measured_on: str, costs: Costs | None = None, problem: str | None = None
-) -> Advice:
+    candidates: Sequence[JudgedCorrection], measured_on: str, costs: Costs | None = None, problem: str | None = None
+) -> Recommendation:
     """Recommend a correction, and a way to generate rollouts with it.
 
     Args:
@@ -325,7 +311,7 @@ def judge(
         if costs:
             generation = (*(of_share(share, chosen.groups, costs) for share in SHARES), of_drafts(chosen.groups, costs))
             sentence += _generate(generation)
-    return Advice(
+    return Recommendation(
         verdict=verdict,
         correction=label,
         settings=settings,
@@ -337,7 +323,7 @@ def judge(
 
 
 def why_different(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Say why two results (`Advice.numbers`) differ; None where they do not: equal tokens give equal advice."""
+    """Say why two results (`Recommendation.numbers`) differ; None where they do not: equal tokens give equal advice."""
     names = [advice["correction"] or advice["verdict"] for advice in (one, other)]
     if names[0] == names[1]:
         return None
@@ -347,7 +333,7 @@ def why_different(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | Non
     )
 
 
-def _what(one: Candidate) -> str:
+def _what(one: JudgedCorrection) -> str:
     gap = 100.0 * one.tv_after_correction.value
     left = "less than 0.01" if gap < 0.005 else f"{gap:.2g}"
     share = one.elsewhere.value
@@ -355,7 +341,7 @@ def _what(one: Candidate) -> str:
     return f"It leaves {left} % total variation and {one.effective.value:.0%} of the tokens effective{states}."
 
 
-def _use(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
     """Say which correction to use, beside none and the best one of another name."""
     advice = "No correction is needed" if chosen.name == "none" else f"Use {chosen.label}"
     others = [one for one in candidates if one.name != chosen.name and one.effective.value >= ENOUGH]
@@ -369,14 +355,14 @@ def _use(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
     text += f" ({'; '.join(against)})." if against else "."
     if chosen.elsewhere.value >= 0.01:
         text += f" By its tokens alone, whatever its states, {chosen.of_tokens.text}."
-    if not math.isfinite(chosen.worth.error):
+    if chosen.worth.error is None:
         text += " Too few prompts for error bars."
     return f"{text} {_what(chosen)}{_whole(chosen, others)}{_known(chosen)}"
 
 
-def _whole(chosen: Candidate, others: Sequence[Candidate]) -> str:
+def _whole(chosen: JudgedCorrection, others: Sequence[JudgedCorrection]) -> str:
     """Name the best correction that is not recommended, where it is worth more but for chance."""
-    better = [one for one in others if one.is_whole and (more := relative(one, chosen)).value - 1.0 > SURE * more.error]
+    better = [one for one in others if one.is_whole and _is_better(one, chosen)]
     if not better:
         return ""
     best = max(better, key=lambda one: one.worth.value)
@@ -385,7 +371,13 @@ def _whole(chosen: Candidate, others: Sequence[Candidate]) -> str:
     )
 
 
-def _too_far(candidates: Sequence[Candidate]) -> str:
+def _is_better(one: JudgedCorrection, other: JudgedCorrection) -> bool:
+    """Tell whether a correction is worth more than another but for chance."""
+    share = relative(one, other)
+    return share.error is not None and share.value - 1.0 > SURE * share.error
+
+
+def _too_far(candidates: Sequence[JudgedCorrection]) -> str:
     best = max((one for one in candidates if one.advisable), key=lambda one: one.of_tokens.value)
     return (
         f"No correction closes this gap: with {best.label}, the best, a rollout is worth {best.of_tokens.text} of the "
@@ -394,7 +386,7 @@ def _too_far(candidates: Sequence[Candidate]) -> str:
     )
 
 
-def _known(chosen: Candidate) -> str:
+def _known(chosen: JudgedCorrection) -> str:
     if chosen.known >= 0.99:
         return ""
     if chosen.known > 0.0:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from jackpot.analysis.mismatch.measure import HIGH_GAP, MeanEstimate, mean_of
+from jackpot.analysis.mismatch.measure import HIGH_GAP
+from jackpot.core.statistics import Estimate, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +20,8 @@ class LengthRow:
 
     name: str
     tokens: float  # mean number of tokens per prompt
-    max_gap: MeanEstimate  # largest |p - q| per prompt
-    mean_gap: MeanEstimate  # mean |p - q| per prompt
+    max_gap: Estimate  # largest |p - q| per prompt
+    mean_gap: Estimate  # mean |p - q| per prompt
     high: int  # prompts whose largest gap is above HIGH_GAP
     each: tuple[float, ...]  # the largest gap to every prompt, largest first
 
@@ -55,8 +56,8 @@ def _row(name: str, texts: Sequence[Sequence[Tensor]]) -> LengthRow:
     return LengthRow(
         name=name,
         tokens=sum(tokens) / len(tokens),
-        max_gap=mean_of(largest),
-        mean_gap=mean_of(means),
+        max_gap=Sample(tuple(largest)).estimate,
+        mean_gap=Sample(tuple(means)).estimate,
         high=sum(gap > HIGH_GAP for gap in largest),
         each=tuple(sorted(largest, reverse=True)),
     )

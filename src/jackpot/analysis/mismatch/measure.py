@@ -5,10 +5,8 @@ sums, and a few numbers of each response.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,57 +14,10 @@ from torch import Tensor
 from jackpot.analysis.mismatch.tokens import TokenMismatch
 from jackpot.core.bands import POSITIONS, band_masks, band_names
 from jackpot.core.errors import DataError
+from jackpot.core.metrics import ClusteredMean
+from jackpot.core.statistics import Estimate, Sample
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeanEstimate:
-    """A mean and its standard error; None where there is only one response."""
-
-    value: float
-    error: float | None
-
-
-def mean_of(values: Sequence[float]) -> MeanEstimate:
-    """Average one or more independent numbers."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return MeanEstimate(value=statistics.fmean(values), error=error)
-
-
-class ClusteredMean(NamedTuple):
-    """Sums for a mean over tokens whose standard error is clustered by response; float64."""
-
-    total: float = 0.0  # sum y
-    count: float = 0.0  # sum n
-    squares: float = 0.0  # sum y^2
-    products: float = 0.0  # sum y n
-    counts: float = 0.0  # sum n^2
-    responses: int = 0
-
-    @classmethod
-    def of(cls, values: Tensor) -> "ClusteredMean":
-        """Sum the values of one response's tokens, [N]; all sums are 0 where N is 0."""
-        if not (n := len(values)):
-            return cls()
-        total = float(values.double().sum())
-        return cls(total, n, total * total, total * n, n * n, 1)
-
-    def __add__(self, other: "ClusteredMean") -> "ClusteredMean":
-        return ClusteredMean(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    @property
-    def estimate(self) -> MeanEstimate | None:
-        """Return the mean with its clustered standard error; None where no token was counted."""
-        if not self.count:
-            return None
-        mean = self.total / self.count
-        if self.responses < 2:
-            return MeanEstimate(value=mean, error=None)
-        spread = max(0.0, self.squares - 2.0 * mean * self.products + mean * mean * self.counts)
-        scale = self.responses / (self.responses - 1)
-        return MeanEstimate(value=mean, error=math.sqrt(scale * spread) / self.count)
-
-
-ENTROPIES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
+ENTROPY_BANDS = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HIGH_GAP = 0.5  # gap above which the TIS post counts a response
 FAR = 2.0  # ratio above which, or below whose inverse, a token is counted
@@ -89,11 +40,11 @@ class TokenBand:
 
     name: str
     tokens: int
-    gap: MeanEstimate
+    gap: Estimate
     max_gap: float
-    k1: MeanEstimate
-    k3: MeanEstimate
-    kl: tuple[MeanEstimate, MeanEstimate] | None
+    k1: Estimate
+    k3: Estimate
+    kl: tuple[Estimate, Estimate] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +53,8 @@ class LengthBand:
 
     name: str
     responses: int
-    max_gap: MeanEstimate
-    mean_gap: MeanEstimate
+    max_gap: Estimate
+    mean_gap: Estimate
     high: int  # responses whose largest gap is above HIGH_GAP
 
 
@@ -115,23 +66,23 @@ class MismatchNumbers:
     responses: int
     tokens: int
     max_gap: float  # largest |p - q| of all tokens
-    gap: MeanEstimate  # mean |p - q|
-    response_max_gap: MeanEstimate  # mean over responses of their largest gap
-    response_mean_gap: MeanEstimate  # mean over responses of their mean gap
+    gap: Estimate  # mean |p - q|
+    response_max_gap: Estimate  # mean over responses of their largest gap
+    response_mean_gap: Estimate  # mean over responses of their mean gap
     high: int  # responses whose largest gap is above HIGH_GAP
-    log_gap: MeanEstimate  # mean |log p - log q|, nats
-    other_token: MeanEstimate | None  # share of tokens where the two most probable tokens differ; None if unknown
-    other_experts: MeanEstimate | None  # share of tokens sent to other experts in any layer; None if unknown
-    k1: MeanEstimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
-    k3: MeanEstimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
-    kl: tuple[MeanEstimate, MeanEstimate] | None  # KL of whole distributions between two bounds; None if unknown
+    log_gap: Estimate  # mean |log p - log q|, nats
+    other_token: Estimate | None  # share of tokens where the two most probable tokens differ; None if unknown
+    other_experts: Estimate | None  # share of tokens sent to other experts in any layer; None if unknown
+    k1: Estimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
+    k3: Estimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
+    kl: tuple[Estimate, Estimate] | None  # KL of whole distributions between two bounds; None if unknown
     kl_is_exact: bool
-    variation: tuple[MeanEstimate, MeanEstimate] | None  # total variation, which is the share OBRS rejects at lam = 1
-    ratio: MeanEstimate  # mean q/p: the learner's mass on tokens that the sampler can draw; 1 where it can draw all
+    variation: tuple[Estimate, Estimate] | None  # total variation, which is the share OBRS rejects at lam = 1
+    ratio: Estimate  # mean q/p: the learner's mass on tokens that the sampler can draw; 1 where it can draw all
     quantiles: dict[str, float]  # of q/p
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
-    support: MeanEstimate | None  # the learner's mass on a truncated sampler's support; None without truncation
+    support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
     by_length: tuple[LengthBand, ...]
     by_position: tuple[TokenBand, ...]
     by_entropy: tuple[TokenBand, ...]  # by the entropy of the learner's distribution; empty where it is unknown
@@ -150,7 +101,8 @@ class _BandSums:
         """Add the tokens of one response that lie in the band, where `here` [N] is True."""
         if bool(here.any()):
             for name, values in columns.items():
-                self.columns[name] = self.columns.get(name, ClusteredMean()) + ClusteredMean.of(values[here])
+                added = ClusteredMean.of(values[here], here[here])
+                self.columns[name] = self.columns[name] + added if name in self.columns else added
             self.largest = max(self.largest, float(columns["gap"][here].max()))
 
     def band(self, name: str) -> TokenBand:
@@ -173,7 +125,7 @@ class MismatchSums:
     def __init__(self) -> None:
         self._all = _BandSums()
         self._positions = [_BandSums() for _ in POSITIONS]
-        self._entropies = [_BandSums() for _ in ENTROPIES]
+        self._entropies = [_BandSums() for _ in ENTROPY_BANDS]
         self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []
         self._pairs: list[Tensor] = []
@@ -189,7 +141,7 @@ class MismatchSums:
             sums.add(columns, here)
         if tokens.entropy is not None:
             entropy = tokens.entropy.clamp(min=0.0)  # rounding can leave a little less than 0
-            for sums, here in zip(self._entropies, band_masks(entropy, ENTROPIES).values(), strict=True):
+            for sums, here in zip(self._entropies, band_masks(entropy, ENTROPY_BANDS).values(), strict=True):
                 sums.add(columns, here)
         gap = tokens.gap
         self._responses.append(
@@ -232,7 +184,7 @@ class MismatchSums:
             support=means.get("support"),
             by_length=_by_length(self._responses),
             by_position=_bands(self._positions, band_names(POSITIONS)),
-            by_entropy=_bands(self._entropies, band_names(ENTROPIES)),
+            by_entropy=_bands(self._entropies, band_names(ENTROPY_BANDS)),
             each=tuple(self._responses),
             drawn=_drawn(torch.cat(self._pairs)),
         )
@@ -260,9 +212,9 @@ def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[TokenBand, 
     return tuple(one.band(name) for one, name in zip(sums, names, strict=True) if one.columns)
 
 
-def over_responses(responses: Sequence[ResponseGap], read: Callable[[ResponseGap], float]) -> MeanEstimate:
+def over_responses(responses: Sequence[ResponseGap], read: Callable[[ResponseGap], float]) -> Estimate:
     """Average a number over responses, each counting once."""
-    return mean_of([read(one) for one in responses])
+    return Sample(tuple(map(read, responses))).estimate
 
 
 def _by_length(responses: Sequence[ResponseGap]) -> tuple[LengthBand, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from jackpot.config.batch import batches_in_reserve
 from jackpot.models.drafts import tokens_per_verification
 
 
@@ -263,6 +264,7 @@ class Work:
     sequences: int  # number of sequences trained on
     steps: int  # number of optimizer steps
     epochs: int  # passes over the rollout batch
+    micro_batches: int  # number of full micro-batches of an optimizer step: more GPUs than that do not train faster
     generated: float  # responses generated for each one trained on
     lengths: Lengths
     checkpoints: bool  # whether activations are computed again in backward
@@ -314,15 +316,41 @@ def run_hours(
         linear: what quantized linear layers take in training.
     """
     engines, extra = gpus / engine.gpus, work.extra / work.epochs
+    busy = min(gpus, work.micro_batches)
     flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + others
     moved = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     seconds = Hours(
         generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu, engines),
-        training=flops * work.sequences * work.epochs / (gpus * peak * TRAINING_SHARE)
+        training=flops * work.sequences * work.epochs / (busy * peak * TRAINING_SHARE)
         + moved / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
         sending=engine.model.parameters * engine.weight_bytes / WEIGHT_BYTES_PER_SECOND,
     )
     return Hours(*(part * iterations / 3600 for part in seconds))
+
+
+def batches_at_once(ahead: int) -> int:
+    """Return how many rollout batches engines generate between two updates of their weights.
+
+    Training on a batch begins with `batches_in_reserve` later ones at least, `ahead` at most; weights are sent again
+    where no more than the reserve is left (`rollout/sampler.py`).
+    """
+    return ahead - batches_in_reserve(ahead) + 1
+
+
+def overlapped(in_turn: Hours, batches: int) -> Hours:
+    """Return the hours of a run whose engines generate, on GPUs of their own, while the learner trains.
+
+    Weights are sent once for all batches that are generated at once, and nothing else is done meanwhile.
+
+    Returns:
+        As generation, what the learner waits for it.
+
+    Args:
+        in_turn: if all were done one after the other, with weights sent for each batch.
+        batches: generated at once, `batches_at_once`.
+    """
+    waiting = max(0.0, in_turn.generation - in_turn.training)
+    return in_turn._replace(generation=waiting, sending=in_turn.sending / batches)
 
 
 def evaluation_hours(

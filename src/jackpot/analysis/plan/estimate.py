@@ -23,11 +23,12 @@ from jackpot.analysis.plan.cost_model import (
     Linear,
     ModelCost,
     Work,
+    batches_at_once,
     evaluation_hours,
     mean_response,
     on_policy,
+    overlapped,
     run_hours,
-    tokens_per_verification,
 )
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights, plan_memory
 from jackpot.analysis.plan.sharding import (
@@ -43,6 +44,7 @@ from jackpot.analysis.plan.sharding import (
     rank_memory,
     shard,
     sharded,
+    without_learner,
 )
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
@@ -51,10 +53,10 @@ from jackpot.config.run import Config
 from jackpot.core.types import Role
 from jackpot.launch.local import model_paths
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
+from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
-MOST_DRAFTS = 8  # before a pass of the policy, that are tried
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
@@ -195,13 +197,6 @@ class ShareHours:
         }
 
 
-def share_hours(
-    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, gpus: GpusConfig
-) -> ShareHours:
-    """Return what computes the hours of a run by its rollout model's share, on GPUs that are taken to have the room."""
-    return Estimator(config, sizes, prompts).shares(GPUS[gpus.kind], gpus.count)
-
-
 class Estimator:
     """Holds what does not depend on the GPUs, which is computed once.
 
@@ -308,6 +303,23 @@ class Estimator:
         ]
         return Hours(*(sum(weight * one[part] for weight, one in hours) for part in range(len(Hours._fields))))
 
+    def split_hours(self, gpu: Gpu, generating: int, training: int, ahead: int) -> Hours:
+        """Return the hours of the run where some GPUs generate and others train.
+
+        Its generation is what the learner waits for it: all of it without `ahead`, as the two then take turns.
+        """
+        shares = self.shares(gpu, generating, without_learner(self.needs))
+        batches = batches_at_once(ahead)
+        at_once = replace(shares.work, sequences=batches * shares.work.sequences)
+
+        in_turn = self.run_hours(replace(shares, work=at_once))
+        in_turn = in_turn._replace(
+            generation=in_turn.generation / batches,
+            training=self.run_hours(self.shares(gpu, training)).training,
+            evaluating=self.evaluating(shares),
+        )
+        return overlapped(in_turn, batches) if ahead else in_turn
+
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
         engines = {"policy": shares.beside, "rollout_model": shares.rollout_model}
@@ -370,10 +382,12 @@ class Estimator:
     def work(self) -> Work:
         """Return the work of one iteration."""
         config, batch = self._config, self._config.batch
+        step = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
         return Work(
             sequences=batch.rollouts,
             steps=batch.steps_per_iteration,
             epochs=batch.ppo_epochs,
+            micro_batches=math.ceil(step / batch.micro_batch_tokens),
             generated=DYNAMIC_ROUNDS if batch.filter_groups else 1.0,
             lengths=self.lengths,
             checkpoints=config.activation_checkpointing,

@@ -1,13 +1,21 @@
 """Applies corrections to batches of responses, and keeps the sums that tables and the rule read."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from jackpot.analysis.advice.rule import GROUPS, OVERLAP, Advice, Candidate, Costs, Estimate, estimate, judge
+from jackpot.analysis.advice.rule import (
+    GROUPS,
+    OVERLAP,
+    Costs,
+    Estimate,
+    JudgedCorrection,
+    Recommendation,
+    estimate,
+    judge,
+)
 from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, why_not
 from jackpot.analysis.replay.distributions import SavedDistributions, StateDistributions, saved_distributions, z_of
 from jackpot.analysis.replay.factors import GradientFactors, factors, inputs_of, needs_z, prefix_ratio
@@ -72,7 +80,7 @@ class Measured:
             ),
         ]
 
-    def advice(self, weights: str, costs: Costs | None, problem: str | None = None) -> Advice:
+    def advice(self, weights: str, costs: Costs | None, problem: str | None = None) -> Recommendation:
         """Apply the rule.
 
         Args:
@@ -82,7 +90,7 @@ class Measured:
         run, stale = self.run, is_stale(self.run)
         tokens = int(run["total_variation"].count)
         candidates = [
-            Candidate(
+            JudgedCorrection(
                 name=one.setting.name,
                 label=one.setting.label,
                 settings=dict(one.setting.numbers),
@@ -99,12 +107,12 @@ class Measured:
         found = judge(candidates, self._measured_on(weights, candidates), costs, advice_problem)
         return found if advice_problem else _with_warning(found, few_sequences(run))
 
-    def _measured_on(self, weights: str, candidates: Sequence[Candidate]) -> str:
+    def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         gap, text = self.run["total_variation"], f"{int(self.run['total_variation'].count):,} tokens of {weights}"
-        found = Estimate(float(gap.value), math.nan)
+        found = Estimate(float(gap.value), None)
         if candidates:
             found = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
-        error = f" ± {found.error:.2%}" if math.isfinite(found.error) else ""
+        error = f" ± {found.error:.2%}" if found.error is not None else ""
         return f"{text}, with {found.value:.2%}{error} total variation before the correction"
 
     def _group(self, response: SavedResponse) -> int:
@@ -177,7 +185,7 @@ def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     return stale or not setting.aligns_to_new or setting.name == "dppo"  # which has no other default
 
 
-def _with_warning(advice: Advice, warning: str) -> Advice:
+def _with_warning(advice: Recommendation, warning: str) -> Recommendation:
     return replace(advice, sentence=advice.sentence + warning)
 
 

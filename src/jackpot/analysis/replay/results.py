@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.advice.rule import Advice
+from jackpot.analysis.advice.rule import Recommendation
 from jackpot.analysis.replay.rejected import TopRejected
 from jackpot.analysis.replay.settings import CorrectionSetting
 from jackpot.analysis.replay.stats import CorrectionStats
@@ -36,7 +36,7 @@ class ReplayResult:
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
     unreadable: int  # records and files that could not be read
     problems: tuple[str, ...]  # the first of each kind of reason why records could not be read, at most MOST_WARNINGS
-    answer: Advice
+    answer: Recommendation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

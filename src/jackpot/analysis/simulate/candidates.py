@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.analysis.advice.costs import relative_costs
-from jackpot.analysis.advice.rule import Advice
+from jackpot.analysis.advice.rule import Recommendation
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
@@ -67,7 +67,7 @@ class Candidate:
     width: float  # width of the bounds on Z, with the fill-in
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
-    answer: dict[str, Any]  # the rule's advice, `Advice.numbers`
+    answer: dict[str, Any]  # the rule's advice, `Recommendation.numbers`
 
     @property
     def size_share(self) -> float:
@@ -204,7 +204,7 @@ def _candidate(
     of_policy: Evaluation,
     scores: Sequence[Tensor],
     parameters: Sequence[int],
-    answer: Advice,
+    answer: Recommendation,
 ) -> Candidate:
     log_ratios = [
         torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)

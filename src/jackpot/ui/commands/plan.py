@@ -1,4 +1,4 @@
-"""Implements `jackpot plan`, which simulates a run on placements of engines and learner on some GPUs."""
+"""Implements `jackpot plan`, which compares placements of engines and learner on some GPUs."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.analysis.plan.estimate import Estimator
-from jackpot.analysis.plan.placement import RESTART, Placements
+from jackpot.analysis.plan.placement import placed_runs
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_notes, resolve
@@ -32,12 +32,9 @@ def plan(
     kind: str | None,
     run: Path | None,
     response_length: float | None,
-    restart: float | None,
-    seed: int,
-    show_all: bool,
     as_json: bool,
 ) -> None:
-    """Simulate the recipe on every placement; print tables and the cheapest placement, or JSON."""
+    """Count the hours of the recipe on every placement; print the cheapest and a table of all, or JSON."""
     console = Console(stderr=as_json)
     config = resolve(recipe, arm, overrides or [])
     response, source = _response(config, run, response_length)
@@ -48,16 +45,15 @@ def plan(
     machine = GpusConfig.model_validate(
         {"kind": kind or (named.kind if named else "H100"), "count": gpus or (named.count if named else 8)}
     )
-    with status(console, "counting memory") as show:
+    with status(console, "counting memory"):
         prompts = prompt_lengths(config)
         estimator = Estimator(config, model_sizes(config), prompts, response, acceptance)
-        found = Placements(config, estimator, machine.kind, seed).plan(
-            machine.count, RESTART if restart is None else restart, show
-        )
+        runs = placed_runs(config, estimator, machine.kind, machine.count)
     if as_json:
-        typer.echo(json.dumps(to_json(plan_numbers(found, sources)), indent=2, allow_nan=False))
+        numbers = plan_numbers(estimator, machine.kind, runs, sources)
+        typer.echo(json.dumps(to_json(numbers), indent=2, allow_nan=False))
     else:
-        show_placements(console, config, found, prompts, sources, show_all)
+        show_placements(console, config, estimator, machine.kind, runs, prompts, sources)
 
 
 def _response(config: Config, run: Path | None, given: float | None) -> tuple[float, str]:

@@ -22,7 +22,7 @@ from jackpot.models.published import is_from_table
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_table
 
-_GB = 1e9  # bytes; GPUs are sold in these, not in GiB
+GB = 1e9  # bytes; GPUs are sold in these, not in GiB
 _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout share", "on policy", "saved")
 
 
@@ -219,7 +219,7 @@ def _name(row: MachineEstimate) -> str:
 def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
     """Format memory and hours of one machine; a run that does not fit into its memory has `-` for its hours."""
     shard = row.shard
-    memory = "?" if shard.training is None else f"{shard.peak / _GB:.0f}/{shard.limit / _GB:.0f}"
+    memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
         return [memory, "-", *[""] * (len(_COLUMNS) - 3)]
     hours, alone = row.hours, row.alone
@@ -235,13 +235,13 @@ def _hours(count: float) -> str:
 def _memory(row: MachineEstimate) -> str:
     """Say in words what each GPU of the recipe's machine holds at the peak."""
     shard = row.shard
-    training = "activations unknown" if shard.training is None else f"activations and loss {shard.training / _GB:.1f}"
-    engines = f"engines {shard.resting / _GB:.1f}, while they generate {shard.generation / _GB:.1f}"
+    training = "activations unknown" if shard.training is None else f"activations and loss {shard.training / GB:.1f}"
+    engines = f"engines {shard.resting / GB:.1f}, while they generate {shard.generation / GB:.1f}"
     spread = max(shard.tensor_parallel.values(), default=1)
     return (
-        f"Each of {_name(row)}, in GB: weights {shard.weights / _GB:.1f}, optimizer {shard.optimizer / _GB:.1f}, "
-        f"gradients {shard.gradients / _GB:.1f}, {'copies of weights' if shard.gpus == 1 else 'gathered layers'} "
-        f"{shard.gathered / _GB:.1f}, {training}, {engines}"
+        f"Each of {_name(row)}, in GB: weights {shard.weights / GB:.1f}, optimizer {shard.optimizer / GB:.1f}, "
+        f"gradients {shard.gradients / GB:.1f}, {'copies of weights' if shard.gpus == 1 else 'gathered layers'} "
+        f"{shard.gathered / GB:.1f}, {training}, {engines}"
         f"{f', each engine on {spread} GPUs' if spread > 1 else ''}."
     )
 
@@ -252,7 +252,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
     if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
         said[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
-    said[0] += " `jackpot plan` simulates GPUs that generate beside GPUs that train."
+    said[0] += " `jackpot plan` counts GPUs that generate beside GPUs that train."
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "

@@ -1,17 +1,16 @@
 """Turns what the rule of `analysis.advice` judged into tables."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from jackpot.analysis.advice.rule import Estimate
+from jackpot.core.statistics import Estimate
 from jackpot.ui.charts import Table
 
 _ERRORS = ("worth", "flops")  # shown with their standard errors; `--json` has all
 
 
 def judged_table(answer: Mapping[str, Any]) -> Table:
-    """Return every correction with its best settings, and the recommended one, from `Advice.numbers`."""
+    """Return every correction with its best settings, and the recommended one, from `Recommendation.numbers`."""
     ordered = sorted(answer["candidates"], key=lambda one: -one["worth"]["value"])
     best = {one["name"]: one for one in reversed(ordered) if one["advisable"] or one["is_whole"]}
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
@@ -48,4 +47,4 @@ def generation_tables(answer: Mapping[str, Any], of: str = "") -> list[Table]:
 def _text(found: Mapping[str, float], name: str) -> str:
     if name == "tv_after_correction":
         return f"{found['value']:.2%}"
-    return Estimate(found["value"], found["error"] if name in _ERRORS else math.nan).text
+    return Estimate(found["value"], found["error"] if name in _ERRORS else None).text

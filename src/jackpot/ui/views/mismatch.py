@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from jackpot.analysis.mismatch.lengths import LengthRow
-from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MeanEstimate, MismatchNumbers, TokenBand
+from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MismatchNumbers, TokenBand
 from jackpot.analysis.mismatch.run import MismatchPair, MismatchResult
+from jackpot.core.statistics import Estimate
 from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite, format_number
 
 _SMALLEST = 1e-16  # smallest value on a logarithmic axis
@@ -42,18 +43,18 @@ _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
 )
 
 
-def estimated(value: MeanEstimate | None) -> str:
+def estimated(value: Estimate | None) -> str:
     """Format a mean with its standard error in brackets."""
     if value is None:
         return "-"
     return format_number(value.value) + ("" if value.error is None else f" ({value.error:.1g})")
 
 
-def _share(value: MeanEstimate | None) -> str:
+def _share(value: Estimate | None) -> str:
     return "-" if value is None else f"{value.value:.3%}"
 
 
-def _bounds(both: tuple[MeanEstimate, MeanEstimate] | None, is_exact: bool) -> str:
+def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
     if both is None:
         return "-"
     return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
@@ -223,7 +224,7 @@ def _band_charts(
     if not names:
         return ()
 
-    def line(place: int, pair: MismatchPair, value: Callable[[TokenBand], MeanEstimate]) -> Series:
+    def line(place: int, pair: MismatchPair, value: Callable[[TokenBand], Estimate]) -> Series:
         bands = {band.name: band for band in read(pair.numbers)}
         here = [value(bands[name]) if name in bands else None for name in names]
         wide = [(one.value - (one.error or 0.0), one.value + (one.error or 0.0)) if one else None for one in here]
@@ -239,7 +240,7 @@ def _band_charts(
 
     is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
-    def chart(title: str, y_label: str, value: Callable[[TokenBand], MeanEstimate]) -> Chart:
+    def chart(title: str, y_label: str, value: Callable[[TokenBand], Estimate]) -> Chart:
         return Chart(
             title=title,
             x_label=label,

@@ -1,4 +1,4 @@
-"""Ranks that share a model or its tokens out, against one process."""
+"""benchmarks/split_models.py: ranks that share a model or its tokens out, against one process."""
 
 import copy
 from pathlib import Path
@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers.scripts import script
 from transformers import PreTrainedModel
 
 from helpers.engines.architectures import VOCAB_SIZE, make_model
-from jackpot.analysis.mismatch.parallel import Distributions, compare, decode, read, split_tensors
 from jackpot.core.errors import ModelError
 
 RANKS, PROMPT = 2, 4
+split_models = script("split_models")
+compare, decode, read, split_tensors = (
+    getattr(split_models, name) for name in ("compare", "decode", "read", "split_tensors")
+)
 SIZES = {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
 
@@ -69,7 +73,7 @@ def test_two_sides_are_compared_on_the_tokens_that_exist() -> None:
     same = compare(plain, plain, ids, PROMPT, exists)
     assert same.tokens == exists.sum() and same.max_gap == same.log_gap.value == same.other_token.value == 0.0
     log_probs, experts = plain
-    changed: Distributions = (log_probs.clone(), experts.clone())
+    changed = (log_probs.clone(), experts.clone())
     changed[0][0, PROMPT - 1 :] = changed[0][0, PROMPT - 1 :].flip(-1)  # the first row's response, and no other
     changed[1][1, PROMPT - 1] += 1
     found = compare(plain, changed, ids, PROMPT, exists)
