@@ -64,7 +64,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rollout model
 MOST_DRAFTS = 8  # before a pass of the policy, that are tried
 _ORDER = {  # simple corrections with small weights first
     name: place
-    for place, name in enumerate((*("none", "tis", "tis_adjusted", "obrs", "icepop", "drop", "is", "ppo_is", "dppo"),))
+    for place, name in enumerate(("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo"))
 }
 
 Verdict = Literal["none needed", "correct", "too far", "cannot tell"]
@@ -152,7 +152,8 @@ class Candidate:
         """Return a sort key: the order of names, masks without noise, few settings that are not the default."""
         others = [name for name in self.settings if name not in ("mask", "target", "proximal")]
         is_noisy = self.name == "obrs" and self.settings.get("mask") != "expected"
-        return _ORDER.get(self.name, len(_ORDER)), is_noisy, len(others)
+        place = _ORDER.get(f"{self.name} {self.settings.get('proximal')}", _ORDER.get(self.name, len(_ORDER)))
+        return place, is_noisy, len(others)
 
     @property
     def worth(self) -> Estimate:
