@@ -32,7 +32,7 @@ from jackpot.objectives.corrections.signed import dppo_topk
 from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.tensor_checks import check_numbers, check_tensors
 
-_IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, and where the caller decides them
+IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, and where the caller decides them
     "proximal": "CorrectionInputs.proximal_log_probs",
     "target": "CorrectionInputs.target_log_probs",
     "normalizer": "CorrectionInputs.z",
@@ -92,10 +92,10 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     if correction not in CORRECTIONS:
         raise ConfigError(unknown_name("correction", correction, CORRECTIONS))
     kind = CORRECTION_SETTINGS[correction]
-    for key in _IN_THE_INPUTS.keys() & settings.keys() & kind.model_fields.keys():
+    for key in IN_THE_INPUTS.keys() & settings.keys() & kind.model_fields.keys():
         raise ConfigError(
             f"correction {correction}: {key} {settings[key]!r} was given, but a correction does not read it; put what "
-            f"it names into {_IN_THE_INPUTS[key]}"
+            f"it names into {IN_THE_INPUTS[key]}"
         )
     try:
         return construct_correction(validated(kind, {"name": correction, **settings}))

@@ -243,7 +243,8 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         if lists is None or lists.ids is None or lists.log_probs is None:
             raise ConfigError(
                 f"correction {self._correction_name} needs the top-k of the distribution that the tokens were sampled "
-                f"from, and the rollout function did not return it; return top_ids and top_log_probs, [T, K] for each completion, or use correction tis"
+                f"from, and the rollout function did not return it; return top_ids and top_log_probs, [T, K] for each "
+                f"completion, or use correction tis"
             )
         ids, log_probs = (one.to(device) for one in lists.padded(width))
         return made | {"jackpot_top_ids": ids, "jackpot_top_log_probs": log_probs}
