@@ -25,7 +25,7 @@ from step_ours import Words, model_folder, settings
 from step_task import SHAPES
 from torch.utils.flop_counter import FlopCounterMode
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.run import Config
 from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.launch.engines import make_engine

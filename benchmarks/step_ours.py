@@ -21,7 +21,7 @@ from transformers import (
 
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sizes import model_sizes
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.recipes import parse_override
 from jackpot.config.run import Config
 from jackpot.core.types import Prompt, Score, ScoredRollout

@@ -53,7 +53,7 @@ PAGE, HEADING = ROOT / "docs" / "replay.md", "## How often the rule was right"
 FIRST_EDITION = ROOT / "docs" / "study" / "first_edition" / "reported.jsonl"
 RUN_ARM, ITERATIONS = "expected", 20  # of the short run whose rollouts are judged
 NOT_JUDGED = ("drafted", "frozen_annealed")  # exact; rollouts of a model that no short run has
-FIRST_EDITION_ARMS = {"tis_new": ["objective.correction=tis_adjusted"]}  # that study.yaml has no more
+FIRST_EDITION_ARMS = {"tis_new": ["objective.correction.proximal=new"]}  # of `tis`, that study.yaml has no more
 
 
 @dataclass(frozen=True, kw_only=True)

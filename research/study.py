@@ -25,7 +25,7 @@ from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
 from jackpot.analysis.compare.summary import Collapse, EvaluationPoint, RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config, ShareSchedule

@@ -11,13 +11,14 @@ from helpers.paths import TESTS
 from helpers.programs import run, without
 
 PACKAGE = Path(jackpot.__file__).parent
-# each folder imports only what stands before it
-ORDER = ["core", "config", "objectives", "models", "rollout", "training", "launch", "analysis", "ui"]
+# each folder, and `corrections.py`, imports only what stands before it
+ORDER = ["core", "objectives", "config", "corrections", "models", "rollout", "training", "launch", "analysis", "ui"]
 ADAPTERS = "adapters"  # may import everything up to training, and is imported by nobody
 HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets", "wandb"}
 HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended", "triton"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
-LIGHT = {"core", "objectives"}  # need torch and pydantic only, as `import jackpot` does; a kernel in Triton needs it
+# need torch and pydantic only, as `import jackpot` does; a kernel in Triton needs it
+LIGHT = {"core", "objectives", "corrections"}
 
 
 @cache
@@ -54,7 +55,7 @@ def folders(tree: ast.AST) -> set[str]:
 
 def test_the_package_has_the_folders_of_the_order_and_nothing_else():
     there = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
-    assert there <= {*ORDER, ADAPTERS, "__init__.py", "__main__.py", "py.typed"}
+    assert there <= {*ORDER, ADAPTERS, "corrections.py", "__init__.py", "__main__.py", "py.typed"}
 
 
 def test_each_folder_imports_only_those_before_it():
@@ -82,14 +83,14 @@ def test_no_two_files_import_each_other_in_a_circle():
 
 
 def test_objectives_are_pure():
-    """Torch and the standard library; no files, no clocks, no random generators; core and config only."""
+    """Torch and the standard library; no files, no clocks, no random generators; no settings."""
     for name, tree in modules().items():
         if name.split(".")[0] == "objectives":
             roots = {module.split(".")[0] for module in imports(tree)}
             kernels = {"triton"} if name == "objectives.kernels.triton_reader" else set()
             assert roots <= {"torch", "jackpot", *kernels, *sys.stdlib_module_names}, name
             assert not roots & {"random", "os", "io", "pathlib", "time", "logging"}, name
-            assert folders(tree) <= {"core", "config", "objectives"}, name
+            assert folders(tree) <= {"core", "objectives"}, name
 
 
 def test_no_module_imports_the_package_inside_a_function():
@@ -131,6 +132,18 @@ def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
     done = run(without(TRAIN | HEAVY) + "import jackpot\n" + "\n".join(f"import jackpot.{name}" for name in light))
     assert done.returncode == 0, done.stderr
     assert "rich is blocked in this test" in run(without(TRAIN | HEAVY) + "import rich").stderr
+
+
+def test_a_correction_does_not_load_the_settings_of_the_trainer():
+    program = "import sys, jackpot\njackpot.make_correction('obrs')\n"
+    program += "assert 'jackpot.config.corrections' in sys.modules\nassert 'jackpot.config.run' not in sys.modules"
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_are_read_without_torch():
+    done = run(without({"torch"}) + "import jackpot.config.recipes, jackpot.config.reference, jackpot.config.arms")
+    assert done.returncode == 0, done.stderr
 
 
 def test_answers_are_judged_without_torch_and_the_package_has_its_names_all_the_same():

@@ -29,7 +29,7 @@ from gpu_parts.step import one_update
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.models.quantization.product import gemm_exact, product, product_name
 from jackpot.models.quantization.quantizer import FP8_BLOCKS, FP8_TOKEN_BLOCKS, SCHEMES, quantize
 from jackpot.models.quantization.training import train_in_codes

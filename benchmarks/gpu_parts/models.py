@@ -9,7 +9,7 @@ from gpu_parts.machine import Machine
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import Config, Sampling
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample, Version

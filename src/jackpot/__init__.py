@@ -16,23 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jackpot.core.errors import JackpotError
+    from jackpot.corrections import Corrected, correct, make_correction
     from jackpot.launch.library import SavedRun, load_run, train
     from jackpot.objectives import obrs
-    from jackpot.objectives.correct import Corrected, correct, estimate_z
-    from jackpot.objectives.corrections import CORRECTIONS, Correction, CorrectionFn, CorrectionInputs, make_correction
+    from jackpot.objectives.corrections import CORRECTIONS, Correction, CorrectionFn, CorrectionInputs
+    from jackpot.objectives.estimate import estimate_z
     from jackpot.rollout.rewards.rewards import verify, verify_all
 
 _PUBLIC = {  # names by module
     "jackpot.core.errors": ("JackpotError",),
     "jackpot.launch.library": ("SavedRun", "load_run", "train"),
-    "jackpot.objectives.correct": ("Corrected", "correct", "estimate_z"),
-    "jackpot.objectives.corrections": (
-        "CORRECTIONS",
-        "Correction",
-        "CorrectionFn",
-        "CorrectionInputs",
-        "make_correction",
-    ),
+    "jackpot.corrections": ("Corrected", "correct", "make_correction"),
+    "jackpot.objectives.corrections": ("CORRECTIONS", "Correction", "CorrectionFn", "CorrectionInputs"),
+    "jackpot.objectives.estimate": ("estimate_z",),
     "jackpot.rollout.rewards.rewards": ("verify", "verify_all"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}

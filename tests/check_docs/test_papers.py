@@ -169,7 +169,7 @@ REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recip
     **{("joint_8b", arm): (1, name, "old", "old", DEFAULT) for arm, name in
        {"jackpot": "obrs", "tis_kl": "tis", "on_policy": "none"}.items()},
     ("stale_4b", "jackpot"): (64, "obrs", "new", "new", None),
-    ("stale_4b", "tis_adjusted"): (64, "tis_adjusted", "new", "new", None),
+    ("stale_4b", "tis_adjusted"): (64, "tis", "new", "new", None),
     ("stale_4b", "tis"): (64, "tis", "old", "old", DAPO),
     ("stale_4b", "off_policy"): (64, "none", "old", "old", DAPO),
     ("stale_4b", "on_policy"): (1, "none", "old", "old", DAPO),
@@ -189,7 +189,7 @@ REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recip
     ("fp8_kv_4b", "tis_bf16"): (2, "tis", "old", "old", WIDE),
     ("frozen_3b", "math_none"): (1, "none", "old", "old", DEFAULT),
     ("tis_gsm8k", "ppo"): (4, "none", "old", "old", DEFAULT),
-    ("tis_gsm8k", "ppo_is"): (4, "ppo_is", "rollout", "rollout", DEFAULT),
+    ("tis_gsm8k", "ppo_is"): (4, "none", "rollout", "rollout", DEFAULT),
     ("tis_gsm8k", "vanilla_is_int8"): (4, "is", "old", "old", DEFAULT),
     ("tis_dapo_32b", "tis"): (16, "tis", "old", "old", DAPO),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 import jackpot
 from jackpot.config.corrections import CORRECTION_SETTINGS
+from jackpot.corrections import IN_THE_INPUTS
 
 RECORDED = Path(__file__).with_name("public_api.txt")
 
@@ -29,7 +30,7 @@ def parameters(function: Any) -> str:
 
 def settings(model: type[BaseModel]) -> str:
     fields = {key: one.get_default(call_default_factory=True) for key, one in model.model_fields.items()}
-    return "".join(f", {key}={default!r}" for key, default in fields.items() if key != "name")
+    return "".join(f", {key}={default!r}" for key, default in fields.items() if key not in ("name", *IN_THE_INPUTS))
 
 
 def described(name: str, value: Any) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from helpers.paths import ROOT
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.tasks import CustomTaskConfig, EnvironmentConfig, MathConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 

@@ -20,8 +20,9 @@ from jackpot.config import objective as config_objective
 from jackpot.config import reference
 from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
+from jackpot.config.arms import build_config
 from jackpot.config.base import model_classes
-from jackpot.config.build import build_config, merge, nest, validated
+from jackpot.config.build import merge, nest, validated
 from jackpot.config.changes import settings_of
 from jackpot.config.published import RecipeNotes
 from jackpot.config.recipes import load_recipe, resolve
@@ -29,7 +30,7 @@ from jackpot.config.run import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
 from jackpot.objectives import advantages, corrections, joint, losses
-from jackpot.objectives.corrections.budgeted import MASKS
+from jackpot.objectives.corrections.budgeted import BEYOND_C1, MASKS
 from jackpot.rollout.tasks.registry import TASKS
 
 PACKAGE = Path(jackpot.__file__).parent
@@ -702,6 +703,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config_objective.ObjectiveConfig, "loss_agg_mode") == losses.LOSS_AGG_MODES.keys()
     assert allowed(config_objective.ObjectiveConfig, "count") == joint.COUNTS.keys()
     assert allowed(config_corrections.OBRSCorrection, "mask") == MASKS.keys()
+    assert allowed(config_corrections.OBRSCorrection, "beyond_c1") == BEYOND_C1.keys()
     assert allowed(config_corrections.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
     assert allowed(config_corrections.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()

@@ -54,8 +54,8 @@ ALL = "jackpot train, jackpot eval, jackpot mismatch"
         (
             "objective.correction.cap",
             "number > 0 or null",
-            "3.0 (tis, tis_adjusted, min_prefix); 5.0 (drop); 2.0 (seq_tis, f_tis); 20.0 (dppo)",
-            "jackpot train, with objective.correction=tis, tis_adjusted, drop, seq_tis, min_prefix, f_tis or dppo",
+            "3.0 (tis, min_prefix); 5.0 (drop); 2.0 (seq_tis, f_tis); 20.0 (dppo)",
+            "jackpot train, with objective.correction=tis, drop, seq_tis, min_prefix, f_tis or dppo",
         ),
         (
             "sampling.max_new_tokens",
@@ -179,7 +179,7 @@ def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
     assert one[:3] == [
         "objective.correction.cap",
         "  values   number > 0 or null",
-        "  default  3.0 (tis, tis_adjusted, min_prefix); 5.0 (drop); 2.0 (seq_tis, f_tis); 20.0 (dppo)",
+        "  default  3.0 (tis, min_prefix); 5.0 (drop); 2.0 (seq_tis, f_tis); 20.0 (dppo)",
     ]
     block = jackpot("config", "engine", cwd=tmp_path).stdout
     assert "`engine=vllm`: vLLM decodes in the learner's process" in block and "engine.max_num_seqs" in block

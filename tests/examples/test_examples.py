@@ -17,8 +17,9 @@ from jackpot.analysis.replay.settings import settings_of
 from jackpot.config.recipes import resolve
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.types import DecodedResponse, Prompt
+from jackpot.corrections import construct_correction
 from jackpot.models.load import load_tokenizer
-from jackpot.objectives.corrections import CorrectionInputs, construct_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.obrs import known_z
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.registry import make_task
@@ -134,5 +135,5 @@ def test_the_correction_is_smooth_and_never_above_its_cap() -> None:
 
 def test_a_replay_of_a_run_with_an_own_correction_has_it_with_its_settings() -> None:
     [own] = [one for one in settings_of(resolve("examples/own_correction.yaml", None, []), []) if one.is_own]
-    assert dict(own.numbers) == {"import_path": "examples.own_correction:SoftCap", "kwargs": {"cap": 3.0}}
-    assert own.name == "custom" and type(own.objective.correction).__name__ == "SoftCap"
+    assert dict(own.numbers) == {"import_path": "examples.own_correction:soft_cap", "kwargs": {"cap": 3.0}}
+    assert own.name == "custom" and own.objective.correction.formula.__name__ == "soft_cap"

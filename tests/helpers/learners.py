@@ -16,7 +16,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.run import OptimizerConfig, Sampling
 from jackpot.core.prng import fold_in, uniforms
 from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, Version
-from jackpot.objectives.corrections import make_correction
+from jackpot.corrections import make_correction
 from jackpot.objectives.joint import (
     JointLoss,
     OldLogProbs,

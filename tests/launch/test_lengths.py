@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from helpers.runs import small_config
 from helpers.texts import text_tokenizer, write_problems
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.launch.checks import prompt_limit

@@ -109,21 +109,15 @@ FORMULAS = {  # "file::function": tests
         ("objectives/test_advantages.py",),
     ),
     **dict.fromkeys(
-        [
-            f"objectives/corrections/ratios.py::{name}"
-            for name in ("TruncatedImportanceSampling.apply", "_ratio_within", "SequenceMask.apply", "MinPrefix.apply")
-        ],
+        [f"objectives/corrections/ratios.py::{name}" for name in ("tis", "icepop", "seq_mask", "min_prefix")],
         CORRECTIONS,
     ),
     **dict.fromkeys(
-        [
-            f"objectives/corrections/signed.py::{name}"
-            for name in ("Prefix.apply", "FTIS.apply", "DPPO.apply", "binary_variation", "topk_variation")
-        ],
+        [f"objectives/corrections/signed.py::{name}" for name in ("prefix", "f_tis", "dppo", "dppo_topk", "_tis_but")],
         CORRECTIONS,
     ),
     "objectives/corrections/budgeted.py::_capped": CORRECTIONS,
-    "objectives/corrections/budgeted.py::ZWeighted._kappas": (*CORRECTIONS, *MIXED),
+    "objectives/corrections/base.py::step_kappas": (*CORRECTIONS, *MIXED),
     **dict.fromkeys(
         [f"objectives/joint.py::{name}" for name in ("policy_terms", "policy_loss")],
         ("objectives/test_joint.py", "objectives/test_regularizers.py"),

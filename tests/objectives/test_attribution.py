@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from jackpot.core.errors import ConfigError
-from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.corrections import make_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.obrs import known_z
 
 STATES, VOCAB = 5, 7

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from jackpot.corrections import make_correction
 from jackpot.objectives.advantages import compute_advantages
-from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.obrs import known_z
 
 VOCABULARY, LENGTH = 3, 4

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.own_correction import Plain
 from jackpot import CORRECTIONS, CorrectionInputs, JackpotError, correct, estimate_z, make_correction, obrs
 
 B, T, V, K, H = 6, 40, 50, 8, 16
@@ -69,6 +70,18 @@ def test_what_a_correction_does_not_read_may_be_left_out() -> None:
         found = correct(name, **arguments(given), **kept)
         assert found.weights.equal(both.weights) and found.accept_mask.equal(both.accept_mask)
         assert ("obrs/z" in found.metrics) == ("z" in correction.reads)
+
+
+def test_a_correction_of_the_published_protocol_alone_will_do() -> None:
+    given = rollouts()
+    wanted = correct("tis", cap=1.3, **arguments(given))
+    for found in (correct(Plain(1.3), **arguments(given)), correct(Plain, cap=1.3, **arguments(given))):
+        assert found.weights.equal(wanted.weights) and found.accept_mask.equal(wanted.accept_mask)
+        assert found.metrics == wanted.metrics
+    with pytest.raises(JackpotError, match=r"settings {'cap': 2.0} were given beside a correction that has its own"):
+        correct(Plain(1.3), cap=2.0, **arguments(given))
+    with pytest.raises(JackpotError, match=r"correction Plain.* got the settings {'c': 1}"):
+        correct(Plain, c=1, **arguments(given))
 
 
 def test_drawn_numbers_follow_the_response_and_not_its_batch() -> None:

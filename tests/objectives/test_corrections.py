@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from jackpot.config.corrections import CORRECTION_SETTINGS
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import add_sums
-from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs, construct_correction, make_correction
+from jackpot.corrections import construct_correction, make_correction
+from jackpot.objectives.corrections import CORRECTIONS, CorrectionInputs
+from jackpot.objectives.corrections.formula import TENSORS, Weighed
+from jackpot.objectives.corrections.signed import dppo_topk
 from jackpot.objectives.obrs import ZEstimate
 
 RTOL = 1e-12
@@ -165,7 +169,7 @@ def test_a_lam_of_each_token_takes_the_place_of_the_corrections(mask):
         wanted[at] = hand_obrs(inputs, kappa=1.0, mask=mask, **numbers)[at]
         accepted += hand_obrs(inputs, kappa=1.0, mask="expected", **numbers)[at][1]
     assert_is(correction.apply(inputs, {}), wanted)
-    assert correction.measure(inputs)["acceptance"].total.item() == pytest.approx(accepted, rel=RTOL)
+    assert correction.measure(inputs)["obrs/acceptance"].total.item() == pytest.approx(accepted, rel=RTOL)
 
 
 def test_the_second_factor_is_exactly_one_where_target_and_proximal_are_the_same():
@@ -297,12 +301,12 @@ def test_measure_reports_acceptance_z_and_how_much_the_top_k_captured():
     measured = make_correction("obrs", **OBRS | {"lam": lam}).measure(inputs)
     z = inputs.z
     expected = {
-        "acceptance": a,
-        "z": [row[-1] for row in rows],
-        "acceptance_minus_z": [x - row[-1] for x, row in zip(a, rows, strict=True)],
-        "z_bound_width": [(z.upper - z.lower)[row[0]].item() for row in rows],
-        "rollout_mass": [z.rollout_mass[row[0]].item() for row in rows],
-        "target_mass": [z.target_mass[row[0]].item() for row in rows],
+        "obrs/acceptance": a,
+        "obrs/z": [row[-1] for row in rows],
+        "obrs/acceptance_minus_z": [x - row[-1] for x, row in zip(a, rows, strict=True)],
+        "obrs/z_bound_width": [(z.upper - z.lower)[row[0]].item() for row in rows],
+        "obrs/rollout_mass": [z.rollout_mass[row[0]].item() for row in rows],
+        "obrs/target_mass": [z.target_mass[row[0]].item() for row in rows],
     }
     assert set(measured) == set(expected)
     for name, values in expected.items():
@@ -392,9 +396,9 @@ def test_weights_have_the_dtype_of_the_log_probs(name, numbers):
 
 
 def test_an_unknown_correction_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"did you mean 'obrs'.*is, mask_only, .*none, obrs, ppo_is, .*, z_only"):
+    with pytest.raises(ConfigError, match=r"did you mean 'obrs'.*is, mask_only, .*none, obrs, prefix, .*, z_only"):
         make_correction("obsr")
-    assert {name for name, _ in EVERY} | {"ppo_is", "tis_adjusted"} == CORRECTIONS.keys()
+    assert {name for name, _ in EVERY} == CORRECTIONS.keys()
 
 
 @pytest.mark.parametrize(("field", "valid"), [("mask", "expected, sampled"), ("kappa", "auto, none, prepass")])
@@ -427,5 +431,33 @@ def test_a_setting_that_the_inputs_decide_is_refused(key):
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_has_the_defaults_of_the_config(name):
-    assert make_correction(name) == CORRECTIONS[name](CORRECTION_SETTINGS[name]())
+    assert make_correction(name) == construct_correction(CORRECTION_SETTINGS[name]())
     assert CORRECTION_SETTINGS.keys() == CORRECTIONS.keys()
+
+
+@pytest.mark.parametrize("formula", [*CORRECTIONS.values(), dppo_topk])
+def test_a_formula_reads_tensors_and_the_settings_of_its_name(formula):
+    name = {**{one: name for name, one in CORRECTIONS.items()}, dppo_topk: "dppo"}[formula]
+    numbers = {one for one in signature(formula).parameters if one not in TENSORS}
+    of_runs = {"name", "proximal", "target", "lam", "normalizer", "budget", "kappa", "kappa_tolerance", "divergence"}
+    assert numbers == CORRECTION_SETTINGS[name].model_fields.keys() - of_runs
+
+
+@pytest.mark.parametrize(
+    ("name", "now"), [("ppo_is", "none, proximal: rollout"), ("tis_adjusted", "tis, proximal: new")]
+)
+def test_a_proximal_point_is_no_correction_of_its_own(name, now):
+    with pytest.raises(ConfigError, match=f"'{name}' is correction .*{now}.*proximal_log_probs"):
+        make_correction(name)
+
+
+def test_ones_own_is_a_formula_or_a_class_and_takes_its_settings():
+    def halved(log_ratio, acceptance, share):
+        return Weighed(share * log_ratio.exp(), accepted=acceptance)
+
+    inputs = random_inputs()
+    found = make_correction(halved, share=0.5).apply(inputs, {})
+    assert_is(found, {at: (0.5 * target / inf, min(1.0, target / inf)) for at, inf, target, *_ in tokens(inputs)})
+    for wrong in ({}, {"share": 0.5, "cap": 1.0}):
+        with pytest.raises(ConfigError, match=r"halved.*got the settings .*share"):
+            make_correction(halved, **wrong)

@@ -10,7 +10,8 @@ import torch
 from helpers.learners import loss_of, policy_objective
 from helpers.sums import assert_equal_sums
 from jackpot.core.types import TokenBatch
-from jackpot.objectives.corrections import CORRECTIONS, make_correction
+from jackpot.corrections import make_correction
+from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import (
     OldLogProbs,
     RolloutModelObjective,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from jackpot.core.bands import POSITIONS, band_names
-from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.corrections import make_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 from jackpot.objectives.obrs import known_z
 

@@ -18,7 +18,7 @@ import torch
 from helpers import tabular
 from helpers.learners import loss_of, policy_objective
 from helpers.tabular import VOCAB, World
-from jackpot.objectives.corrections import make_correction
+from jackpot.corrections import make_correction
 from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, policy_loss
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES
 
@@ -52,7 +52,7 @@ class Setting:
 
     def masks(self, sequence, objective):
         """Yield (probability, uniforms [1, T]) of all acceptance masks of one sequence."""
-        if getattr(objective.correction.settings, "mask", "expected") == "expected":
+        if objective.correction.settings.get("mask", "expected") == "expected":
             yield 1.0, torch.full((1, len(sequence)), 0.5, dtype=torch.float64)
             return
         target = self.old if objective.target == "old" else self.policy

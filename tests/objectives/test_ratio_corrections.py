@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from jackpot.core.errors import ConfigError
-from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.corrections import make_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.obrs import known_z
 
 # Rows: a hole (a tool wrote two tokens), a whole one, an empty response, padding behind, one token alone.
@@ -168,21 +169,11 @@ def test_min_prefix_weighs_by_the_ratio_times_the_smallest_one_before_it(cap):
     assert any(capped for *_, capped in wanted.values()) == (cap < math.inf)
 
 
-def test_tis_adjusted_is_tis_and_ppo_is_weighs_nothing():
-    inputs = spread_inputs()
-    rule = by_token(inputs, lambda rho: (min(rho, 1.3), 1.0, rho > 1.3))
-    for name in ("tis", "tis_adjusted"):
-        assert_is(make_correction(name, cap=1.3).apply(inputs, {}), rule)
-    assert_is(make_correction("ppo_is").apply(inputs, {}), by_token(inputs, lambda rho: (1.0, 1.0, False)))
-
-
 def huge_outcomes():
     return [
         ("icepop", {"low": 0.5, "high": 5.0}, lambda rows: by_token(rows, band(0.5, 5.0))),
         ("drop", {"cap": 5.0}, lambda rows: by_token(rows, band(0.0, 5.0))),
         ("tis", {"cap": 2.0}, lambda rows: by_token(rows, lambda rho: (min(rho, 2.0), 1.0, rho > 2.0))),
-        ("tis_adjusted", {"cap": 2.0}, lambda rows: by_token(rows, lambda rho: (min(rho, 2.0), 1.0, rho > 2.0))),
-        ("ppo_is", {}, lambda rows: by_token(rows, lambda rho: (1.0, 1.0, False))),
         (
             "seq_tis",
             {"cap": 2.0},
@@ -229,7 +220,7 @@ def test_a_band_that_is_upside_down_is_refused(name):
         make_correction(name, low=0.0, high=0.0)
 
 
-@pytest.mark.parametrize("name", ["tis", "tis_adjusted", "drop", "seq_tis", "min_prefix", "f_tis", "dppo"])
+@pytest.mark.parametrize("name", ["tis", "drop", "seq_tis", "min_prefix", "f_tis", "dppo"])
 @pytest.mark.parametrize("cap", [0.0, -1.0, math.nan])
 def test_a_cap_that_is_not_above_zero_is_refused(name, cap):
     with pytest.raises(ConfigError, match=f"correction {name}: cap: {cap} was given. Input should be greater than 0"):

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.corrections import make_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.obrs import exact_z, known_z, topk_z
 
 # Rows: a hole (a tool wrote two tokens), two whole ones, an empty response, padding behind.

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jackpot.corrections import make_correction
 from jackpot.objectives import advantages
 from jackpot.objectives import losses as regularise
 from jackpot.objectives import losses as surrogate
-from jackpot.objectives.corrections import CorrectionInputs, make_correction
+from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.kernels.linear_head import Head, linear_head
 from jackpot.objectives.obrs import ZEstimate
 

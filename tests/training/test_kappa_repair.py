@@ -25,7 +25,8 @@ from helpers.repairs import gradient_of_update, micro_batches_of
 from helpers.sums import assert_equal_sums
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum
-from jackpot.objectives.corrections.base import BaseCorrection, correction_result
+from jackpot.objectives.corrections import Correction
+from jackpot.objectives.corrections.base import Kappas, measure_overlap
 from jackpot.training.kappa_repair import _delta
 from jackpot.training.old_policy import MicroBatch
 from jackpot.training.step_totals import StepTotals
@@ -168,7 +169,7 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
                 share = final / (kappa / 4.3 * before) - 1.0
                 worth += abs(share) * norms[row, t].item() if abs(share) > 4e-6 else 0.0
             top += worth**2
-    assert totals and correction.settings.c1 == 1.3
+    assert totals and correction.settings["c1"] == 1.3
     assert value(result, "obrs/kappa_error") == pytest.approx(3.0 * math.sqrt(top / bottom), rel=1e-4)
 
 
@@ -191,14 +192,17 @@ def test_only_sequences_with_a_gradient_at_a_cap_are_read_again():
     assert value(result, "correction/clip_frac") * value(result, "policy/loss") != 0.0
 
 
-class Smooth(BaseCorrection):
+class Smooth:
     """A correction of one's own: not linear in kappa anywhere, and without a word about its cap."""
 
-    kappa = "auto"
+    kappa, lam, reads = "auto", 1.0, ("z",)
+
+    def measure(self, inputs):
+        return measure_overlap(inputs, self.lam)
 
     def apply(self, inputs, totals):
-        kappa = totals["acceptance"].total / totals["z"].total if totals else torch.ones(()).double()
-        return correction_result(inputs, 2.0 * torch.tanh(kappa.float() * inputs.z.value), kappa=kappa)
+        kappa = totals["obrs/acceptance"].total / totals["obrs/z"].total if totals else torch.ones(()).double()
+        return Correction.of(inputs, 2.0 * torch.tanh(kappa.float() * inputs.z.value), kappas=Kappas(kappa))
 
 
 @pytest.mark.parametrize("before", [None, 4.3])
@@ -209,7 +213,7 @@ def test_a_correction_of_ones_own_that_is_not_linear_in_kappa_is_repaired_as_wel
     gradients = []
     for kind in (Beforehand, Smooth):
         learner = learner_of("auto", before=before)
-        object.__setattr__(learner._objective, "correction", kind(OBRS))
+        object.__setattr__(learner._objective, "correction", kind())
         gradient, result = gradient_of_update(learner, PARTS)
         gradients.append(gradient)
     assert value(result, "obrs/repaired_sequences") == 1.0
@@ -259,7 +263,9 @@ def test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step
     result = learner.update(PARTS)
     totals, are_provisional, _ = learner._totals.before_backward(PARTS, learner._forward)
     assert are_provisional
-    assert (totals["acceptance"].total / totals["z"].total).item() == pytest.approx(value(result, "obrs/kappa"))
+    assert (totals["obrs/acceptance"].total / totals["obrs/z"].total).item() == pytest.approx(
+        value(result, "obrs/kappa")
+    )
 
 
 def test_totals_of_every_kind_survive_a_checkpoint():

@@ -274,6 +274,17 @@ def test_ppo_is_reports_the_overlap_of_the_two_models_and_not_of_one_with_itself
     assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
 
 
+def test_a_correction_of_the_protocol_alone_trains_as_its_formula(tmp_path: Path) -> None:
+    own = "{name: custom, import_path: helpers.own_correction:Plain, kwargs: {cap: 1.3}}"
+    found, wanted = (
+        run(small_config("iterations=1", f"objective.correction={correction}"), tmp_path / name)[1]
+        for name, correction in (("own", own), ("tis", "{name: tis, cap: 1.3}"))
+    )
+    measured = [name for name in wanted if name.startswith(("policy/", "rollout_model/", "correction/", "obrs/"))]
+    assert found.keys() == wanted.keys() and "obrs/acceptance" in measured
+    assert {name: repr(found[name]) for name in measured} == {name: repr(wanted[name]) for name in measured}
+
+
 def test_standard_errors_count_a_token_once_however_many_epochs(tmp_path: Path) -> None:
     once, often = (
         run(

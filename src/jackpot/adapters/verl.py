@@ -18,8 +18,7 @@ from torch import Tensor
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import Max, Mean
-from jackpot.objectives.correct import correct
-from jackpot.objectives.corrections import make_correction
+from jackpot.corrections import correct, make_correction
 
 try:
     from verl.protocol import DataProto
@@ -135,7 +134,8 @@ def _named(rollout_is: str, own: dict[str, Any]) -> tuple[str, dict[str, float |
         if not equals:
             raise ConfigError(f"rollout_is {rollout_is!r}: {part!r} is no setting; write jackpot:{name}:SETTING=VALUE")
         settings[key] = _number(value)
-    for reason in (name, *sorted(make_correction(name, **settings).reads)):
+    reasons = [name] if name in _REFUSED else sorted(make_correction(name, **settings).reads)
+    for reason in reasons:
         if reason in _REFUSED:
             raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[reason]}")
     return name, settings

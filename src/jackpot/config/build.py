@@ -1,4 +1,4 @@
-"""Builds a validated `Config` from a recipe, an arm and overrides, with errors that say what to do."""
+"""Lays settings over each other and validates them, with errors that say what to do."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,8 +8,6 @@ import pydantic
 from pydantic import BaseModel
 
 from jackpot.config.base import Differences, model_classes
-from jackpot.config.published import NOT_SETTINGS
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -108,23 +106,6 @@ def nest(key: str, value: Any) -> dict[str, Any]:
     return _nested(key.split("."), value)
 
 
-def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
-    """Lay an arm's settings over the recipe's and the user's overrides over both, and validate the result.
-
-    Raises:
-        ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
-    """
-    settings = {key: value for key, value in recipe.items() if key not in NOT_SETTINGS}
-    arms = recipe.get("arms") or {}
-    if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
-        raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")
-    if arm is not None:
-        if arm not in arms:
-            raise ConfigError(unknown_name("arm", arm, arms))
-        settings = merge(settings, arms[arm] or {})
-    return validated(Config, lay(settings, overrides))
-
-
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill every block of `Differences` from the other block, unless it names its class or source."""
     for key, mark in _differences(kind):
@@ -180,7 +161,7 @@ def _explanations(
             yield from (_explain(error, settings, kind) for error in those)
 
 
-def similar_settings(key: str, kind: type[BaseModel] = Config) -> list[str]:
+def similar_settings(key: str, kind: type[BaseModel]) -> list[str]:
     """Return the settings with the last name of `key`, or that another trainer calls so: `lam` is OBRS's.
 
     Those of the policy and its objective stand first; of many only the first three are returned.

@@ -1,19 +1,19 @@
 """Settings of the corrections, one class each, chosen by name.
 
-`objectives/corrections/` computes them; docs/corrections.md has their formulas and biases. In the docstrings below,
-rho = p_target / p_inf is the ratio of a sampled token, R the product of rho over a response, and
-Z = sum min(p_inf, p_target / lam) over the vocabulary.
+A setting is the argument of the same name of the formula in `objectives/corrections/`; docs/corrections.md has formulas
+and biases. In the docstrings below, rho = p_target / p_inf is the ratio of a sampled token, R the product of rho over a
+response, and Z = sum min(p_inf, p_target / lam) over the vocabulary.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jackpot.config.base import Bound, Finite, ImportPath, NonNegative, Strict, by_name
+from jackpot.objectives.constants import LAM, Kappa
 
-Kappa = Literal["auto", "prepass", "none"]
 KAPPA_TOLERANCE = 1e-3  # also of a correction of one's own, which has no such setting
-Mask = Literal["sampled", "expected"]
 AnyProximal = Annotated[
     Literal["old", "new", "rollout"],
     Field(
@@ -21,12 +21,27 @@ AnyProximal = Annotated[
         "(old), of the current policy without its gradient (new), or of the engine (rollout)."
     ),
 ]
+Proximal = Annotated[
+    Literal["old", "new"],
+    Field(
+        description="Log-probs that PPO's ratio is taken from and that rho is formed with: of the policy before the "
+        "iteration's first update (old), or of the current policy without its gradient (new)."
+    ),
+]
+Cap = Annotated[Bound, Field(description="Largest weight of a token; null or .inf: no cap.")]
 C1 = Annotated[Bound, Field(description="Cap of the weight of an accepted token; null or .inf: no cap.")]
 C2 = Annotated[
     Bound,
     Field(
         description="Cap of p_proximal / p_target, a factor of the weight, which is 1 where both are the same policy; "
         "null or .inf: no cap."
+    ),
+]
+Mask = Annotated[
+    Literal["sampled", "expected"],
+    Field(
+        description="Rejection by a random draw for each token (sampled, the paper's), or each token kept with its "
+        "acceptance probability as a factor (expected, less variance)."
     ),
 ]
 
@@ -38,25 +53,25 @@ class NoCorrection(Strict):
     proximal: AnyProximal = "old"
 
 
-class PPOISCorrection(Strict):
-    """PPO's ratio is taken from the engine's log-probs, so that its clip also bounds the mismatch (PPO-IS)."""
+class ISCorrection(Strict):
+    """Importance sampling: each token is weighted by rho."""
 
-    name: Literal["ppo_is"] = "ppo_is"
-    proximal: Literal["rollout"] = "rollout"
-    """Log-probs that PPO's ratio is taken from: always the engine's."""
-
-
-class _RatioCorrection(Strict):
-    """A correction by rho, whose target is the proximal point."""
-
-    proximal: Literal["old", "new"] = "old"
-    """Log-probs that PPO's ratio is taken from and that rho is formed with: of the policy before the iteration's first
-    update (old), or of the current policy without its gradient (new)."""
+    name: Literal["is"] = "is"
+    proximal: Proximal = "old"
 
 
-class _BandCorrection(_RatioCorrection):
+class TISCorrection(Strict):
+    """Truncated importance sampling: each token is weighted by min(rho, cap)."""
+
+    name: Literal["tis"] = "tis"
+    proximal: Proximal = "old"
+    cap: Cap = 3.0
+
+
+class _BandCorrection(Strict):
     """A correction that keeps tokens or responses whose ratio lies from `low` to `high`."""
 
+    proximal: Proximal = "old"
     low: NonNegative
     high: Bound
 
@@ -65,30 +80,6 @@ class _BandCorrection(_RatioCorrection):
         if self.low > self.high:
             raise ValueError(f"low is {self.low} and high is {self.high}; low must lie from 0 to high")
         return self
-
-
-class ISCorrection(_RatioCorrection):
-    """Importance sampling: each token is weighted by rho."""
-
-    name: Literal["is"] = "is"
-
-
-class TISCorrection(_RatioCorrection):
-    """Truncated importance sampling: each token is weighted by min(rho, cap)."""
-
-    name: Literal["tis"] = "tis"
-    cap: Bound = 3.0
-    """Largest weight of a token; null or .inf: no cap."""
-
-
-class TISAdjustedCorrection(Strict):
-    """Truncated importance sampling towards the current policy, without PPO's clip (Jackpot's "TIS + adjustment")."""
-
-    name: Literal["tis_adjusted"] = "tis_adjusted"
-    proximal: Literal["new"] = "new"
-    """Log-probs that PPO's ratio is taken from: always those of the current policy, without their gradient."""
-    cap: Bound = 3.0
-    """Largest weight of a token; null or .inf: no cap."""
 
 
 class IcePopCorrection(_BandCorrection):
@@ -101,18 +92,20 @@ class IcePopCorrection(_BandCorrection):
     """Largest rho of a token that is kept; null or .inf: no bound."""
 
 
-class DropCorrection(_RatioCorrection):
+class DropCorrection(Strict):
     """Tokens with rho <= cap are weighted by rho, the others are dropped (AReaL)."""
 
     name: Literal["drop"] = "drop"
+    proximal: Proximal = "old"
     cap: Bound = 5.0
     """Largest rho of a token that is kept; null or .inf: no bound."""
 
 
-class SequenceTISCorrection(_RatioCorrection):
+class SequenceTISCorrection(Strict):
     """Every token of a response is weighted by min(R, cap) (verl's `rollout_is: sequence`)."""
 
     name: Literal["seq_tis"] = "seq_tis"
+    proximal: Proximal = "old"
     cap: Bound = 2.0
     """Largest weight of a response; null or .inf: no cap."""
 
@@ -137,18 +130,11 @@ class GeometricMaskCorrection(_BandCorrection):
     """Largest geometric mean of rho of a response that is kept; null or .inf: no bound."""
 
 
-class _NewestCorrection(_RatioCorrection):
-    """A correction by rho whose target is the current policy unless set otherwise, as in its paper."""
-
-    proximal: Literal["old", "new"] = "new"
-    """Log-probs that PPO's ratio is taken from and that rho is formed with: of the policy before the iteration's first
-    update (old), or of the current policy without its gradient (new)."""
-
-
-class PrefixCorrection(_NewestCorrection):
+class PrefixCorrection(Strict):
     """Each token is weighted by the product of rho over its prefix, in a band that widens along the response (CTPO)."""
 
     name: Literal["prefix"] = "prefix"
+    proximal: Proximal = "new"
     low: Bound = 0.025
     """How far the log of the product may be below 0 at the first token, and sqrt(t) times that at token t, where the
     advantage is negative; null or .inf: no bound."""
@@ -157,37 +143,37 @@ class PrefixCorrection(_NewestCorrection):
     .inf: no bound."""
 
 
-class MinPrefixCorrection(_NewestCorrection):
+class MinPrefixCorrection(Strict):
     """Each token is weighted by its rho times the smallest rho before it, capped (after MinPRO)."""
 
     name: Literal["min_prefix"] = "min_prefix"
-    cap: Bound = 3.0
-    """Largest weight of a token; null or .inf: no cap."""
+    proximal: Proximal = "new"
+    cap: Cap = 3.0
 
 
-class FTISCorrection(_NewestCorrection):
+class FTISCorrection(Strict):
     """TIS that drops the tokens of negative advantage of responses far from the policy (F-TIS)."""
 
     name: Literal["f_tis"] = "f_tis"
-    cap: Bound = 2.0
-    """Largest weight of a token; null or .inf: no cap."""
+    proximal: Proximal = "new"
+    cap: Cap = 2.0
     max_kl: Bound = 50.0
     """Largest KL of a response, nats, estimated as -log R, at which its tokens of negative advantage are kept; null or
     .inf: they always are."""
 
 
-class DPPOCorrection(_NewestCorrection):
+class DPPOCorrection(Strict):
     """TIS that drops tokens whose update would lead further out of a total variation of max_tv (DPPO)."""
 
     name: Literal["dppo"] = "dppo"
+    proximal: Proximal = "new"
     divergence: Literal["binary", "topk"] = "binary"
     """How the total variation between p_inf and p_target is measured: from the sampled token alone (binary), or from
     the most probable tokens that the engine returns (topk)."""
     max_tv: Bound = 0.15
     """Largest total variation, at most 1, at which the update of a token may lead further away from p_inf; null or
     .inf: no bound."""
-    cap: Bound = 20.0
-    """Largest weight of a token; null or .inf: no cap."""
+    cap: Cap = 20.0
 
 
 class TargetCorrection(Strict):
@@ -202,7 +188,7 @@ class TargetCorrection(Strict):
 class _LamCorrection(TargetCorrection):
     """A correction that compares rho with lam."""
 
-    lam: Finite = 1.0
+    lam: Finite = LAM
     """lambda of OBRS: a token is accepted with probability min(1, rho / lam), so a larger one rejects more."""
 
 
@@ -235,12 +221,10 @@ class OBRSCorrection(ZCorrection):
     upper bound of IcePop)."""
     c2: C2 = 3.0
     mask: Mask = "sampled"
-    """Rejection by a random draw for each token (sampled, the paper's), or each token kept with its acceptance
-    probability as a factor (expected, less variance)."""
 
     @model_validator(mode="after")
     def _check(self) -> "OBRSCorrection":
-        if self.budget is not None and self.lam != 1.0:
+        if self.budget is not None and self.lam != LAM:
             raise ValueError(f"budget {self.budget} chooses lam, but lam {self.lam} was given; leave one of them out")
         if self.budget is not None and self.normalizer != "exact":
             raise ValueError(
@@ -268,8 +252,6 @@ class MaskOnlyCorrection(_LamCorrection):
 
     name: Literal["mask_only"] = "mask_only"
     mask: Mask = "sampled"
-    """Rejection by a random draw for each token (sampled, the paper's), or each token kept with its acceptance
-    probability as a factor (expected, less variance)."""
 
 
 class TargetOnlyCorrection(TargetCorrection):
@@ -289,21 +271,41 @@ class CoinOnlyCorrection(_LamCorrection):
 
 
 class CustomCorrection(TargetCorrection):
-    """A correction of your own: a class that is constructed from these settings (examples/own_correction.py)."""
+    """A correction of your own: a formula, or a class with `measure` and `apply` (examples/own_correction.py)."""
 
     name: Literal["custom"] = "custom"
     import_path: ImportPath
-    """Class of the correction as package.module:Class; the module may lie in the current folder."""
+    """Function or class of the correction as package.module:name; the module may lie in the current folder."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Settings that the class reads."""
+    """Settings: arguments of the function that are no tensors, or those that the class is constructed with."""
+
+
+WITH_PROXIMAL = {  # what papers name apart and is a correction with another proximal point
+    "ppo_is": {"name": "none", "proximal": "rollout"},
+    "tis_adjusted": {"name": "tis", "proximal": "new"},
+}
+
+
+def refuse_with_proximal(value: Any) -> Any:
+    """Return a correction's name or its block of settings.
+
+    Raises:
+        ValueError: the name is one of WITH_PROXIMAL.
+    """
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str) and name in WITH_PROXIMAL:
+        now = WITH_PROXIMAL[name]
+        raise ValueError(
+            f"{name!r} is correction {now['name']} at another proximal point; write "
+            f"{{name: {now['name']}, proximal: {now['proximal']}}}"
+        )
+    return value
 
 
 RatioCorrection = (
     NoCorrection
     | ISCorrection
     | TISCorrection
-    | TISAdjustedCorrection
-    | PPOISCorrection
     | IcePopCorrection
     | DropCorrection
     | SequenceTISCorrection
@@ -328,6 +330,9 @@ CORRECTION_SETTINGS = {
 PolicyCorrection = Annotated[
     RatioCorrection | DPPOCorrection | BudgetedCorrection | CustomCorrection,
     Field(discriminator="name"),
+    BeforeValidator(refuse_with_proximal),
     by_name("obrs"),
 ]
-RolloutModelCorrection = Annotated[RatioCorrection, Field(discriminator="name"), by_name("tis")]
+RolloutModelCorrection = Annotated[
+    RatioCorrection, Field(discriminator="name"), BeforeValidator(refuse_with_proximal), by_name("tis")
+]

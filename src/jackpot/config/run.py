@@ -44,16 +44,16 @@ from jackpot.config.placement import PlacementConfig
 from jackpot.config.safety import CheckpointConfig, GuardConfig, RolloutsConfig
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 from jackpot.config.tracking import TrackingConfig
+from jackpot.objectives.constants import HEAD_LOGITS_MEMORY, TEMPERATURE
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Writer = Literal["policy", "rollout_model"]
-HEAD_LOGITS_MEMORY = 256  # MiB, the default of `head_logits_memory`
 
 
 class Sampling(Strict):
     """Settings of an engine's sampling. The engine's log-probs are of the distribution after all of these."""
 
-    temperature: Finite = 1.0
+    temperature: Finite = TEMPERATURE
     """Temperature of sampling. Every model's log-probs in training use the same one."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Probability mass of nucleus sampling; 1: off."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.engines import sleeps
 from jackpot.config.run import Config
 from jackpot.core.place import place

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.engines import check_ranks
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, RankError

@@ -19,7 +19,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import Mean, Sums
 from jackpot.core.types import TokenBatch
 from jackpot.objectives import obrs
-from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs
+from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs, measured
 from jackpot.objectives.corrections.base import split_by_model
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
 from jackpot.objectives.losses import Aggregate, Surrogate, SurrogateFn, clip_share, clipped_surrogate
@@ -305,7 +305,7 @@ def measured_inputs(
         lam=aim.lam,
         by_policy=batch.by_policy,
     )
-    return inputs, objective.correction.measure(inputs)
+    return inputs, measured(objective.correction, inputs)
 
 
 def policy_terms(
@@ -377,16 +377,15 @@ def policy_report(
         correction: of `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
-    inputs = terms.inputs
-    lam = inputs.lam_or(objective.correction.lam)
+    inputs, lam = terms.inputs, objective.correction.lam
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
+    of_budget = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam_per_token(lam), inputs.response_mask)}
     return PolicyReport(
         metrics=correction_metrics(correction, inputs, lam, terms.clipped, totals)
         | {"policy/loss": _quotient(numerator, denominator)}
-        | ({} if inputs.lam is None else {"obrs/lam": Mean.of(lam, inputs.response_mask)}),
+        | of_budget,
         trace={
-            "acceptance": obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
-            * inputs.response_mask,
+            "acceptance": inputs.acceptance(lam) * inputs.response_mask,
             "accept_mask": correction.accept_mask,
             "weights": correction.weights,
             "z": inputs.z.value,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums, means
-from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.base import split_by_model
 
@@ -69,22 +68,20 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
 
 
 def correction_metrics(
-    correction: Correction,
-    inputs: CorrectionInputs,
-    lam: float | Tensor,
-    clipped: Tensor,
-    totals: Sums,
+    correction: Correction, inputs: CorrectionInputs, lam: float, clipped: Tensor, totals: Sums
 ) -> Sums:
     """Measure what the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
 
+    Acceptance is measured by sign and by position here; `measure_overlap` has it of all tokens and of each model's.
+
     Args:
-        lam: at which acceptance is measured, a number or [B, T].
+        lam: of the correction.
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
         totals: the sums over the optimizer step that kappa is computed from; {} where there are none.
     """
     mask, z, advantages = inputs.response_mask, inputs.z.value.double(), inputs.advantages
-    factor = correction.weights * correction.accept_mask
-    acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, lam)
+    acceptance, factor = inputs.acceptance(lam), correction.weights * correction.accept_mask
+    kappa = correction.kappas.by_response(inputs.by_policy)
     columns = {
         "obrs/acceptance": acceptance,
         "correction/accepted": correction.accept_mask,
@@ -94,18 +91,18 @@ def correction_metrics(
         "policy/clip_frac": clipped,
     }
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
-    models, kappa = split_by_model(mask, inputs.by_policy), correction.kappas.by_response(inputs.by_policy)
+    models = split_by_model(mask, inputs.by_policy)
+    overlap = {f"obrs/acceptance{model}" for model in ("", *models)}
     sums = means(columns, groups | models | _position_masks(mask))
-    for name in ("", *models):
-        del sums[f"obrs/acceptance{name}"]  # the correction's own measure gives these
-    ceiling = (1.0 / torch.as_tensor(lam, dtype=torch.float64)).clamp(max=1.0)
+
+    ceiling = (1.0 / torch.as_tensor(inputs.lam_per_token(lam), dtype=torch.float64)).clamp(max=1.0)
     whole = {
         "obrs/kappa": kappa.expand_as(factor),
         "obrs/kappa_z_above_1": (kappa - 2.0 * _kappa_error(totals)) * z > ceiling + ROUNDING,
         "obrs/acceptance_variance": (z * (1.0 - z)).clamp(min=0.0),
     }
     return {
-        **sums,
+        **{name: entry for name, entry in sums.items() if name not in overlap},
         **means(whole, {"": mask}),
         **{f"obrs/kappa{model}": Mean.of(whole["obrs/kappa"], own) for model, own in models.items()},
         "obrs/acceptance_by_response": ClusteredMean.of(acceptance - z, mask),
@@ -115,11 +112,34 @@ def correction_metrics(
     }
 
 
+def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap: Sums, has_z: bool) -> Sums:
+    """Measure a correction and the mismatch before it in few numbers, for the log of another framework.
+
+    Args:
+        overlap: of the same tokens, by `measured`.
+        has_z: Z is known; else nothing is said of it.
+    """
+    mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
+    ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask
+    columns = {
+        "mismatch/ratio": ratio,
+        "mismatch/kl_k1": -log_ratio,
+        "mismatch/kl_k3": ratio - 1.0 - log_ratio,
+        "correction/accepted": correction.accept_mask,
+        "correction/weight": factor,
+        "correction/clip_frac": correction.capped,
+    }
+    of_z = ("obrs/z", "obrs/acceptance_minus_z", "obrs/z_bound_width") if has_z else ()
+    sums = means(columns, {"": mask}) | {name: overlap[name] for name in ("obrs/acceptance", *of_z)}
+    sums |= {"mismatch/ratio_max": Max.of(ratio, mask), "correction/weight_max": Max.of(factor, mask)}
+    return dict(sorted(sums.items()))
+
+
 def _kappa_error(totals: Sums) -> Tensor | float:
     """Return the standard error of kappa = sum a / sum Z, from the spread of a - Z; 0 without totals."""
     if not totals:
         return 0.0
-    return totals["acceptance_minus_z"].squares.sqrt() / totals["z"].total.clamp(min=1e-9)
+    return totals["obrs/acceptance_minus_z"].squares.sqrt() / totals["obrs/z"].total.clamp(min=1e-9)
 
 
 def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:

@@ -281,8 +281,10 @@ class JointLearner(Learner):
             parts.append(report.metrics)
             if trace:
                 traced.append((one.batch, report.trace))
-        sums = all_reduce_sums(add_sums(*parts)) | {f"obrs/{name}": entry for name, entry in totals.items()}
-        metrics, events = self._optimizer.step(sums, steps_rollout_model)
+        sums = all_reduce_sums(add_sums(*parts)) | totals
+        metrics, events = self._optimizer.step(
+            sums, sampled_tokens=totals["obrs/acceptance"].count, steps_rollout_model=steps_rollout_model
+        )
         if all(event["model"] != "policy" for event in events):
             self._totals.keep(totals)
         metrics["seconds/prepass"] = Sum.number(known.seconds)
@@ -466,7 +468,13 @@ class JointLearner(Learner):
         if objective is None:
             return {}
         if control and steps_rollout_model:
-            weight = next_distill_weight(control, objective.distill_weight, metrics)
+            acceptance = metrics.get("obrs/acceptance_by_rollout_model", metrics["obrs/acceptance"])
+            weight = next_distill_weight(
+                control,
+                objective.distill_weight,
+                kl=metrics["mismatch/kl_policy_rollout"].value.item(),
+                acceptance=acceptance.value.item(),
+            )
             self._rollout_objective = replace(objective, distill_weight=weight)
         return {"rollout_model/distill_weight": Mean.number(objective.distill_weight)}
 

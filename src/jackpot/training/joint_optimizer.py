@@ -58,14 +58,18 @@ class JointOptimizer:
         """Return the number of steps that a model has taken; 0 for one that is not trained."""
         return self._optimizers[role].steps if role in self._optimizers else 0
 
-    def step(self, sums: Sums, steps_rollout_model: bool) -> tuple[Sums, tuple[dict[str, Any], ...]]:
+    def step(
+        self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool
+    ) -> tuple[Sums, tuple[dict[str, Any], ...]]:
         """Step the models on the gradients in their parameters, which are gone after it.
 
-        Whether they step follows from `sums` and the norms of all gradients, which the host reads in one transfer.
+        Whether they step follows from the advantages in `sums`, the tokens and the norms of all gradients, which the
+        host reads in one transfer.
 
         Args:
             sums: metrics of the optimizer step over all micro-batches and ranks, on the device; the count of
                 `ROLE/loss` is the denominator of the model's gradient. A model without it has no gradient and stays.
+            sampled_tokens: of the optimizer step, a scalar over all ranks; without any no model steps.
             steps_rollout_model: False to add its gradient up further, where the rollout model does not step each time.
 
         Returns:
@@ -84,12 +88,14 @@ class JointOptimizer:
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
         reading = {f"{role}/grad_norm": Mean.number(norms[role]) for role in active}
         reading |= {f"{role}/denominator": Sum.number(counts[role]) for role in active}
+        reading["tokens"] = Sum.number(sampled_tokens)
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
         denominators = {role: float(metrics.pop(f"{role}/denominator").total) for role in active}
+        tokens = float(metrics.pop("tokens").total)
         metrics |= split_numbers(metrics)
         events = []
         for role in active:
-            optimizer, why = self._optimizers[role], self._reason_to_skip(role, metrics, denominators[role])
+            optimizer, why = self._optimizers[role], self._reason_to_skip(role, metrics, tokens, denominators[role])
             scale = 1.0
             if role == "policy" and self._share and not why:
                 share = float(self._share(metrics))  # NaN where no sample has a weight
@@ -128,15 +134,15 @@ class JointOptimizer:
         self._optimizers[role].reduce(count)
         return self._optimizers[role].clip().to(count.device)
 
-    def _reason_to_skip(self, role: Role, metrics: Sums, count: float) -> str | None:
-        """Say why a model does not step; None where it does.
+    def _reason_to_skip(self, role: Role, metrics: Sums, tokens: float, count: float) -> str | None:
+        """Say why a model does not step; None where it does. `count` is the denominator of its gradient.
 
         AdamW would move the weights by its momentum even on a zero gradient.
         """
         accumulates = role == "rollout_model" and self._accumulator is not None  # it holds finite gradients only
         if metrics["health/non_finite_steps"].total > 0 and not accumulates:
             return NON_FINITE
-        if (count if accumulates else metrics["obrs/acceptance"].count) == 0:
+        if (count if accumulates else tokens) == 0:
             return "no token"
         if role == "policy" and not self._regularized:
             if not metrics["policy/largest_advantage"].largest > 0:

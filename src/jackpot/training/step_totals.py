@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from jackpot.config.corrections import Kappa
 from jackpot.core.errors import ConfigError, unknown_name
 from jackpot.core.metrics import Max, Metric, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import TokenBatch
+from jackpot.objectives.constants import Kappa
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective, TokenScores, measured_inputs
 from jackpot.training.old_policy import MicroBatch, holds_target
 

@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from jackpot.config.build import similar_settings
 from jackpot.config.recipes import recipe_names, resolve
+from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, JackpotError, unknown_name
 from jackpot.core.package import version
 from jackpot.core.place import place
@@ -55,7 +56,7 @@ class Command(TyperCommand):
     def _unknown_option(self, ctx: typer.Context, error: NoSuchOption, given: Sequence[str]) -> str:
         """Say how the setting of this name is written, or name the options that are like it."""
         name = error.option_name.lstrip("-").replace("-", "_")
-        settings = similar_settings(name) if any(one.name == "overrides" for one in self.params) else []
+        settings = similar_settings(name, Config) if any(one.name == "overrides" for one in self.params) else []
         like = [option for option in error.possibilities or [] if option != "--help"]
         if settings and not any(option.lstrip("-").startswith(name) for option in like):
             value = _value_of(error.option_name, given)

@@ -31,7 +31,7 @@ CASES = [
     ("dapo", "none", {}),
     ("dapo", {"name": "tis", "cap": 1.3}, {}),
     ("dapo", {"name": "none", "proximal": "rollout"}, {}),
-    ("dapo", "ppo_is", {}),
+    ("dapo", {"name": "custom", "import_path": "helpers.own_correction:Plain", "kwargs": {"cap": 1.3}}, {}),
     ("grpo", {"name": "icepop", "low": 0.7, "high": 1.5}, {}),
     ("dapo", {"name": "seq_mask", "high": 2.0}, {}),
     ("dapo", {"name": "dppo", "divergence": "topk", "max_tv": 0.05}, {}),
@@ -49,7 +49,7 @@ CASES = [
     ("grpo", OBRS | {"kappa": "none", "target": "new"}, MISALIGNED),
     ("grpo", OBRS | {"kappa": "none", "proximal": "new"}, MISALIGNED),
     ("grpo", OBRS | {"kappa": "none", "proximal": "rollout"}, MISALIGNED),
-    ("grpo", "tis_adjusted", MISALIGNED),
+    ("grpo", {"name": "tis", "proximal": "new"}, MISALIGNED),
     # and of several micro-batches each: all of a step are read again
     ("grpo", OBRS | {"kappa": "none", "target": "new", "proximal": "new"}, MISALIGNED | STEPS_OF_TWO),
 ]

@@ -410,6 +410,7 @@ def test_a_low_entropy_is_a_collapse_unless_the_policy_rose(config: Config) -> N
         assert found == (["policy/entropy"] if is_found else [])
 
 
+CLIPPED_AT_ENGINE = "{name: none, proximal: rollout}"
 EXPLAINED = [  # settings, what is beyond its limit, the setting that explains it
     ("objective.correction.lam=2", {"obrs/acceptance": 0.26}, "objective.correction.lam=2"),
     ("objective.correction={budget: 0.3, normalizer: exact}", {"obrs/acceptance": 0.3}, "budget=0.3"),
@@ -419,8 +420,16 @@ EXPLAINED = [  # settings, what is beyond its limit, the setting that explains i
     ("objective.correction.c1=1", {"correction/clip_frac": 0.4}, "c1=1"),
     ("objective.correction.c2=1", {"correction/clip_frac_c2": 0.4}, "c2=1"),
     ("objective.correction=icepop", {"correction/clip_frac": 0.4}, "objective.correction=icepop"),
-    ("objective.correction=ppo_is", {"policy/clip_frac": 0.4}, "objective.correction.proximal=rollout"),
-    ("rollout_model.correction=ppo_is", {"rollout_model/clip_frac": 0.4}, "rollout_model.correction.proximal=rollout"),
+    (
+        f"objective.correction={CLIPPED_AT_ENGINE}",
+        {"policy/clip_frac": 0.4},
+        "objective.correction.proximal=rollout",
+    ),
+    (
+        f"rollout_model.correction={CLIPPED_AT_ENGINE}",
+        {"rollout_model/clip_frac": 0.4},
+        "rollout_model.correction.proximal=rollout",
+    ),
     ("objective.correction=tis", {"obrs/z_bound_width": 1.0}, "objective.correction=tis"),
     ("objective.correction=tis", {"mismatch/ratio_max": 1500.0}, "objective.correction=tis"),
     ("sampling.top_p=0.8", {"mismatch/ratio": 0.85}, "sampling.top_p=0.8"),
@@ -450,7 +459,9 @@ def test_single_responses_are_all_right_or_all_wrong() -> None:
 
 def test_a_clip_of_the_engine_s_ratio_caps_no_weight() -> None:
     [finding] = diagnose(
-        history({"mismatch/ratio_max": 1500.0}), [], small_config("objective.correction=ppo_is")
+        history({"mismatch/ratio_max": 1500.0}),
+        [],
+        small_config(f"objective.correction={CLIPPED_AT_ENGINE}"),
     ).findings
     assert finding.metric == "mismatch/ratio_max"
 

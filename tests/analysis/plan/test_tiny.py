@@ -14,7 +14,7 @@ from helpers.runs import run, weights
 from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import TinyRun, replaced_models, tiny, tiny_run
 from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS, built_in_tokenizer
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.engines import DraftConfig
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.config.run import Config

@@ -86,9 +86,9 @@ def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
 
 def test_stale_text_needs_a_correction_towards_the_policy_that_is_updated(tmp_path):
     found = of(tmp_path, noise(0.4), stale=True)
-    assert found.answer.settings == {"name": "tis_adjusted"}
+    assert found.answer.settings == {"name": "tis", "proximal": "new"}
     heavy = of(tmp_path, discovered(share=0.1, lift=8.0), stale=True)
-    assert heavy.answer.settings == {"name": "tis_adjusted"}
+    assert heavy.answer.settings == {"name": "tis", "proximal": "new"}
     assert (
         candidates(found, "none").tv_after_correction.value > 0.05
     )  # by PPO's clip, for its ratio is p_new / p_old already
@@ -173,7 +173,7 @@ def test_the_variation_estimated_from_sampled_tokens_is_never_far_too_small(tmp_
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
     found = of(tmp_path, noise(size), responses=600)
     for one in found.corrections:
-        never_advised = one.setting.name in ("ppo_is", "reweight_only", "dppo")
+        never_advised = one.setting.label == "none proximal=rollout" or one.setting.name in ("reweight_only", "dppo")
         if one.setting.weighs_whole_responses or never_advised:
             continue
         exact, sampled = one.stats.states.tv_after_correction, one.stats.sampled_tv_after_correction
@@ -241,7 +241,7 @@ def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, mon
     found = replay(write(tmp_path / "a.jsonl", iter(fresh + stale)))
     labels = {one.label for one in found.answer.candidates}
     assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
-    assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis_adjusted").known == 1.0
+    assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis new").known == 1.0
     assert any("obrs expected" in text and "2,000 of 4,000 tokens" in text for text in found.left_out)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from helpers.engines.reference import tiny_prompt
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.run import Config
 from jackpot.core.digest import weights_digest
 from jackpot.core.metrics import Sums

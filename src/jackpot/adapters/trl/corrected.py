@@ -35,10 +35,10 @@ from jackpot.core.errors import ConfigError, DataError
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, to_host
 from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.models.forward import check_head, logit_softcap, output_layer, predicting_hidden
-from jackpot.objectives.correct import correction_sums
-from jackpot.objectives.corrections import CorrectionInputs
+from jackpot.objectives.corrections import CorrectionInputs, measured
 from jackpot.objectives.joint import references
 from jackpot.objectives.kernels.linear_head import LinearHead
+from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.obrs import ZEstimate, known_z, topk_z
 from jackpot.training.objectives import policy_objective
 
@@ -125,8 +125,9 @@ class CorrectedGRPOTrainer(GRPOTrainer):
     ) -> None:
         given = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
-        self._objective = policy_objective(validated(ObjectiveConfig, {"correction": correction}))
-        refuse(given, self._objective)
+        chosen = validated(ObjectiveConfig, {"correction": correction})
+        self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
+        refuse(given, self._correction_name, self._objective)
         if num_top_log_probs is not None and (given.get("rollout_func") or not self._reads_z):
             raise ConfigError(
                 f"num_top_log_probs is {num_top_log_probs}, but only TRL's vLLM is asked for it, and only for a "
@@ -241,9 +242,9 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             return made
         if lists is None or lists.ids is None or lists.log_probs is None:
             raise ConfigError(
-                f"correction {self._objective.correction.settings.name} needs the top-k of the distribution that the "
-                f"tokens were sampled from, and the rollout function did not return it; return top_ids and "
-                f"top_log_probs, [T, K] for each completion, or use correction tis"
+                f"correction {self._correction_name} needs the top-k of the distribution that the tokens were sampled "
+                f"from, and the rollout function did not return it; return top_ids and top_log_probs, [T, K] for each "
+                f"completion, or use correction tis"
             )
         ids, log_probs = (one.to(device) for one in lists.padded(width))
         return made | {"jackpot_top_ids": ids, "jackpot_top_log_probs": log_probs}
@@ -316,10 +317,10 @@ class CorrectedGRPOTrainer(GRPOTrainer):
     def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs]]) -> None:
         """Put the weights of batches onto their advantages, by sums over all of them and over all processes."""
         objective, has_z = self._objective, self._reads_z
-        correction, sums = objective.correction, []
-        totals = all_reduce_sums(add_sums(*(correction.measure(inputs) for _, inputs in parts)))
-        for batch, inputs in parts:
-            done = correction.apply(inputs, totals)
+        overlaps, sums = [measured(objective.correction, inputs) for _, inputs in parts], []
+        totals = all_reduce_sums(add_sums(*overlaps))
+        for (batch, inputs), overlap in zip(parts, overlaps, strict=True):
+            done = objective.correction.apply(inputs, totals)
             batch["advantages"] = inputs.advantages * done.weights * done.accept_mask
             if objective.proximal == "rollout":
                 batch["old_per_token_logps"] = inputs.proximal_log_probs
@@ -327,7 +328,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
                 batch.pop("old_per_token_logps", None)  # TRL then takes the detached current log-probs
             mask = loss_mask(batch)
             unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
-            sums.append(correction_sums(done, inputs, correction.lam, has_z) | unusable)
+            sums.append(correction_summary(done, inputs, overlap, has_z) | unusable)
         metrics = {name: one.value for name, one in to_host(all_reduce_sums(add_sums(*sums))).items()}
         self._log_metrics(metrics | ({"obrs/kappa": done.kappa} if has_z else {}))
 

@@ -26,11 +26,12 @@ from jackpot.adapters.trl.writers import Writers
 from jackpot.config.build import validated
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError
-from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, means
+from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums
 from jackpot.core.types import Role, TokenBatch, Version
 from jackpot.models.forward import backbone, checkpoint_activations, logit_softcap, output_layer, response_hidden
 from jackpot.models.load import check_same_tokenizer, load_model, load_tokenizer
 from jackpot.models.parts import WHOLE, write_part
+from jackpot.objectives.corrections.base import split_by_model
 from jackpot.objectives.joint import OldLogProbs, TokenScores, rollout_model_loss, token_scores
 from jackpot.objectives.kernels.linear_head import LinearHead, head_of, joint_linear_head
 from jackpot.objectives.obrs import acceptance, known_z
@@ -238,25 +239,32 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
 
     def _distances(self, tokens: TokenBatch, scores: TokenScores) -> Sums:
         """Measure how far apart the models are, as they are now."""
+        mask = tokens.response_mask
         accepted = acceptance(tokens.rollout_log_probs, scores.log_probs.detach(), self._objective.correction.lam)
-        masks = {"": tokens.response_mask}
-        if tokens.by_policy is not None:
-            masks["_by_rollout_model"] = tokens.response_mask & ~tokens.by_policy[:, None]
-        return means({"obrs/acceptance": accepted}, masks) | {
-            "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, tokens.response_mask),
-            "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, tokens.response_mask),
-            "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, tokens.response_mask),
+        return {
+            "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
+            "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),
+            "rollout_model/acceptance": Mean.of(
+                accepted, split_by_model(mask, tokens.by_policy).get("_by_rollout_model", mask)
+            ),
+            "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),
         }
 
     def _step_rollout_model(self) -> None:
         """Step the rollout model on the gradient of all micro-batches and processes, and log what that was."""
         sums, self._parts = all_reduce_sums(add_sums(*self._parts)), []
-        metrics, _ = self._rollout_optimizer.step(sums, steps_rollout_model=True)
+        metrics, _ = self._rollout_optimizer.step(
+            sums, sampled_tokens=sums["mismatch/kl_policy_rollout"].count, steps_rollout_model=True
+        )
         metrics["rollout_model/distill_weight"] = Mean.number(self._distill_weight)
         if control := self._config.rollout_model.distill_control:
-            self._distill_weight = next_distill_weight(control, self._distill_weight, metrics)
-        # The correction's are in the log already.
-        self._log_metrics({name: one.value for name, one in metrics.items() if not name.startswith("obrs/")})
+            self._distill_weight = next_distill_weight(
+                control,
+                self._distill_weight,
+                kl=metrics["mismatch/kl_policy_rollout"].value.item(),
+                acceptance=metrics["rollout_model/acceptance"].value.item(),
+            )
+        self._log_metrics({name: one.value for name, one in metrics.items()})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make TRL's schedule, and the rollout model's optimizer, whose schedule ends at the same step."""

@@ -14,10 +14,9 @@ _UNMERGED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indice
 _OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weigh all tokens of a response alike
 
 
-def refuse(given: Mapping[str, Any], objective: PolicyObjective) -> None:
-    """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with a correction of ours."""
-    args, rollout_func, settings = given.get("args"), given.get("rollout_func"), objective.correction.settings
-    name, reads_z = settings.name, "z" in objective.correction.reads
+def refuse(given: Mapping[str, Any], name: str, objective: PolicyObjective) -> None:
+    """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with the correction of this name."""
+    args, rollout_func = given.get("args"), given.get("rollout_func")
     if objective.normalizer == "exact":
         raise ConfigError(
             f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
@@ -45,7 +44,7 @@ def refuse(given: Mapping[str, Any], objective: PolicyObjective) -> None:
             f"correction {name} could not weigh or reject a token; use 'token', or one of the corrections "
             f"{', '.join(sorted(_OF_RESPONSES))}"
         )
-    if reads_z and (given.get("tools") or given.get("environment_factory")):
+    if "z" in objective.correction.reads and (given.get("tools") or given.get("environment_factory")):
         raise ConfigError(
             f"correction {name} needs the top-k of every token, which TRL drops between the turns of tools and "
             f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func"

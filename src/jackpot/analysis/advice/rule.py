@@ -62,8 +62,7 @@ NEARLY = 0.95  # share of the greatest worth that counts as a tie
 SURE = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rollout model
 _ORDER = {  # simple corrections with small weights first
-    name: place
-    for place, name in enumerate((*("none", "tis", "tis_adjusted", "obrs", "icepop", "drop", "is", "ppo_is", "dppo"),))
+    name: place for place, name in enumerate(("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "dppo"))
 }
 
 Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
@@ -139,7 +138,8 @@ class JudgedCorrection:
         """Return a sort key: the order of names, masks without noise, few settings that are not the default."""
         others = [name for name in self.settings if name not in ("mask", "target", "proximal")]
         is_noisy = self.name == "obrs" and self.settings.get("mask") != "expected"
-        return _ORDER.get(self.name, len(_ORDER)), is_noisy, len(others)
+        place = _ORDER.get(f"{self.name} {self.settings.get('proximal')}", _ORDER.get(self.name, len(_ORDER)))
+        return place, is_noisy, len(others)
 
     @property
     def worth(self) -> Estimate:

@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
             aggregate=latest,
             explanation=f"the quantized engine of the {model} is so far from training that the correction decides "
             "what the policy learns",
-            suggestion="set objective.correction=tis where it is none or ppo_is; set engine.quantization=null and "
+            suggestion="set objective.correction=tis where it is none; set engine.quantization=null and "
             "engine.kv_cache_dtype=null to compare; `jackpot mismatch RUN` shows the gap",
         )
         for metric, model in _GAPS.items()

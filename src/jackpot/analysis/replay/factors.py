@@ -19,9 +19,6 @@ from jackpot.analysis.replay.settings import CorrectionSetting
 from jackpot.core.metrics import Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionInputs
-from jackpot.objectives.corrections.budgeted import MaskOnly, Obrs, ReweightOnly, ZOnly
-from jackpot.objectives.corrections.ratios import MinPrefix, SequenceMask, SequenceTIS
-from jackpot.objectives.corrections.signed import DPPO, Prefix
 from jackpot.objectives.joint import references
 
 
@@ -114,21 +111,20 @@ def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new
 
 def needs_z(setting: CorrectionSetting) -> bool:
     """Tell whether the correction reads Z."""
-    correction = setting.objective.correction
-    return isinstance(correction, _BY_Z) or (isinstance(correction, DPPO) and correction.settings.divergence == "topk")
+    return "z" in setting.objective.correction.reads
 
 
 def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, found: Correction) -> Tensor:
     """Return F_s of a state, [B, T], were nothing capped in it."""
-    correction, log_ratio = setting.objective.correction, inputs.log_ratio
-    if isinstance(correction, (*_BY_Z, MaskOnly)):  # the mask accepts Z of a state
+    log_ratio = inputs.log_ratio
+    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # weigh by Z; the mask accepts Z of a state
         return found.kappa * inputs.z.value
-    if isinstance(correction, Prefix):
+    if setting.name == "prefix":
         return _before(found.weights, 1.0)  # 0 behind a rejected prefix
-    if isinstance(correction, MinPrefix):
+    if setting.name == "min_prefix":
         lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values
         return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp(), 1.0)
-    if isinstance(correction, (SequenceTIS, SequenceMask)):
+    if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
     return torch.ones_like(inputs.z.value)
 
@@ -165,11 +161,9 @@ def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, to
     if not is_random.any():
         value = lowest.weights * lowest.accept_mask
         return _MaskAveraged(value, torch.ones_like(value), lowest.accept_mask, lowest)
-    acceptance = obrs.acceptance(inputs.rollout_log_probs, inputs.target_log_probs, correction.lam)
-    chance = torch.where(is_random, acceptance, lowest.accept_mask)
+    chance = torch.where(is_random, inputs.acceptance(correction.lam), lowest.accept_mask)
     return _MaskAveraged(lowest.weights, chance, chance, lowest)
 
 
-_BY_Z = (Obrs, ReweightOnly, ZOnly)  # weigh by Z
 MOST = 40.0  # of log R_t, so that its sums are finite
 _LARGEST_UNIFORM = 1.0 - 2.0**-53

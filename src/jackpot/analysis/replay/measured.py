@@ -33,6 +33,7 @@ from jackpot.analysis.replay.stats import (
     run_sums,
 )
 from jackpot.core.metrics import Sums, add_sums
+from jackpot.objectives.corrections import measured
 from jackpot.objectives.obrs import acceptance, known_z
 
 
@@ -160,7 +161,7 @@ class Measured:
         if z is None:
             z = known_z(torch.ones_like(batch.rollout))
         inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
-        totals = objective.correction.measure(inputs)
+        totals = measured(objective.correction, inputs)
         has_signs = all(one.advantages is not None for one in batch.responses)
         found = factors(setting, inputs, batch.new, batch.advantages if has_signs else None, totals)
         states, values = lists.known if lists else None, None

@@ -16,6 +16,7 @@ WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_
 WHOLE_SURROGATE = ("gspo", "gmpo")  # the same, where the policy has been updated since it received the batch
 PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _OTHER = {  # settings replayed in addition to the defaults
+    "none": ({"proximal": "rollout"},),
     "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}),
     "icepop": ({"high": 2.0}, {"high": 10.0}),
     "drop": ({"cap": 10.0},),
@@ -28,7 +29,7 @@ _OTHER = {  # settings replayed in addition to the defaults
 }
 _TO_NEW = {"target": "new", "proximal": "new"}
 _NEW = {  # aligned to the policy that is updated, for stale rollouts; PPO's ratio is then 1
-    "tis_adjusted": ({}, {"cap": 10.0}),
+    "tis": ({"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
     "obrs": (_TO_NEW, {**_TO_NEW, "mask": "expected"}, {**_TO_NEW, "mask": "expected", "c1": 10.0}),
 }
 
@@ -93,10 +94,9 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
     fields = type(correction).model_fields  # a custom correction has settings without a default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     changed = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
-    label = " ".join(filter(None, [name, *(_short(key, value) for key, value in changed.items())]))
     return CorrectionSetting(
         name=name,
-        label=label,
+        label=_label(name, changed, [key for key in ("target", "proximal") if key in fields]),
         objective=policy_objective(objective),
         surrogate=base.surrogate,
         numbers=tuple(changed.items()),
@@ -104,11 +104,18 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
     )
 
 
+def _label(name: str, changed: dict[str, object], points: list[str]) -> str:
+    """Name a correction with what is not the default; `new` where all its points, by their settings, are the new one.
+
+    Args:
+        points: which of `target` and `proximal` the correction has.
+    """
+    is_new = all(changed.get(key) == "new" for key in points)
+    left = {key: value for key, value in changed.items() if not (is_new and key in points)}
+    return " ".join([name, *(["new"] if is_new else []), *(_short(key, value) for key, value in left.items())])
+
+
 def _short(key: str, value: object) -> str:
     if key == "mask":
         return str(value)
-    if key == "target":
-        return "new" if value == "new" else f"target={value}"
-    if key == "proximal":
-        return "" if value == "new" else f"proximal={value}"
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from jackpot.config.build import build_config, merge, nest, validated
+from jackpot.config.arms import build_config
+from jackpot.config.build import merge, nest, validated
 from jackpot.config.published import PublishedRow, RecipeNotes
 from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name

@@ -5,28 +5,14 @@ then PPO's ratio is 1 and its clip has no effect. rho_t is the ratio of sampled 
 rho_1 ... rho_t over its prefix, and A the advantage. A token with A = 0 has no gradient and counts as accepted.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from jackpot.config.corrections import DPPOCorrection, FTISCorrection, PrefixCorrection
-from jackpot.core.metrics import Sums
-from jackpot.objectives.corrections.base import BaseCorrection, Correction, CorrectionInputs, correction_result
+from jackpot.objectives.corrections.formula import Weighed
+from jackpot.objectives.obrs import ZEstimate
 
 
-@dataclass(frozen=True, slots=True)
-class Signed(BaseCorrection):
-    """Reads the sign of the advantage."""
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"advantages"})
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix(Signed):
+def prefix(log_ratio: Tensor, response_mask: Tensor, advantages: Tensor, low: float, high: float) -> Weighed:
     """`prefix`: w = R_t; rejects a token with R_t > e^(high sqrt t), or with A < 0 and R_t < e^(-low sqrt t).
 
     CTPO, arXiv 2605.07331: PPO's clip of R_t, with a band that grows as the spread of log R_t does. Formula and
@@ -37,20 +23,13 @@ class Prefix(Signed):
     R_t corrects the token and the states before it, so inside the band the weight is unbiased for both; what comes
     after the token stays the rollout model's. Biased against tokens that only one of the models is likely to reach.
     """
-
-    settings: PrefixCorrection
-
-    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        log_ratio = inputs.log_ratio.cumsum(-1)
-        spread = inputs.response_mask.cumsum(-1).to(log_ratio.dtype).sqrt()
-        is_low = (log_ratio < -self.settings.low * spread) & (inputs.advantages < 0)
-        rejected = (log_ratio > self.settings.high * spread) | is_low
-        weights = torch.where(rejected, -torch.inf, log_ratio).exp()
-        return correction_result(inputs, weights, accepted=~rejected, capped=rejected)
+    up_to = log_ratio.cumsum(-1)
+    spread = response_mask.cumsum(-1).to(up_to.dtype).sqrt()
+    rejected = (up_to > high * spread) | ((up_to < -low * spread) & (advantages < 0))
+    return Weighed(torch.where(rejected, -torch.inf, up_to).exp(), accepted=~rejected, capped=rejected)
 
 
-@dataclass(frozen=True, slots=True)
-class FTIS(Signed):
+def f_tis(log_ratio: Tensor, advantages: Tensor, cap: float, max_kl: float) -> Weighed:
     """`f_tis`: w = min(rho, cap); where the KL of a response is above max_kl its tokens with A < 0 are rejected.
 
     F-TIS, arXiv 2605.22537, with its defaults. Its code is not known to us; the KL of a response is taken as the
@@ -59,18 +38,18 @@ class FTIS(Signed):
 
     Biased as `tis`; and upwards in the responses that are far from the policy: what is bad in them is not unlearned.
     """
-
-    settings: FTISCorrection
-
-    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        ratio, cap = inputs.log_ratio.exp(), self.settings.cap
-        is_far = -inputs.log_ratio.sum(-1, keepdim=True) > self.settings.max_kl
-        rejected = is_far & (inputs.advantages < 0)
-        return correction_result(inputs, ratio.clamp(max=cap), accepted=~rejected, capped=rejected | (ratio > cap))
+    is_far = -log_ratio.sum(-1, keepdim=True) > max_kl
+    return _tis_but(is_far & (advantages < 0), log_ratio, cap)
 
 
-@dataclass(frozen=True, slots=True)
-class DPPO(Signed):
+def dppo(
+    log_ratio: Tensor,
+    rollout_log_probs: Tensor,
+    target_log_probs: Tensor,
+    advantages: Tensor,
+    max_tv: float,
+    cap: float,
+) -> Weighed:
     """`dppo`: w = min(rho, cap); rejects a token if TV > max_tv and A log rho > 0, so that the update would widen it.
 
     DPPO, arXiv 2602.04879, with the total variation between p_inf and p_target, by `divergence`:
@@ -86,36 +65,21 @@ class DPPO(Signed):
     A trust region and no correction of what is outside: biased towards where the policy and the rollout model already
     agree, for a token far from the rollout model is only moved back to it.
     """
-
-    settings: DPPOCorrection
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"advantages"} if self.settings.divergence == "binary" else {"advantages", "z"})
-
-    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        ratio, cap = inputs.log_ratio.exp(), self.settings.cap
-        is_outside = TOTAL_VARIATIONS[self.settings.divergence](inputs) > self.settings.max_tv
-        rejected = is_outside & (inputs.advantages * inputs.log_ratio > 0)
-        return correction_result(inputs, ratio.clamp(max=cap), accepted=~rejected, capped=rejected | (ratio > cap))
+    variation = (target_log_probs.exp() - rollout_log_probs.exp()).abs()  # of {the sampled token, any other}
+    return _tis_but((variation > max_tv) & (advantages * log_ratio > 0), log_ratio, cap)
 
 
-def binary_variation(inputs: CorrectionInputs) -> Tensor:
-    """|p_target - p_inf| of the sampled token, the total variation of {it, any other}: [B, T]."""
-    return (inputs.target_log_probs.exp() - inputs.rollout_log_probs.exp()).abs()
-
-
-def topk_variation(inputs: CorrectionInputs) -> Tensor:
-    """Total variation of {each token that Z sums over, any other}: [B, T].
+def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float, cap: float) -> Weighed:
+    """`dppo` with `divergence: topk`, the total variation of {each token that Z sums over, any other}.
 
     With q = p_target, p = p_inf, and masses q_K, p_K of these tokens, it is 1/2 (sum |q - p| + |q_K - p_K|)
     = max(q_K, p_K) - sum min(q, p), and the last sum is Z at lam = 1; 1 - Z where Z is of the whole vocabulary.
     """
-    z = inputs.z
-    return torch.maximum(z.rollout_mass, z.target_mass) - z.value
+    variation = torch.maximum(z.rollout_mass, z.target_mass) - z.value
+    return _tis_but((variation > max_tv) & (advantages * log_ratio > 0), log_ratio, cap)
 
 
-TOTAL_VARIATIONS: dict[str, Callable[[CorrectionInputs], Tensor]] = {
-    "binary": binary_variation,
-    "topk": topk_variation,
-}
+def _tis_but(rejected: Tensor, log_ratio: Tensor, cap: float) -> Weighed:
+    """w = min(rho, cap) of the tokens that are not rejected."""
+    ratio = log_ratio.exp()
+    return Weighed(ratio.clamp(max=cap), accepted=~rejected, capped=rejected | (ratio > cap))

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jackpot.config.run import HEAD_LOGITS_MEMORY
+from jackpot.objectives.constants import HEAD_LOGITS_MEMORY
 from jackpot.objectives.kernels.backward import backward_tiles, coefficients_of
 from jackpot.objectives.kernels.forward import PositionBlock
 from jackpot.objectives.kernels.reader import EAGER, GradCoefficients, TileReader

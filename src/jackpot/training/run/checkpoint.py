@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError, RankError

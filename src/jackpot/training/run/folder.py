@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 
-from jackpot.config.build import build_config
+from jackpot.config.arms import build_config
 from jackpot.config.changes import Change, changes, falling_rates, fixed_changes, settings_of
 from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError

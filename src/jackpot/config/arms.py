@@ -1,0 +1,26 @@
+"""Builds the settings of a run from a recipe, an arm and overrides."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jackpot.config.build import lay, merge, validated
+from jackpot.config.published import NOT_SETTINGS
+from jackpot.config.run import Config
+from jackpot.core.errors import ConfigError, unknown_name
+
+
+def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
+    """Lay an arm's settings over the recipe's and the user's overrides over both, and validate the result.
+
+    Raises:
+        ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
+    """
+    settings = {key: value for key, value in recipe.items() if key not in NOT_SETTINGS}
+    arms = recipe.get("arms") or {}
+    if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
+        raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")
+    if arm is not None:
+        if arm not in arms:
+            raise ConfigError(unknown_name("arm", arm, arms))
+        settings = merge(settings, arms[arm] or {})
+    return validated(Config, lay(settings, overrides))

@@ -1,0 +1,9 @@
+"""Names and numbers that formulas and settings share. Without torch, so that settings can read them."""
+
+from typing import Literal
+
+Kappa = Literal["auto", "prepass", "none"]  # how kappa is found (`corrections.base.CorrectionFn`)
+
+LAM = 1.0  # of OBRS: a token is accepted with probability min(1, rho / lam)
+TEMPERATURE = 1.0  # of sampling
+HEAD_LOGITS_MEMORY = 256  # MiB of logits that the joint head may hold at once

@@ -1,0 +1,70 @@
+"""A correction by a formula: a function of tensors and plain numbers.
+
+The names of a formula's arguments say what it reads: tensors of `CorrectionInputs`, `acceptance`, `kappa_z` = kappa Z,
+`lam`, and settings. A formula of one's own is such a function too (examples/own_correction.py); what needs sums of its
+own over an optimizer step implements `base.CorrectionFn`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from jackpot.core.metrics import Sums
+from jackpot.objectives.constants import LAM, Kappa
+from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Kappas, measure_overlap, step_kappas
+
+
+class Weighed(NamedTuple):
+    """Holds what a formula returns: tensors that broadcast to [B, T]; masked entries are ignored."""
+
+    weights: Tensor  # of accepted tokens, after the caps
+    accepted: Tensor | None = None  # acceptance mask, bool or float; None: every token is accepted
+    capped: Tensor | None = None  # bool, where a cap lowered the weight or a band rejected the token
+    capped_c2: Tensor | None = None  # bool, where the cap c2 lowered p_proximal / p_target
+
+
+Formula = Callable[..., Weighed]
+TENSORS = (  # that a formula can read, by the names of its arguments
+    *("rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms", "advantages", "z"),
+    *("log_ratio", "to_proximal", "acceptance", "kappa_z", "lam"),
+)
+_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # argument: the input that it makes necessary
+
+
+@dataclass(frozen=True, slots=True)
+class ByFormula:
+    """Is the correction (`CorrectionFn`) that a formula and its settings define."""
+
+    formula: Formula
+    settings: Mapping[str, Any]  # arguments of the formula that are not among TENSORS
+    lam: float = LAM  # at which acceptance and Z are measured
+    kappa: Kappa = "none"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Which of the inputs "z" and "advantages" the formula has as arguments."""
+        return frozenset(_BY_INPUT[name] for name in signature(self.formula).parameters if name in _BY_INPUT)
+
+    def measure(self, inputs: CorrectionInputs) -> Sums:
+        """Sum the overlap of p_inf and p_target on a micro-batch."""
+        return measure_overlap(inputs, self.lam)
+
+    def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
+        """Evaluate the formula on a micro-batch."""
+        kappas = step_kappas(inputs, {} if self.kappa == "none" else totals)
+        names = [name for name in signature(self.formula).parameters if name in TENSORS]
+        found = self.formula(**{name: self._tensor(name, inputs, kappas) for name in names}, **self.settings)
+        return Correction.of(inputs, **found._asdict(), kappas=kappas)
+
+    def _tensor(self, name: str, inputs: CorrectionInputs, kappas: Kappas) -> Any:
+        if name == "lam":
+            return inputs.lam_per_token(self.lam)
+        if name == "acceptance":
+            return inputs.acceptance(self.lam)
+        if name == "kappa_z":
+            exact = kappas.by_response(inputs.by_policy) * inputs.z.value.double()
+            return exact.to(inputs.rollout_log_probs.dtype)
+        return getattr(inputs, name)

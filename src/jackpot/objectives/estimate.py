@@ -1,0 +1,141 @@
+"""Z of every position, from what an engine returns and the policy's distribution, for another framework's loop."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from jackpot.core.errors import DataError
+from jackpot.objectives import obrs
+from jackpot.objectives.constants import LAM, TEMPERATURE
+from jackpot.objectives.kernels.linear_head import linear_head
+from jackpot.objectives.kernels.tiles import Head
+from jackpot.objectives.tensor_checks import described
+
+FillIns = Callable[[Tensor], Tensor]
+_MASS = 1.01  # largest sum of probabilities of a top-k list, by rounding
+
+
+def estimate_z(
+    *,
+    rollout_top_ids: Tensor,
+    rollout_top_log_probs: Tensor,
+    policy_logits: Tensor | None = None,
+    hidden_states: Tensor | None = None,
+    head: nn.Linear | None = None,
+    temperature: float = TEMPERATURE,
+    lam: float = LAM,
+    fill_ins: FillIns | None = None,
+) -> obrs.ZEstimate:
+    """Estimate Z of every position from the top-k log-probs of the engine that sampled, and the policy's distribution.
+
+    Give the policy's logits, or its last hidden states and its output layer, from which the logits are formed tile by
+    tile. Z is a lower bound unless K is the vocabulary; `correct` brings its mean to the right place with kappa.
+
+    Args:
+        rollout_top_ids: [..., K] int64, the most probable tokens of each position by the engine; at masked positions
+            any K ids of the vocabulary.
+        rollout_top_log_probs: [..., K] nats, of these tokens as the engine sampled them; -inf where the engine named
+            fewer than K, whatever id stands there.
+        policy_logits: [..., V] float.
+        hidden_states: [..., H] float.
+        head: V by H, maps hidden states to logits.
+        temperature: of sampling, above 0, by which the policy's logits are divided.
+        lam: of the correction that reads Z.
+        fill_ins: returns log p_inf, [..., K], of given ids [..., K], the policy's most probable ones, by a forward pass
+            of the weights that sampled; None: nothing is known of those which the engine does not name.
+
+    Returns:
+        Z, its bounds, and the mass that was captured: [...] each, without gradient. Z is NaN where a list of the engine
+        names a token twice or sums to more than 1, as it may at masked positions.
+
+    Raises:
+        DataError: tensors of other shapes, dtypes or devices, neither or both forms of the policy's distribution, a
+            temperature or lam that is not above 0, or, on a CPU, ids outside of the vocabulary.
+    """
+    ids, top = rollout_top_ids, rollout_top_log_probs
+    _check_distributions(ids, top, policy_logits, hidden_states, head)
+    if not (temperature > 0 and lam > 0):
+        raise DataError(f"temperature is {temperature} and lam {lam}; both must be above 0")
+    with torch.no_grad():
+        if hidden_states is None:
+            at_ids, policy_ids, policy_top = _read_logits(policy_logits, ids, temperature)
+        else:
+            at_ids, policy_ids, policy_top = _read_head(hidden_states, head, ids, temperature)
+        filled = torch.full_like(policy_top, -torch.inf) if fill_ins is None else fill_ins(policy_ids)
+        if not isinstance(filled, Tensor) or filled.shape != policy_ids.shape:
+            raise DataError(f"fill_ins returned {described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
+        is_absent = top.isneginf()
+        z = obrs.topk_z(
+            rollout_top_log_probs=top.float(),
+            target_at_rollout_top=at_ids.masked_fill(is_absent, -torch.inf),
+            rollout_top_ids=ids.masked_fill(is_absent, -1),
+            target_top_ids=policy_ids,
+            target_top_log_probs=policy_top,
+            fill_ins=filled,
+            fill_valid=ids.new_full(ids.shape[:-1], fill_ins is not None, dtype=torch.bool),
+            lam=lam,
+        )
+        return z._replace(value=torch.where(_is_distribution(ids, top), z.value, torch.nan))
+
+
+def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
+    """Tell of each list, [..., K], whether its ids differ and its probabilities sum to at most 1: [...]."""
+    absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # ids of their own, for places without a token
+    named = torch.where(top > -torch.inf, ids, absent).sort(-1).values
+    return (named.diff(dim=-1) != 0).all(-1) & (top.float().exp().sum(-1) <= _MASS)
+
+
+def _check_distributions(
+    ids: Tensor, top: Tensor, policy_logits: Tensor | None, hidden_states: Tensor | None, head: nn.Linear | None
+) -> None:
+    """Raise the DataErrors of `estimate_z`; `ids` and `top` are its `rollout_top_ids` and `rollout_top_log_probs`."""
+    if (policy_logits is None) == (hidden_states is None) or (hidden_states is None) != (head is None):
+        raise DataError("the policy's distribution is needed once: give policy_logits, or hidden_states and head")
+    name, scores = ("policy_logits", policy_logits) if hidden_states is None else ("hidden_states", hidden_states)
+    given = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
+    for one, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise DataError(f"{one} is {described(tensor)}; it must be a tensor")
+    if ids.shape != top.shape or not ids.dim() or ids.dtype != torch.int64 or not top.is_floating_point():
+        raise DataError(
+            f"rollout_top_ids is {list(ids.shape)} {ids.dtype}, rollout_top_log_probs {list(top.shape)} {top.dtype}; "
+            f"they must be [..., K], int64 and float"
+        )
+    if scores.shape[:-1] != ids.shape[:-1] or scores.device != ids.device or top.device != ids.device:
+        raise DataError(
+            f"{name} is {list(scores.shape)} on {scores.device}, rollout_top_ids {list(ids.shape)} on {ids.device} and "
+            f"rollout_top_log_probs on {top.device}; they must be of the same positions and on one device"
+        )
+    if head is not None and not isinstance(head, nn.Linear):
+        raise DataError(f"head is {described(head)}; it must be the policy's output layer, a torch.nn.Linear")
+    size = scores.shape[-1] if head is None else head.out_features
+    if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < size):
+        raise DataError(
+            f"rollout_top_ids holds ids from {int(ids.min())} to {int(ids.max())}; the policy's vocabulary has 0 to "
+            f"{size - 1}; at masked positions and for absent tokens, whose log-prob is -inf, give any of these"
+        )
+
+
+def _read_logits(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the policy's log-probs of ids [..., K], and its own K most probable ids with theirs."""
+    scaled = logits.float() / temperature
+    normalizer = scaled.logsumexp(-1, keepdim=True)
+    top, top_ids = scaled.topk(min(ids.shape[-1], scaled.shape[-1]), dim=-1)
+    return scaled.gather(-1, ids) - normalizer, top_ids, top - normalizer
+
+
+def _read_head(hidden: Tensor, head: nn.Linear, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows, k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
+    found = linear_head(
+        Head(hidden=rows, weight=head.weight, bias=head.bias, soft_cap=None),
+        ids.new_zeros(len(rows)),  # of sampled tokens, whose log-probs nothing reads
+        temperature=temperature,
+        num_top=k,
+        gather_ids=ids.reshape(len(rows), k),
+        only_log_probs=True,
+    )
+    top_ids, top, at_ids = (
+        one.view(*ids.shape[:-1], one.shape[-1]) for one in (found.top_ids, found.top_log_probs, found.gathered)
+    )
+    return at_ids, top_ids, top
