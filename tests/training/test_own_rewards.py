@@ -69,7 +69,7 @@ def test_a_set_without_a_verdict_has_rewards_in_metrics_and_in_the_closing_table
     scores = tuple(Score(reward=reward) for reward in (1.0, 0.0, -3.0, 0.0))
     found = Evaluation(k=2, rollouts=rollouts, responses=("",) * 4, scores=scores).set_metrics()
     assert (found["reward"], found["reward_stderr"]) == (-0.5, 1.0) and "mean_at_k" not in found
-    line = {"eval/policy_accuracy": 0.5, "eval/rollout_model_accuracy": 0.25, "iteration": 1}
+    line = {"eval/policy_accuracy": 0.5, "eval/rollout_model_accuracy": 0.25, "iteration": 0}
     line |= {f"eval/mine/{name}": value for name, value in found.items()}
     console = Console(file=io.StringIO(), width=200)
     train._show_result(console, small_config("evaluation.benchmarks=[mine.jsonl]"), [line], Path(), is_finished=True)
