@@ -31,7 +31,7 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.training.batching import mini_batches
-from jackpot.training.joint_learner import JointLearner
+from jackpot.training.joint_learner import JointLearner, LearnerOptions
 from jackpot.training.learner import StepResult
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -146,24 +146,20 @@ def make_learner(
     **changes,
 ) -> JointLearner:
     """A learner on copies of the models."""
-    policy, rollout_model = copy.deepcopy(policy), copy.deepcopy(rollout_model)
-    trains = rollout_model is not None and not is_frozen
-    settings = dict(
-        temperature=1.0,
-        num_top_log_probs=VOCAB,
-        max_length=MAX_NEW,
-        exact_engines=("policy", "rollout_model"),
-        autocast=None,
-        advantage="grpo",
+    models = {"policy": copy.deepcopy(policy)} | (
+        {"rollout_model": copy.deepcopy(rollout_model)} if rollout_model else {}
     )
+    trained = [role for role in models if role == "policy" or not is_frozen]
+    settings = dict(temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, advantage="grpo")
+    settings |= dict(exact_engines=("policy", "rollout_model"))
+    parts = {name: changes.pop(name) for name in ("critic", "reference", "gathered") if name in changes}
     return JointLearner(
-        policy=policy,
-        policy_optimizer=ModelOptimizer(policy.parameters(), optimizer, total_steps),
-        rollout_model=rollout_model,
-        rollout_model_optimizer=ModelOptimizer(rollout_model.parameters(), optimizer, total_steps) if trains else None,
-        objective=objective or policy_objective(),
-        rollout_model_objective=(rollout_objective or rollout_model_objective()) if trains else None,
-        **settings | changes,
+        models,
+        {role: ModelOptimizer(models[role].parameters(), optimizer, total_steps) for role in trained},
+        objective or policy_objective(),
+        (rollout_objective or rollout_model_objective()) if "rollout_model" in trained else None,
+        LearnerOptions(**settings | changes),
+        **parts,
     )
 
 

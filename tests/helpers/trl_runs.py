@@ -15,7 +15,7 @@ from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import TokenBatch
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.rollout.tasks.registry import make_task
-from jackpot.training.joint_learner import JointLearner
+from jackpot.training.joint_learner import JointLearner, LearnerOptions
 from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -117,24 +117,23 @@ def token_batch(batch: dict[str, Any], name: str = "", version: tuple[int, int] 
 
 def learner_of(objective: ObjectiveConfig, rollout_model: RolloutModelConfig | None = None) -> JointLearner:
     """Our learner, of the policy alone or of two models, from the start of the run."""
-    policy = load_model("starter:policy", torch.float32)
-    other = load_model(rollout_model.path, torch.float32) if rollout_model else None
-    of_other = rollout_model and rollout_model_objective(rollout_model, objective.loss_agg_mode)
+    paths = {"policy": "starter:policy"} | ({"rollout_model": rollout_model.path} if rollout_model else {})
+    models = {role: load_model(path, torch.float32) for role, path in paths.items()}
+    settings = {"policy": LINEAR} | ({"rollout_model": rollout_model.optimizer} if rollout_model else {})
     return JointLearner(
-        policy=policy,
-        policy_optimizer=ModelOptimizer(policy.parameters(), LINEAR, 100),
-        rollout_model=other,
-        rollout_model_optimizer=ModelOptimizer(other.parameters(), rollout_model.optimizer, 100) if other else None,
-        objective=policy_objective(objective),
-        rollout_model_objective=of_other,
-        temperature=1.0,
-        num_top_log_probs=20,
-        max_length=MAX_NEW,
-        exact_engines=("policy", "rollout_model") if rollout_model else (),
-        is_mixed=bool(rollout_model and rollout_model.is_mixed),
-        distill_control=rollout_model and rollout_model.distill_control,
-        autocast=None,
-        advantage="grpo",
+        models,
+        {role: ModelOptimizer(model.parameters(), settings[role], 100) for role, model in models.items()},
+        policy_objective(objective),
+        rollout_model_objective(rollout_model, objective.loss_agg_mode) if rollout_model else None,
+        LearnerOptions(
+            temperature=1.0,
+            num_top_log_probs=20,
+            max_length=MAX_NEW,
+            advantage="grpo",
+            exact_engines=("policy", "rollout_model") if rollout_model else (),
+            is_mixed=bool(rollout_model and rollout_model.is_mixed),
+            distill_control=rollout_model.distill_control if rollout_model else None,
+        ),
     )
 
 

@@ -63,7 +63,7 @@ from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
 from jackpot.training.components import RunComponents
 from jackpot.training.critic import Critic
-from jackpot.training.joint_learner import JointLearner
+from jackpot.training.joint_learner import JointLearner, LearnerOptions
 from jackpot.training.learner import Learner
 from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
@@ -410,35 +410,40 @@ def make_learner(
         exact_engines: models whose engine has the distribution that they have in training (`engine_is_exact`).
         mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps them.
     """
-    policy, rollout_model = models["policy"], models.get("rollout_model")
     settings, head = config.rollout_model, head_options(config)
     reference = _reference(config, models, head)  # its digest is of whole weights
     sends_from = pick_device(config) if config.placement.weight_transfer == "device" else CPU
     gathered = shard(models, mesh, config.placement.offload, sends_from) if mesh else None
-    trains = rollout_model is not None and settings.optimizer is not None
+
+    trains = settings is not None and settings.optimizer is not None
     each_step = settings is None or settings.update == "step"
-    rollout_steps = _total_steps(config) if each_step else config.iterations
-    return JointLearner(
-        policy=policy,
-        policy_optimizer=_optimizer(policy, config.policy.optimizer, _total_steps(config)),
-        ess_scaling=config.policy.ess_scaling,
-        rollout_model=rollout_model,
-        rollout_model_optimizer=_optimizer(rollout_model, settings.optimizer, rollout_steps) if trains else None,
-        objective=policy_objective(config.objective),
-        rollout_model_objective=rollout_model_objective(settings, config.objective.loss_agg_mode) if trains else None,
+    optimizers = {"policy": _optimizer(models["policy"], config.policy.optimizer, _total_steps(config))}
+    if trains:
+        steps = _total_steps(config) if each_step else config.iterations
+        optimizers["rollout_model"] = _optimizer(models["rollout_model"], settings.optimizer, steps)
+
+    options = LearnerOptions(
         temperature=config.sampling.temperature,
         num_top_log_probs=config.sampling.num_top_log_probs,
         max_length=config.sampling.max_new_tokens,
+        advantage=config.objective.advantage,
+        within_model=config.objective.baseline == "model",
         exact_engines=exact_engines,
+        is_mixed=config.is_mixed,
         autocast=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
         rollout_model_each_step=each_step,
         distill_control=settings.distill_control if trains else None,
-        is_mixed=config.is_mixed,
-        advantage=config.objective.advantage,
-        within_model=config.objective.baseline == "model",
+        ess_scaling=config.policy.ess_scaling,
+        head=head,
+    )
+    return JointLearner(
+        models,
+        optimizers,
+        policy_objective(config.objective),
+        rollout_model_objective(settings, config.objective.loss_agg_mode) if trains else None,
+        options,
         critic=make_critic(config, models["critic"]) if config.critic else None,
         reference=reference,
-        head=head,
         gathered=gathered,
     )
 

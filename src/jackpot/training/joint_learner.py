@@ -10,7 +10,7 @@ clipping, by denominators that cover all micro-batches and ranks.
 Status: supported.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,89 +89,91 @@ class _BackwardPass:
     trace: dict[str, Tensor]  # of both models, for saved rollouts; {} where none are wanted
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerOptions:
+    """The settings of a joint learner that are numbers and names."""
+
+    temperature: float
+    """Temperature of the sampling; every log-prob of the learner uses it."""
+    num_top_log_probs: int
+    """K of the policy's own top-k."""
+    max_length: int
+    """The sampling limit on response tokens, for `loss_agg_mode: seq-mean-token-sum-norm`."""
+    advantage: str
+    """Key of `objectives.advantages.ADVANTAGES`; a critic takes its place."""
+    within_model: bool = False
+    """As in `response_advantages`."""
+    exact_engines: Collection[Role] = ()
+    """Models whose engine samples from the weights it is sent, neither quantized nor truncated, so that their
+    forward pass can stand in for p_inf."""
+    is_mixed: bool = False
+    """Whether the policy generates some of the rollouts beside a rollout model."""
+    autocast: torch.dtype | None = None
+    """Dtype of the forward pass; None for the weights' own."""
+    rollout_model_each_step: bool = True
+    """Whether the rollout model steps with the policy; else once for each rollout batch, on the gradient of all its
+    steps."""
+    distill_control: DistillControlConfig | None = None
+    """Adapts the objective's `distill_weight` after every step of the rollout model; None for a constant weight."""
+    ess_scaling: str | None = None
+    """As in `JointOptimizer`."""
+    head: HeadOptions = DEFAULT_OPTIONS
+    """How the joint head is computed."""
+
+
 class JointLearner(Learner):
-    """Trains both models on one device; several ranks, each with a learner, sum their gradients.
+    """A learner that trains both models on one device; several ranks, each with a learner, sum their gradients.
 
     Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
     in each (`batching.deal`). `weights` gives the first rank whole tensors, and the others nothing; each
     rank saves a part, and any number of ranks loads what some number has saved.
 
     Args:
-        policy: trained in place; fp32 weights.
-        rollout_model: trained in place where it has an optimizer, only scored where it has none (frozen); None where
-            the policy generates its own rollouts.
+        models: `policy`, with fp32 weights, and `rollout_model` unless the policy generates its own rollouts. Those
+            with an optimizer are trained in place, a rollout model without one is frozen.
+        optimizers: of `policy`, and of `rollout_model` where it is trained.
         objective, rollout_model_objective: eq. 8; the second is None unless the rollout model has an optimizer.
-        temperature: of the sampling; every log-prob here uses it.
-        num_top_log_probs: K of the policy's own top-k.
-        max_length: the sampling limit on response tokens, for `aggregate: constant`.
-        exact_engines: models whose engine samples from the weights it is sent, neither quantized nor truncated, so that
-            a forward pass of the model can stand in for p_inf.
-        is_mixed: not all rollouts are the rollout model's.
-        autocast: dtype of the forward pass; None for the weights' own.
-        rollout_model_each_step: the rollout model steps with the policy; else once for each rollout batch, on the
-            gradient of all its steps.
-        distill_control: adapts the objective's `distill_weight` after every step of the rollout model; None for a
-            constant weight.
-        ess_scaling: as in `JointOptimizer`.
-        advantage: key of `objectives.advantages.ADVANTAGES`; a critic takes its place.
-        within_model: as in `response_advantages`.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
-        head: how the joint head is computed.
         gathered: all models, the critic and the reference too, where they are sharded over ranks; their optimizers have
             the sharded parameters. None: this process holds them.
     """
 
     def __init__(
         self,
-        *,
-        policy: PreTrainedModel,
-        policy_optimizer: ModelOptimizer,
-        rollout_model: PreTrainedModel | None,
-        rollout_model_optimizer: ModelOptimizer | None,
+        models: Mapping[Role, PreTrainedModel],
+        optimizers: Mapping[Role, ModelOptimizer],
         objective: PolicyObjective,
         rollout_model_objective: RolloutModelObjective | None,
-        temperature: float,
-        num_top_log_probs: int,
-        max_length: int,
-        exact_engines: Collection[Role],
-        autocast: torch.dtype | None,
-        advantage: str,
-        rollout_model_each_step: bool = True,
-        distill_control: DistillControlConfig | None = None,
-        ess_scaling: str | None = None,
-        is_mixed: bool = False,
-        within_model: bool = False,
+        options: LearnerOptions,
+        *,
         critic: Critic | None = None,
         reference: Reference | None = None,
-        head: HeadOptions = DEFAULT_OPTIONS,
         gathered: Gathered | None = None,
     ) -> None:
+        policy, rollout_model = models["policy"], models.get("rollout_model")
         self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
         self._runs_both = self._separate  # in the rollout batch that is trained on
-        self._objective, self._rollout_objective = objective, rollout_model_objective
-        self._distill_control = distill_control
-        self._temperature, self._top, self._max_length = temperature, num_top_log_probs, max_length
-        self._exact_engines, self._autocast, self._is_mixed = exact_engines, autocast, is_mixed
-        self._advantage, self._within_model, self._critic, self._reference = advantage, within_model, critic, reference
-        self._gathered, self._device = gathered, gathered.device if gathered else policy.device
-        optimizers: dict[Role, ModelOptimizer] = {"policy": policy_optimizer}
-        optimizers |= {"critic": critic.optimizer} if critic else {}
-        optimizers |= {"rollout_model": rollout_model_optimizer} if rollout_model_optimizer else {}
+        self._objective = objective
+        self._rollout_objective = rollout_model_objective
+        self._options = options
+        self._critic, self._reference = critic, reference
+        self._gathered = gathered
+        self._device = gathered.device if gathered else policy.device
+
         self._optimizer = JointOptimizer(
-            optimizers,
+            {"policy": optimizers["policy"], **({"critic": critic.optimizer} if critic else {}), **optimizers},
             regularized=objective.is_regularized,
-            rollout_model_each_step=rollout_model_each_step,
-            ess_scaling=ess_scaling,
+            rollout_model_each_step=options.rollout_model_each_step,
+            ess_scaling=options.ess_scaling,
         )
-        self._rollout_model_each_step = rollout_model_each_step
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
-            policy_optimizer.parameters,
+            optimizers["policy"].parameters,
             self._policy_log_probs,
-            max_length=max_length,
+            max_length=options.max_length,
             pads=not can_pack(policy),
         )
         self._old_version = Version(0, 0)  # weights that the old log-probs are of
@@ -181,11 +183,12 @@ class JointLearner(Learner):
             output_layer(rollout_model) if rollout_model else None,
             policy_soft_cap=logit_softcap(policy),
             rollout_model_soft_cap=logit_softcap(rollout_model) if rollout_model else None,
-            options=head,
+            options=options.head,
         )
+
         for model in self._models.values():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
-        if rollout_model is not None and rollout_model_optimizer is None:
+        if rollout_model is not None and "rollout_model" not in optimizers:
             rollout_model.requires_grad_(False)
 
     @property
@@ -206,7 +209,7 @@ class JointLearner(Learner):
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
             return self._critic.compute_advantages(scored, self.values(self._critic.batches(scored)))
-        return response_advantages(self._advantage, scored, self._within_model)
+        return response_advantages(self._options.advantage, scored, self._options.within_model)
 
     @torch.no_grad()
     def values(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
@@ -221,7 +224,7 @@ class JointLearner(Learner):
         self._runs_both = self._separate and with_rollout_model
         steps, last = self.compute_old_log_probs(mini_batches), len(mini_batches) - 1
         return [
-            self.update(micro_batches, trace, self._rollout_model_each_step or index == last)
+            self.update(micro_batches, trace, self._options.rollout_model_each_step or index == last)
             for index, micro_batches in enumerate(steps)
         ]
 
@@ -277,7 +280,7 @@ class JointLearner(Learner):
             parts.append(repaired)
         reported = known.totals if known.are_final else totals
         for one in passes:
-            report = policy_report(self._objective, one.terms, one.correction, reported, self._max_length)
+            report = policy_report(self._objective, one.terms, one.correction, reported, self._options.max_length)
             parts.append(report.metrics)
             if trace:
                 traced.append((one.batch, report.trace))
@@ -307,7 +310,9 @@ class JointLearner(Learner):
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
-        loss = joint_loss(self._objective, self._active_objective, batch, scores, old, inputs, totals, self._max_length)
+        loss = joint_loss(
+            self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
+        )
         splits = trace and loss.rollout_model_ppo.requires_grad
         split = GradientSplit(loss.rollout_model_ppo, read.hidden["rollout_model"]) if splits else None
         (loss.policy + loss.rollout_model).backward()
@@ -372,7 +377,7 @@ class JointLearner(Learner):
         return self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
             "totals": self._totals.state_dict(),
-            "distill_weight": self._rollout_objective.distill_weight if self._distill_control else None,
+            "distill_weight": self._rollout_objective.distill_weight if self._options.distill_control else None,
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -389,7 +394,7 @@ class JointLearner(Learner):
             )
         self._optimizer.load_state_dict(state, folder / _MOMENTS)
         self._totals.load_state_dict(state["totals"])
-        if self._distill_control:
+        if self._options.distill_control:
             self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])
 
     def _sent(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
@@ -398,7 +403,7 @@ class JointLearner(Learner):
         Raises:
             ConfigError: as `check_exact`.
         """
-        if not self._is_mixed:
+        if not self._options.is_mixed:
             batch = replace(batch, by_policy=None)
         if self._normalizer(old) == "exact":
             check_exact(self._generated_by(self.version, batch), batch.response_mask)
@@ -433,16 +438,18 @@ class JointLearner(Learner):
         head = self._head(
             *pair,
             batch.at_sampled(batch.response_ids),
-            temperature=self._temperature,
+            temperature=self._options.temperature,
             lam=self._objective.correction.lam if is_exact and budget is None else None,
-            num_top=self._top,
+            num_top=self._options.num_top_log_probs,
             gather_ids=batch.at_sampled(batch.top_ids),
             only_log_probs=not is_trained,
         )
         log_probs = head.policy.log_probs if self._runs_both else head.log_probs
         wanted = self._reference if is_trained else None
         reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
-        budgeted = self._head.z_for_budget(*pair, temperature=self._temperature, budget=budget) if budget else None
+        budgeted = (
+            self._head.z_for_budget(*pair, temperature=self._options.temperature, budget=budget) if budget else None
+        )
         return _Read(hidden, head, reference_kl, budgeted)
 
     def _scores(self, batch: TokenBatch, read: _Read, old: OldLogProbs | None) -> TokenScores:
@@ -464,7 +471,7 @@ class JointLearner(Learner):
 
     def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
         """Report the weight of the distillation in this step, and set that of the next one where it is controlled."""
-        objective, control = self._active_objective, self._distill_control
+        objective, control = self._active_objective, self._options.distill_control
         if objective is None:
             return {}
         if control and steps_rollout_model:
@@ -520,9 +527,9 @@ class JointLearner(Learner):
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
         """Mark the tokens sampled from the distribution that the model of theirs has in training: [B, T] bool."""
         only = "rollout_model" if self._separate else "policy"
-        is_exact: bool | Tensor = only in self._exact_engines
+        is_exact: bool | Tensor = only in self._options.exact_engines
         if batch.by_policy is not None:
-            is_exact = torch.where(batch.by_policy[:, None], "policy" in self._exact_engines, is_exact)
+            is_exact = torch.where(batch.by_policy[:, None], "policy" in self._options.exact_engines, is_exact)
         return _has_version(batch, version) & is_exact
 
     def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
@@ -530,7 +537,7 @@ class JointLearner(Learner):
 
         def read() -> HeadOutput:
             hidden, ids = response_hidden(self._models["policy"], batch), batch.at_sampled(batch.response_ids)
-            return self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)
+            return self._head(hidden, None, ids, temperature=self._options.temperature, only_log_probs=True)
 
         return batch.spread(self._run(read).log_probs)
 
@@ -540,7 +547,11 @@ class JointLearner(Learner):
         Autocast keeps no copies of weights that are sharded: they would outlive the weights.
         """
         keeps = torch.is_autocast_cache_enabled() and self._gathered is None
-        precision = torch.autocast(self._device.type, self._autocast, cache_enabled=keeps) if self._autocast else None
+        precision = (
+            torch.autocast(self._device.type, self._options.autocast, cache_enabled=keeps)
+            if self._options.autocast
+            else None
+        )
         with precision or nullcontext():
             return self._gathered(work) if self._gathered else work()
 
