@@ -2,7 +2,7 @@
 
 import json
 import re
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -73,12 +73,18 @@ def summaries(path: str) -> list[RunSummary]:
     return [read_summary(json.dumps(line.get("run", line))) for line in lines]
 
 
+def costs_of(runs: list[RunSummary]) -> list[float]:
+    """Return the means over runs of rollout FLOPs, all FLOPs and CPU seconds."""
+    ends = [run.last for run in runs]
+    rows = [(end.flops, end.flops + end.training_flops, end.cpu_seconds) for end in ends]
+    return [fmean(column) for column in zip(*rows, strict=True)]
+
+
 def mean_costs(runs: list[RunSummary], arm: str) -> list[float]:
     """Return the means over an arm's seeds: accuracy, rollout FLOPs, all FLOPs, CPU seconds."""
-    ends = [run.last for run in runs if run.arm == arm]
-    rows = [(end.policy_accuracy, end.flops, end.flops + end.training_flops, end.cpu_seconds) for end in ends]
-    assert len(rows) == 5
-    return [fmean(column) for column in zip(*rows, strict=True)]
+    of_arm = [run for run in runs if run.arm == arm]
+    assert len(of_arm) == 5
+    return [fmean(run.last.policy_accuracy for run in of_arm), *costs_of(of_arm)]
 
 
 def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
@@ -110,6 +116,33 @@ def test_the_end_of_the_quickstart_is_that_of_a_committed_run() -> None:
         for start, end in zip(before, after, strict=True)
     ]
     assert f"after {last.cpu_seconds:.0f} CPU seconds of training" in " ".join(README.split())
+
+
+def test_the_tables_of_the_quickstart_are_those_of_the_committed_runs() -> None:
+    page, tutorial = ((ROOT / "docs" / name).read_text() for name in ("quickstart.md", "tutorial.md"))
+    by_arm: dict[str, list[RunSummary]] = {}
+    for run in sorted(summaries("quickstart.jsonl"), key=lambda run: run.seed):
+        if run.seed in (101, 102, 103):
+            by_arm.setdefault(run.arm, []).append(run)
+    assert {"on_policy", "none", "tis", "obrs"} < set(by_arm)
+
+    base = costs_of(by_arm["on_policy"])
+    for arm, runs in by_arm.items():
+        rate = runs[0].settings["policy"]["optimizer"]["learning_rate"]
+        assert resolve("quickstart", arm, []).policy.optimizer.learning_rate == rate  # the recipe's own
+        after = [100 * run.last.policy_accuracy for run in runs]
+        shares = [f"{100 * cost / whole:.0f} %" for cost, whole in zip(costs_of(runs), base, strict=True)]
+        seeds = " / ".join(f"{value:.1f}" for value in after)
+        row = [
+            f"`{arm}`",
+            f"{rate:.0e}".replace("e-0", "e-"),
+            seeds,
+            f"{fmean(after):.1f} ({stdev(after):.1f})",
+            *shares,
+        ]
+        assert f"| {' | '.join(row)} |" in page
+        if f"| `{arm}` | 38" in tutorial:
+            assert f"| {fmean(after):.1f} ± {stdev(after):.1f} |" in tutorial
 
 
 def test_no_other_number_stands_in_the_readme() -> None:
