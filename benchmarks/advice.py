@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from study import ALONE, PANELS, RECIPE, ROOT, TUNING_SEED, best_factor, committed, recipe_of, tuning_name
+from study import ALONE, PANELS, RECIPE, ROOT, TUNING_SEED, best_factor, committed, recipe_of, run_summary, tuning_name
 from torch import Tensor
 
 from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
@@ -203,7 +203,7 @@ class Source:
 def sources() -> list[Source]:
     """Return the study's lines that there are now."""
     study, pairs = committed(), ("close", "far", "gap")
-    first = [RunSummary.from_json(line) for line in FIRST_EDITION.read_text().splitlines()]
+    first = [run_summary(json.loads(line)) for line in FIRST_EDITION.read_text().splitlines()]
     second = [one.run for panel in ("first", "gap") for one in study.read(panel)]
     return [
         Source(name="first edition", lines=len(first), by_pair={pair: outcomes(first, pair) for pair in pairs}),

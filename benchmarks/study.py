@@ -23,8 +23,8 @@ from typing import Any
 import jackpot
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
-from jackpot.analysis.compare.summary import RunSummary, summarize
-from jackpot.analysis.diagnose.collapse import collapse_of
+from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary, summarize
+from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.build import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.recipes import resolve
@@ -78,7 +78,14 @@ class Finished:
     @classmethod
     def from_json(cls, text: str) -> "Finished":
         fields = json.loads(text)
-        return cls(**{**fields, "run": RunSummary.from_json(json.dumps(fields["run"]))})
+        return cls(**{**fields, "run": run_summary(fields["run"])})
+
+
+def run_summary(fields: Mapping[str, Any]) -> RunSummary:
+    """Build a summary of what `RunSummary.to_json` wrote."""
+    points = tuple(EvaluationPoint(**point) for point in fields["points"])
+    collapse = Collapse(**fields["collapse"]) if fields["collapse"] else None
+    return RunSummary(**{**fields, "points": points, "collapse": collapse})
 
 
 def cells(pair: str, *arms: str) -> list[Cell]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.paths import ROOT
+from helpers.scripts import script
 from jackpot import obrs
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.config.recipes import parse_override, resolve
@@ -69,7 +70,7 @@ def test_every_jackpot_command_in_the_readme_parses() -> None:
 def summaries(path: str) -> list[RunSummary]:
     """Return the runs of a committed file, a line each; the study's lines say of which commit a run is."""
     lines = map(json.loads, (ROOT / "docs" / path).read_text().splitlines())
-    return [RunSummary.from_json(json.dumps(line.get("run", line))) for line in lines]
+    return [script("study").run_summary(line.get("run", line)) for line in lines]
 
 
 def mean_costs(runs: list[RunSummary], arm: str) -> list[float]:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import FinishedRuns, run, small_config
-from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
+from helpers.scripts import script
+from jackpot.analysis.compare.summary import points_of, summarize
 from jackpot.core.errors import CheckpointError
 
 COSTS = {
@@ -66,8 +67,7 @@ def test_a_real_run_is_summed_up_and_survives_as_text(tmp_path: Path) -> None:
     assert found.is_done and found.collapse is None
     assert found.settings["seed"] == 7 and found.environment["threads"] == 1
     assert found.last.rollout_model_accuracy == lines[2]["eval/rollout_model_accuracy"]
-    assert RunSummary.from_json(found.to_json()) == found
-    assert json.loads(found.to_json())["points"][0]["iteration"] == 0
+    assert script("study").run_summary(json.loads(found.to_json())) == found
 
 
 def test_a_folder_without_an_evaluation_is_refused(finished_run: FinishedRuns, tmp_path: Path) -> None:

@@ -64,14 +64,6 @@ class RunSummary:
         """Return the summary as one line of JSON."""
         return json.dumps(asdict(self), allow_nan=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> "RunSummary":
-        """Read a summary from a line of `to_json`."""
-        fields = json.loads(text)
-        fields["points"] = tuple(EvaluationPoint(**point) for point in fields["points"])
-        fields["collapse"] = Collapse(**fields["collapse"]) if fields["collapse"] else None
-        return cls(**fields)
-
 
 def summarize(run: Path, arm: str) -> RunSummary:
     """Summarize a run folder, finished or not.
