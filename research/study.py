@@ -23,8 +23,8 @@ from typing import Any
 import jackpot
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
-from jackpot.analysis.compare.summary import Collapse, EvaluationPoint, RunSummary, summarize
-from jackpot.analysis.diagnose.collapse import collapse_of
+from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary, summarize
+from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.arms import build_config
 from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.recipes import resolve

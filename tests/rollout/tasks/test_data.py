@@ -12,8 +12,8 @@ from helpers.published import data_folder
 from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.columns import DataRow
 from jackpot.rollout.tasks.data import DATA_FOLDER, find_source, find_sources
+from jackpot.rollout.tasks.rows import DataRow
 
 ROWS = [
     {"question": "What is 1+1?", "gold": 2, "key": "a"},
@@ -66,7 +66,7 @@ def test_every_kind_of_file_gives_the_same_rows_with_the_columns_that_are_named(
     assert [row.problem for row in found] == [row["question"] for row in ROWS]
     assert [only(row) for row in found] == ["2", "\\frac{\\pi}{2}", "-2"]
     assert [row.uid for row in found] == ["a", "b", "c"]
-    assert found[2].place == f"{tmp_path}/own{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
+    assert found[2].where == f"{tmp_path}/own{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
 
 
 def test_without_a_setting_the_columns_are_problem_answer_and_id_or_the_rows_number(tmp_path):

@@ -44,8 +44,8 @@ from jackpot.core.prng import fold_in
 from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
-from jackpot.rollout.tasks.columns import problem_columns
 from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source, find_sources, is_place, source_name
+from jackpot.rollout.tasks.rows import problem_columns
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
 ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4

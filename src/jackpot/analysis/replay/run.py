@@ -60,13 +60,15 @@ def replay(
     found, files = find_format(path, name, limits)
     config = run_config(path) if found.name == "jackpot" else None
     settings = settings_of(config, names)
-    own = config.sampling.temperature if config else 1.0
-    place = resolve_model_path(model) if model else None
-    scorer = PolicyScorer(place, own if temperature is None else temperature) if place else None
+    if temperature is None:
+        temperature = config.sampling.temperature if config else 1.0
+    scored_by = resolve_model_path(model) if model else None
+    scorer = PolicyScorer(scored_by, temperature) if scored_by else None
+
     is_mixed = config is not None and config.is_mixed and "rollout_model" in config.writers(1, config.iterations)
     reading = _Pass(found, files, scorer, settings, every, listen, limits, is_mixed)
     reading.read()
-    return reading.result(path, config, _policy(config, place, own if temperature is None else temperature))
+    return reading.result(path, config, _policy(config, scored_by, temperature))
 
 
 class _Pass:

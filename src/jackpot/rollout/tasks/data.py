@@ -1,22 +1,33 @@
-"""Reads problems with answers from a benchmark, a file or folder, or a data set of the Hugging Face hub."""
+"""Finds the source of problems that settings name, and gives access to its problems by index, as a list or a stream.
+
+A source is a benchmark, a file or folder, or a data set of the Hugging Face hub. Rows without an answer, rows whose
+answers are too long to be verified and rows whose prompt is too long are left out and counted. The tokenizer is judged
+by the prompts: those with text for which it has no tokens are counted, and it is refused where they are half of all or
+more.
+"""
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from jackpot.config.tasks import DataConfig
 from jackpot.core.errors import DataError, unknown_name
+from jackpot.rollout.rewards.verifier.compare import is_readable
+from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, Benchmark
-from jackpot.rollout.tasks.columns import DataRow, make_reader
-from jackpot.rollout.tasks.files import SUFFIXES, Record, find_files, kind_of, read_files, read_hub
+from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, kind_of, make_reader, read_files, read_hub
 
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack some
+BUFFER = 4096  # latest problems of a stream that are kept
+_BATCH = 256  # rows filtered together
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +147,169 @@ def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: Dat
     return DataSource(
         name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False
     )
+
+
+class PromptSize(NamedTuple):
+    """Holds what the tokenizer makes of a prompt."""
+
+    tokens: int
+    has_unknown: bool  # whether it has no tokens for a part of the text
+
+
+Measure = Callable[[list[DataRow]], list[PromptSize]]
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """Counts the rows read and those left out, by reason."""
+
+    rows: int = 0  # rows read
+    without_answer: int = 0
+    long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
+    too_long: int = 0  # more prompt tokens than the limit
+    unreadable: int = 0  # kept, but only the same text is right (`is_readable`)
+    unknown: int = 0  # kept, but the tokenizer has no tokens for a part of the prompt
+
+    @property
+    def kept(self) -> int:
+        """Return the number of rows that became problems."""
+        return self.rows - self.left_out
+
+    @property
+    def left_out(self) -> int:
+        """Return the number of rows left out for any reason."""
+        return self.without_answer + self.long_answer + self.too_long
+
+
+class Problems:
+    """Holds all problems of a source in memory.
+
+    Args:
+        limit: most tokens of a prompt; None: no limit.
+
+    Raises:
+        DataError: as `DataSource.rows`; no problem is left; two rows have the same id (names both); or the tokenizer
+            does not know the text of the prompts.
+    """
+
+    def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
+        self.counts = RowCounts()
+        self._rows = list(_kept(source, measure, limit, self.counts))
+        _check_unique(self._rows)
+
+    @property
+    def size(self) -> int:
+        """Return the number of problems."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> DataRow:
+        return self._rows[index]
+
+
+class StreamedProblems:
+    """Reads problems in the order of their source, over and over, and holds at most `BUFFER` of them.
+
+    Problem number `index` is always the same, so a resumed run needs only its position. An index before the buffer, or
+    far ahead after a resume, costs reading the source from its first row. In the second pass over the source ids end
+    with `+1`, then with `+2`.
+
+    Raises:
+        DataError: as `DataSource.rows` when the row is reached; or no problem of the source is kept.
+    """
+
+    size = None  # a stream is endless
+
+    def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
+        self._source, self._measure, self._limit = source, measure, limit
+        self._counts = self._longest = RowCounts()  # counts of this pass, and of the earlier one with most rows
+        self._begin()
+
+    @property
+    def counts(self) -> RowCounts:
+        """Return the counts of all rows that were read so far, each counted once."""
+        return max(self._longest, self._counts, key=lambda counts: counts.rows)
+
+    def __getitem__(self, index: int) -> DataRow:
+        if index < self._next - len(self._buffer):
+            self._begin()
+        while index >= self._next:
+            self._buffer.append(self._read())
+            self._next += 1
+        return self._buffer[index - self._next]
+
+    def _begin(self) -> None:
+        """Go back to the first problem."""
+        self._reading, self._pass, self._next = self._open(), 0, 0
+        self._buffer: deque[DataRow] = deque(maxlen=BUFFER)
+
+    def _open(self) -> Iterator[DataRow]:
+        """Start a pass over the source."""
+        self._longest, self._counts = self.counts, RowCounts()
+        return _kept(self._source, self._measure, self._limit, self._counts)
+
+    def _read(self) -> DataRow:
+        """Read the next problem, from the next pass where this one has ended."""
+        row = next(self._reading, None)
+        if row is None:
+            self._pass, self._reading = self._pass + 1, self._open()
+            row = next(self._reading)
+        return row._replace(uid=f"{row.uid}+{self._pass}") if self._pass else row
+
+
+def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
+    """Yield the rows that can be used and count the others.
+
+    Raises:
+        DataError: no row can be used.
+    """
+    for batch in _batches(source.rows()):
+        answered = [row for row in batch if row.answers]
+        verifiable = [short for row in answered if (short := _verifiable(row)).answers]
+        sizes = measure(verifiable)
+        chosen = [
+            (row, size) for row, size in zip(verifiable, sizes, strict=True) if limit is None or size.tokens <= limit
+        ]
+        counts.rows += len(batch)
+        counts.without_answer += len(batch) - len(answered)
+        counts.long_answer += len(answered) - len(verifiable)
+        counts.too_long += len(verifiable) - len(chosen)
+        counts.unreadable += sum(not any(map(is_readable, row.answers)) for row, _ in chosen)
+        counts.unknown += sum(size.has_unknown for _, size in chosen)
+        if 2 * counts.unknown >= max(counts.kept, 1):
+            row = next(row for row, size in chosen if size.has_unknown)
+            raise DataError(
+                f"{row.where}: the tokenizer has no tokens for parts of this prompt, as of {counts.unknown} of the "
+                f"first {counts.kept} prompts of {source.name}; take a tokenizer that was made for this text, or a "
+                f"template and an instruction in its words"
+            )
+        yield from (row for row, _ in chosen)
+    if not counts.kept:
+        raise DataError(
+            f"{source.name}: no problem is left of {counts.rows} rows: {counts.without_answer} have no answer (see "
+            f"columns.answer and answers), {counts.long_answer} have an answer of more than "
+            f"{MAX_ANSWER_LENGTH:,} characters, {counts.too_long} have a prompt of more than {limit} tokens (see "
+            f"max_prompt_tokens, and what sampling.max_new_tokens leaves of the context)"
+        )
+
+
+def _verifiable(row: DataRow) -> DataRow:
+    """Leave out the answers of a row that are too long to be verified."""
+    return row._replace(answers=tuple(one for one in row.answers if len(one) <= MAX_ANSWER_LENGTH))
+
+
+def _batches(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
+    rows = iter(rows)
+    while batch := list(islice(rows, _BATCH)):
+        yield batch
+
+
+def _check_unique(rows: Iterable[DataRow]) -> None:
+    """Raise a DataError where two rows have the same id."""
+    places: dict[str, str] = {}
+    for row in rows:
+        if row.uid in places:
+            raise DataError(
+                f"{row.where} has the id {row.uid!r}, as {places[row.uid]} has; ids must differ: fix the data, or set "
+                f"columns.uid to another column, or to row, which makes ids of the row's number"
+            )
+        places[row.uid] = row.where

@@ -15,7 +15,7 @@ from jackpot.rollout.tasks.templates import Template
 MAX_SEED = 2**31
 
 
-class Environment(Protocol):
+class EpisodeEnvironment(Protocol):
     """Says what an environment has to have; Gymnasium's with text have it. `close`, if there is one, is called too."""
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
@@ -82,7 +82,7 @@ class EnvironmentTask(Task):
         """Play the episode of a prompt from its beginning."""
         seed, total, has_ended, taken = fold_in(uid) % MAX_SEED, 0.0, False, 0
         try:
-            environment: Environment = self._make(**self._settings.kwargs)
+            environment: EpisodeEnvironment = self._make(**self._settings.kwargs)
             try:
                 observation, _ = environment.reset(seed=seed)
                 for taken, action in enumerate(actions):  # noqa: B007 (the error says it)

@@ -14,9 +14,8 @@ from jackpot.rollout.rewards.rewards import BUILT_IN, REWARD, RewardFn
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.base import PromptSource, Split, Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.columns import DataRow
-from jackpot.rollout.tasks.data import DataSource, find_sources
-from jackpot.rollout.tasks.filters import Problems, PromptSize, RowCounts, StreamedProblems
+from jackpot.rollout.tasks.data import DataSource, Problems, PromptSize, RowCounts, StreamedProblems, find_sources
+from jackpot.rollout.tasks.rows import DataRow
 from jackpot.rollout.tasks.templates import Template
 
 _log = logging.getLogger(__name__)
@@ -72,11 +71,11 @@ class Math(Task):
         Raises:
             DataError: there is no such problem, or as `Problems` and `StreamedProblems`.
         """
-        place, size = index, self.size(split)
+        offset, size = index, self.size(split)
         for number, problems in enumerate(self._problems_of(split)):
-            if place >= 0 and (problems.size is None or place < problems.size):
-                return self._prompt(split, number, place)
-            place -= problems.size or 0
+            if offset >= 0 and (problems.size is None or offset < problems.size):
+                return self._prompt(split, number, offset)
+            offset -= problems.size or 0
         names = ", ".join(source.name for source in self._sources[split])
         last = "" if size is None else f" to {size - 1}"
         raise DataError(f"{names} ({split}) has no problem {index}; they go from 0{last}")

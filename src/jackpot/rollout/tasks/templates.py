@@ -28,8 +28,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import DataError
-from jackpot.rollout.tasks.columns import Message, Problem, append
-from jackpot.rollout.tasks.filters import PromptSize
+from jackpot.rollout.tasks.data import PromptSize
+from jackpot.rollout.tasks.rows import Message, Problem, append
 
 _SAID = "What the model said."  # found again in the text that a chat template makes
 

@@ -8,9 +8,8 @@ import pytest
 from helpers.texts import write_problems
 from jackpot.config.tasks import ColumnsConfig, DataConfig
 from jackpot.core.errors import DataError
-from jackpot.rollout.tasks import filters
-from jackpot.rollout.tasks.data import find_source
-from jackpot.rollout.tasks.filters import Problems, PromptSize, RowCounts, StreamedProblems
+from jackpot.rollout.tasks import data
+from jackpot.rollout.tasks.data import Problems, PromptSize, RowCounts, StreamedProblems, find_source
 
 ANSWERS = [None if number % 10 == 3 else number for number in range(1000)]  # every tenth has none
 
@@ -70,7 +69,7 @@ def test_a_stream_begins_anew_with_ids_of_its_own(thousand):
 
 
 def test_any_problem_of_a_stream_is_found_from_anywhere(thousand, monkeypatch):
-    monkeypatch.setattr(filters, "BUFFER", 10)
+    monkeypatch.setattr(data, "BUFFER", 10)
     found, size = StreamedProblems(source(thousand), without_sevens, LIMIT), len(KEPT)
     for index in (500, 491, 490, 3, 2 * size + 1, 0, size, size - 1, 9):
         assert found[index].answers[0] == KEPT[index % size]
