@@ -4,13 +4,12 @@ import json
 import math
 import struct
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from helpers.runs import SMALL, FinishedRuns, small_config
+from helpers.runs import SMALL, small_config
 from helpers.texts import write_problems
 from jackpot.analysis.simulate import run as simulation
 from jackpot.config.tasks import MathConfig
@@ -105,20 +104,6 @@ def test_so_few_states_that_no_curve_can_be_drawn_leave_empty_charts(tmp_path: P
     assert found["candidates"][0]["states"] == 1 and found["views"]["curves"][0]["points"] == []
 
 
-def test_a_run_is_shown_over_training(finished_run: FinishedRuns, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    finished_run.copy(Path("trained"))
-    printed = simulate("--run", "trained", "--prompts", "4")
-    assert_pictures(tmp_path / "trained" / "simulate", *PICTURES, "training")
-    found = numbers(tmp_path / "trained" / "simulate")["training"]
-    assert [stage["iteration"] for stage in found] == [0, 2, 4]
-    for stage in found:
-        assert f"{stage['measured']['kl_policy_rollout']:.4f}" in printed
-        assert {(row["k"], row["fill_in"]) for row in stage["topk"]} == {
-            (k, fill_in) for k in (5, 10, 20, 32) for fill_in in (True, False)
-        }
-
-
 def test_a_task_without_a_verdict_has_rewards_in_place_of_accuracies(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rewards_of_mine.py").write_text("def longer(response, **_):\n    return len(response) / 10\n")
@@ -134,23 +119,12 @@ def test_a_task_without_a_verdict_has_rewards_in_place_of_accuracies(tmp_path: P
     assert "accuracy" not in text and "right answers" not in text
 
 
-def test_saved_rollouts_that_give_other_advice_are_named_with_the_reason(finished_run: FinishedRuns) -> None:
-    """The saved rollouts are too few for any advice, the simulation's are not."""
-    found = simulation.simulate_candidates(small_config(), [], prompts=200, seed=0)
-    why = simulation._different(finished_run(), found.candidates[0])
-    assert "tis from" in why and "on held-out prompts" in why and "cannot tell from" in why
-    assert why in str(pair_sections(replace(found, different=why))["before"])
-    assert simulation._different(Path("nowhere"), found.candidates[0]) is None
-
-
 BAD_INPUT = {
-    "a run and a recipe": (["quickstart", "--run", "runs/x"], ["--run", "leave out the recipe"]),
     "candidates without a policy": (["--rollout-model", "starter:policy"], ["--rollout-model", "need a recipe"]),
     "no rollout model": (["quickstart", "--arm", "on_policy"], ["generates its own rollouts", "--rollout-model PATH"]),
     "an unknown recipe": (["quickstrat"], ["did you mean 'quickstart'"]),
     "an unknown key": (["quickstart", "batch.promts=3"], ["did you mean 'batch.prompts'"]),
     "a missing model": (["quickstart", "--rollout-model", "nowhere"], ["nowhere", "save_pretrained"]),
-    "no run there": (["--run", "nowhere"], ["nowhere", "not a run folder"]),
     "a truncated engine": (["quickstart", "sampling.top_k=5"], ["top_k 5", "sampling.top_k=0"]),
 }
 

@@ -489,16 +489,11 @@ def simulate(
         list[str] | None,
         typer.Option(help="Candidate to measure in place of rollout_model.path; repeat it for more candidates."),
     ] = None,
-    run: Annotated[
-        Path | None, typer.Option(help="Run folder to measure at every checkpoint, in place of a recipe.")
-    ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Held-out prompts that each rollout model answers; default 256.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder; default runs/simulate, runs/simulate-RECIPE-ARM or RUN/simulate.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/simulate or runs/simulate-RECIPE-ARM.")] = None,
     show_all: ShowAll = False,
 ) -> None:
     """Show what OBRS does to the mismatch between two models, without training.

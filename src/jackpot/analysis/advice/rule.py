@@ -44,7 +44,7 @@ by the third assumption. Pure: sums and settings in, a result out.
 Status: experimental.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -319,17 +319,6 @@ def judge(
         measured_on=measured_on,
         candidates=found,
         generation=generation,
-    )
-
-
-def why_different(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Say why two results (`Recommendation.numbers`) differ; None where they do not: equal tokens give equal advice."""
-    names = [advice["correction"] or advice["verdict"] for advice in (one, other)]
-    if names[0] == names[1]:
-        return None
-    return (
-        f"{names[0]} from {one['measured_on']}; {names[1]} from {other['measured_on']}. The rule is the same, "
-        f"the tokens and the weights are others, and the gap between two models changes as they are trained."
     )
 
 

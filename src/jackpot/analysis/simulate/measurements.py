@@ -1,6 +1,6 @@
 """Measures one pair of models in one pass over its states, and summarizes the states as points, curves and ratios.
 
-A pair is a synthetic family at one gap, two real models, or the two models of a checkpoint.
+A pair is a synthetic family at one gap, or two real models.
 """
 
 import math

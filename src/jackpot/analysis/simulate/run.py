@@ -1,17 +1,13 @@
 """`jackpot simulate`: what OBRS does to the gap between two models, without training.
 
-The pairs are synthetic families, a recipe's policy with candidates for its rollout model, or a run's checkpoints.
+The pairs are synthetic families, or a recipe's policy with candidates for its rollout model.
 
 Status: supported.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from jackpot.analysis.advice.rule import why_different
-from jackpot.analysis.replay.run import replay
 from jackpot.analysis.simulate.candidates import Candidate, PairBench
 from jackpot.analysis.simulate.distributions import LAMS, StatePairs, measure_states
 from jackpot.analysis.simulate.measurements import (
@@ -27,16 +23,12 @@ from jackpot.analysis.simulate.measurements import (
 from jackpot.analysis.simulate.synthetic import FAMILIES, VOCABULARY, GapFamily, sample_states
 from jackpot.analysis.simulate.topk import TopKSummary
 from jackpot.config.run import Config
-from jackpot.core.errors import CheckpointError, ConfigError, DataError
-from jackpot.launch.local import model_paths
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import run_config
+from jackpot.core.errors import ConfigError
 
 SWEEP_STATES = 32  # states at each gap of a family
 EXAMPLE_STATES = 128  # states at the one gap at which ratios and top-k estimates are shown
 EXAMPLE_KL = 0.5  # KL at that gap, nats
 _CHUNK = 32  # states in memory at once
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,22 +54,10 @@ class SimulationViews:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointPair:
-    """The two models of a run at one checkpoint."""
-
-    iteration: int  # 0: where the run began
-    measured: Candidate
-    topk: tuple[TopKSummary, ...]  # with the fill-in, then without
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PairSimulation:
     """The simulation of real models."""
 
     candidates: tuple[Candidate, ...]
-    training: tuple[CheckpointPair, ...]  # empty where no run was given
-    left_out: tuple[str, ...]  # errors of corrupt checkpoints
-    different: str | None  # why `replay` of the run's saved rollouts advises otherwise than its last checkpoint
     views: SimulationViews
 
 
@@ -136,68 +116,12 @@ def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int,
     measured = [bench.measure(path, config.policy.path, path) for path in candidates]
     return PairSimulation(
         candidates=tuple(candidate for candidate, _ in measured),
-        training=(),
-        left_out=(),
-        different=None,
-        views=_views_of_models(seed, [pair for _, pair in measured], f"policy {config.policy.path}"),
+        views=_views(
+            seed,
+            [curve_by_kl(pair.name, pair.numbers) for _, pair in measured],
+            [(pair, f"policy {config.policy.path}") for _, pair in measured],
+        ),
     )
-
-
-def simulate_run(run: Path, prompts: int, seed: int) -> PairSimulation:
-    """Measure the models that a run began with, and those of every checkpoint that it kept and that is not corrupt.
-
-    Args:
-        prompts: held-out prompts that the rollout model of each checkpoint answers.
-
-    Raises:
-        CheckpointError: no run there, or no checkpoint of it that can be used.
-        ConfigError: the run has no rollout model.
-    """
-    config = run_config(run)
-    if config.rollout_model is None:
-        raise ConfigError(
-            f"the policy of {run} generates its own rollouts, so there is no gap; give a run with a rollout model"
-        )
-    folders, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).intact()
-    for one in corrupt:
-        _log.warning("%s; left out", one)
-    if not folders:
-        raise CheckpointError(
-            f"{run} has no checkpoint that can be used ({len(corrupt)} are corrupt); train with checkpoint.every and "
-            f"checkpoint.keep such that it keeps some"
-        )
-    places = {0: model_paths(config, None)} | {_iteration(folder): model_paths(config, folder) for folder in folders}
-    stages, pairs = [], []
-    for iteration, paths in places.items():
-        bench = PairBench(config, paths["policy"], [paths["rollout_model"]], prompts, seed)
-        measured, pair = bench.measure(f"iteration {iteration}", paths["policy"], paths["rollout_model"])
-        stages.append(CheckpointPair(iteration=iteration, measured=measured, topk=pair.topk))
-        pairs.append(pair)
-    return PairSimulation(
-        candidates=tuple(stage.measured for stage in stages),
-        training=tuple(stages),
-        left_out=tuple(str(one) for one in corrupt),
-        different=_different(run, stages[-1].measured),
-        views=_views_of_models(seed, [pairs[0], pairs[-1]], f"the models of {run}"),
-    )
-
-
-def _different(run: Path, last: Candidate) -> str | None:
-    """Say why the saved rollouts give other advice than the last checkpoint; None where none differs."""
-    try:
-        replayed = replay(run)
-    except DataError:
-        return None
-    return why_different(last.answer, replayed.answer.numbers())
-
-
-def _iteration(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def _views_of_models(seed: int, pairs: Sequence[PairMeasurement], text: str) -> SimulationViews:
-    curves = [curve_by_kl(one.name, one.numbers) for one in pairs]
-    return _views(seed, curves, [(one, text) for one in pairs])
 
 
 def _views(seed: int, curves: Sequence[GapCurve], pairs: Sequence[tuple[PairMeasurement, str]]) -> SimulationViews:

@@ -7,7 +7,7 @@ from shlex import quote
 from rich.console import Console
 
 from jackpot.analysis.simulate.candidates import PROMPTS
-from jackpot.analysis.simulate.run import simulate_candidates, simulate_families, simulate_run
+from jackpot.analysis.simulate.run import simulate_candidates, simulate_families
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.ui.results import write_results
@@ -22,24 +22,18 @@ def simulate(
     overrides: list[str] | None,
     arm: str | None,
     rollout_model: list[str] | None,
-    run: Path | None,
     prompts: int | None,
     seed: int,
     out: Path | None,
     show_all: bool,
 ) -> None:
-    """Simulate synthetic distributions, a recipe's models or a run's checkpoints; write and print the results."""
-    if run and (recipe or rollout_model or arm):
-        raise ConfigError("--run measures the models of a run; leave out the recipe, its arm and --rollout-model")
+    """Simulate synthetic distributions or a recipe's models; write and print the results."""
     if not recipe and (rollout_model or arm):
         raise ConfigError("--rollout-model and --arm need a recipe, whose policy and task are taken")
     console, prompts = Console(), prompts or PROMPTS
-    if recipe or run:
+    if recipe:
         with status(console, "measuring both models"):
-            if run:
-                found = simulate_run(run, prompts, seed)
-            else:
-                found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
+            found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
         sections = pair_sections(found)
         several = len(found.candidates) > 1
         verdicts = [f"{one.name}: " * several + one.answer["sentence"] for one in found.candidates]
@@ -48,12 +42,10 @@ def simulate(
             found = simulate_families(seed)
         sections, verdicts = view_sections(found), []
     name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))
-    folder = out or (run / "simulate" if run else Path("runs") / name)
-    title = " ".join(filter(None, ["jackpot simulate", recipe, arm, run and str(run)]))
+    folder = out or Path("runs") / name
+    title = " ".join(filter(None, ["jackpot simulate", recipe, arm]))
     files = write_results(folder, "simulate", title, sections, asdict(found))
-    if run:
-        commands = {f"jackpot replay {quote(str(run))}": "the same question to the rollouts that the run saved"}
-    elif recipe:
+    if recipe:
         typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
         commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}
     else:
