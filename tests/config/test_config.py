@@ -711,6 +711,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys() | {"custom"}
 
 
+@pytest.mark.seconds
 def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
     defaults = {

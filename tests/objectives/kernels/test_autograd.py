@@ -329,6 +329,7 @@ def test_float64_stays_float64_under_autocast():
     assert_same(output, expected)
 
 
+@pytest.mark.seconds
 def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
     """Equal positions, one tile each: a sum in bfloat16 would stand still at 256 times one position's gradient."""
     n = 1024
