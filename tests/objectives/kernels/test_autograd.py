@@ -198,9 +198,7 @@ def test_backward_forms_only_the_logits_that_the_loss_needs():
         (1, 2**25, (1, 2**24)),
     ],
 )
-def test_the_default_tile_is_rows_of_the_whole_vocabulary_where_they_fit_and_else_many_positions(
-    n, vocabulary, expected
-):
+def test_the_default_tile_is_the_whole_vocabulary_where_it_fits(n, vocabulary, expected):
     assert autograd.default_tile(n, vocabulary) == expected
 
 
