@@ -39,7 +39,7 @@ def test_less_of_the_rollout_model_is_what_the_share_alone_says() -> None:
     assert advice.agreed(said, lambda one: one.said) == "0 of 3 (0%)" and advice.agreed([], lambda one: 0) == "-"
 
 
-def test_the_rule_holds_a_share_for_worth_its_mean_over_the_iterations_and_calls_close_ones_a_tie() -> None:
+def test_a_shares_worth_is_its_mean_and_close_ones_are_a_tie() -> None:
     sums = torch.tensor([[1000.0, 1000.0, 1050.0, 60.0, 1000.0, 200.0, 900.0]], dtype=torch.float64).expand(20, -1)
     one = advice.Judged(groups=sums, shares={1.0: 1.0})
     annealed, own = replace(one, shares={1.0: 0.75, 0.0: 0.25}), advice.Judged(groups=None, shares={0.0: 1.0})

@@ -310,7 +310,7 @@ def test_an_exact_normalizer_needs_every_engine_that_generates_rollouts_unquanti
     build(exact, of_rollouts, {"rollout_model.share": 0.0})
 
 
-def test_an_exact_normalizer_of_rollouts_generated_ahead_is_refused_unless_the_rollout_model_is_frozen():
+def test_exact_z_of_rollouts_ahead_needs_a_frozen_rollout_model():
     exact, ahead = {"objective.correction.normalizer": "exact"}, {"batch.ahead": 1}
     for model in ({}, {"rollout_model.update": "iteration"}, {"rollout_model": None}):
         assert "with batch.ahead 1 they have moved on" in message(exact, ahead, model)
@@ -713,6 +713,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys() | {"custom"}
 
 
+@pytest.mark.seconds
 def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
     defaults = {

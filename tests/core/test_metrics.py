@@ -164,7 +164,7 @@ def test_what_stands_outside_the_mask_does_not_leak_into_effective_sizes_or_hist
         assert all(torch.equal(*pair) for pair in zip(kind.of(dirty, mask), kind.of(values, mask), strict=True))
 
 
-def test_without_an_entry_the_effective_size_and_the_median_are_nan_and_adding_it_changes_nothing():
+def test_metrics_without_entries_are_nan_and_add_nothing():
     values, mask = sample()
     for kind in (EffectiveSampleSize, Histogram):
         nothing, something = kind.of(values, mask & False), kind.of(values, mask)

@@ -13,6 +13,8 @@ from jackpot.core.errors import ModelError
 from jackpot.launch.local import load_critic, load_trained, model_paths
 from jackpot.models.forward import backbone, can_share_prompts, checkpoint_activations, pad_tokens, predicting_hidden
 
+pytestmark = pytest.mark.seconds  # runs, and whole models
+
 MODELS = {
     "Qwen3": lambda: Qwen3ForCausalLM(
         Qwen3Config(

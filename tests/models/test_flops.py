@@ -7,6 +7,8 @@ from helpers.runs import FinishedRuns, read_lines
 from jackpot.models.cost import forward_cost
 from jackpot.models.load import load_meta_model
 
+pytestmark = pytest.mark.seconds  # runs, and whole models
+
 COST = {role: forward_cost(load_meta_model(f"starter:{role}")) for role in ("policy", "rollout_model")}
 CASES = [  # overrides, who writes, how often each model is gone through in training, epochs
     ((), None, "rollout_model", {"policy": 3, "rollout_model": 3}, 1),

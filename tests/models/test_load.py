@@ -261,6 +261,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(folder, changes,
         load_model(folder, torch.float32, place)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("model_type", ["vit", "nonsense"])
 def test_a_model_that_is_not_a_causal_language_model_is_refused(folder, model_type):
     edit_config(folder, model_type=model_type)

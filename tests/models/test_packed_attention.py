@@ -233,6 +233,7 @@ def test_blocks_that_flex_attention_skips_hold_nothing(name: str, block: int, mo
     assert distance(gradient(model, batch), blocks) < 1e-6
 
 
+@pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_what_blocks_give(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = model_of(*MODELS["Qwen2, full then sliding"]), packed(token_batch())

@@ -47,9 +47,7 @@ def test_token_log_probs_are_those_of_the_distribution_that_is_sampled_from(mode
     np.testing.assert_allclose(token_log_probs(model, hidden[mask], ids[mask], 0.7, top_k, top_p), whole, atol=1e-5)
 
 
-def test_exact_log_probs_are_float64_distributions_a_few_positions_at_a_time_with_rows_of_the_columns(
-    model, monkeypatch
-):
+def test_exact_log_probs_are_float64_a_few_positions_at_a_time(model, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * 24)
     hidden, ids, mask = forward_responses(model, PROMPTS, RESPONSES)
     parts = list(exact_log_probs(model, 0.7, hidden[mask], ids[mask]))

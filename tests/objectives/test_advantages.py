@@ -225,7 +225,7 @@ def test_gae_is_its_recursion_over_the_sampled_tokens_alone(gamma, lam):
         assert returns[row].tolist() == pytest.approx(targets, rel=1e-12, abs=1e-12)
 
 
-def test_without_discount_and_with_lam_one_the_advantage_is_what_is_still_to_come_less_the_value():
+def test_with_lam_one_the_advantage_is_the_return_less_the_value():
     rewards, values = random_states()
     advantages, returns = gae(rewards, values, MASKS, 1.0, 1.0)
     to_come = np.flip(np.cumsum(np.flip(np.where(MASKS, rewards, 0.0), -1), -1), -1)

@@ -110,7 +110,7 @@ def test_min_prefix_is_unbiased_for_the_token_given_its_prefix():
         torch.testing.assert_close(by_prefix.sum(-1), before, rtol=1e-12, atol=0.0)
 
 
-def test_f_tis_is_unbiased_as_is_for_good_responses_and_too_kind_to_bad_ones_far_from_the_policy():
+def test_f_tis_is_unbiased_for_good_responses_alone():
     """E_inf of w m A f, f = 1: above that of `is` by just what the far bad responses held."""
     models = enumeration()
     weights, mask = models.apply("f_tis", cap=math.inf, max_kl=0.5)

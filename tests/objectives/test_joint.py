@@ -295,7 +295,7 @@ def test_every_surrogate_takes_every_corrections_weight_token_by_token(name, cor
     torch.testing.assert_close(scores.log_probs.grad, -factor * token_slopes(name, case, ratios), rtol=RTOL, atol=1e-14)
 
 
-def test_a_trust_region_compares_the_current_policy_with_the_engines_list_by_the_sign_of_the_advantages():
+def test_a_trust_region_follows_the_sign_of_the_advantages():
     case = Case(seed=3, lam=1.0)
     settings = objective("dppo", divergence="topk", max_tv=0.45, target="new", proximal="new")
     loss = loss_of(settings, None, case.batch, case.scores(), case.anchor(), MAX_LENGTH)

@@ -17,6 +17,7 @@ def reachable(pair):
     return math.fsum(math.exp(q) for q, p in zip(*pair, strict=True) if p > -math.inf)
 
 
+@pytest.mark.seconds
 @settings(few, max_examples=300)
 @given(pairs(), st.floats(1e-6, 1.0))
 @example((normalised([0.0, -0.5, -0.9]), normalised([-40.0, 0.0, -0.4])), 1.0)

@@ -46,7 +46,7 @@ def test_without_a_clip_the_surrogate_is_the_ratio_times_the_advantage(ratio, ad
     assert found == pytest.approx((ratio * advantage, ratio * advantage), rel=1e-11)
 
 
-def test_at_the_detached_current_policy_the_gradient_is_that_of_log_p_and_the_clip_does_nothing():
+def test_at_the_current_policy_the_gradient_is_that_of_log_p():
     log_probs = torch.tensor([[-0.3, -5.0, -1.0]], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([[2.0, -3.0, 0.0]], dtype=torch.float64)
     clipped_surrogate(log_probs, log_probs.detach(), advantages, 0.0, 0.0).sum().backward()

@@ -212,7 +212,7 @@ def test_health_counts_tokens_that_are_not_finite_and_responses_without_tokens()
     assert found["health/empty_responses"].value.item() == 1.0
 
 
-def test_what_another_sampler_wrote_can_make_the_kl_of_an_update_negative_and_the_weighted_one_stays_exact():
+def test_the_weighted_kl_of_an_update_is_exact_off_policy():
     sampler = torch.tensor([0.125, 0.125, 0.25, 0.5], dtype=torch.float64)
     old = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     new = torch.tensor([0.2, 0.3, 0.3, 0.2], dtype=torch.float64)

@@ -24,7 +24,7 @@ def test_acceptance_is_the_ratio_over_lam_and_never_above_one(pair, lam):
     assert a[sampled].tolist() == pytest.approx([expected[index] for index in sampled], rel=RTOL)
 
 
-def test_a_token_outside_both_supports_is_never_accepted_and_a_row_without_overlap_keeps_nothing():
+def test_nothing_is_accepted_outside_both_supports():
     nothing, a_token = torch.tensor([-math.inf]), torch.tensor([-1.0])
     assert [obrs.acceptance(*pair, 2.0).item() for pair in ((nothing, nothing), (nothing, a_token))] == [0.0, 1.0]
     assert obrs.acceptance(a_token, nothing, 2.0).item() == 0.0

@@ -211,6 +211,7 @@ def test_a_z_from_the_top_k_alone_scales_each_state_by_what_it_saw():
     )
 
 
+@pytest.mark.seconds
 def test_the_denominators_are_expected_tokens_proposed_or_accepted():
     setting, lam = Setting(3, seed=1), 1.5
     d, p_inf = tabular.visits(setting.world, setting.rollout), tabular.probabilities(setting.rollout)

@@ -130,7 +130,7 @@ def test_a_lower_end_of_zero_drops_no_response_however_small_its_product():
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.7, 1.4), (0.9, 1.3), (0.0, 1.0)])
-def test_geometric_mask_drops_whole_responses_by_the_mean_over_sampled_tokens_and_weighs_nothing(low, high):
+def test_geometric_mask_drops_whole_responses_by_their_mean(low, high):
     inputs = spread_inputs()
 
     def rule(log_r, n):

@@ -59,7 +59,7 @@ def assert_is(found, wanted):
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.3), (0.6, 0.1), (math.inf, 0.1), (0.1, math.inf)])
-def test_prefix_weighs_by_the_product_up_to_the_token_inside_a_band_that_grows_with_the_root_of_its_number(low, high):
+def test_prefix_weighs_by_the_product_inside_a_growing_band(low, high):
     inputs, wanted = random_inputs(), {}
     for row in rows_of(inputs):
         total = 0.0

@@ -88,6 +88,7 @@ def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, 
     return lower, upper, math.fsum(q[x] for x in known), math.fsum(p[x] for x in known)
 
 
+@pytest.mark.seconds
 @settings(few, max_examples=300)
 @given(topk_cases())
 def test_topk_bounds_hold_the_exact_z_between_them(case):
@@ -97,6 +98,7 @@ def test_topk_bounds_hold_the_exact_z_between_them(case):
     assert found.upper.item() >= z - 1e-14
 
 
+@pytest.mark.seconds
 @settings(few, max_examples=300)
 @given(topk_cases())
 def test_topk_bounds_and_masses_are_the_documented_ones_and_the_value_is_the_lower_bound(case):

@@ -233,7 +233,7 @@ def test_the_penalty_is_taken_from_the_reward_and_not_from_what_is_correct():
     assert shaped_score(small_config(), rollout, score) is score
 
 
-def test_dynamic_sampling_asks_whether_the_tasks_own_rewards_are_equal_and_not_what_a_penalty_made_of_them():
+def test_dynamic_sampling_compares_rewards_without_penalties():
     def longer(rollout):
         if not rollout.uid.endswith("#1"):
             return rollout

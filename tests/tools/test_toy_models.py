@@ -158,7 +158,7 @@ def test_word_problems_are_solved_step_by_step(kind, numbers, solution):
     assert sample_word_solution(WordProblem("", "finds", (1, 2, 3)), faulty, random.Random(0)) == "1+2=13; 13+3=26"
 
 
-def test_the_problems_of_the_page_are_those_of_the_repository_and_no_model_was_supervised_on_them(tmp_path):
+def test_the_pages_problems_are_kept_back_from_supervision(tmp_path):
     for path in write_word_problems(tmp_path):
         assert path.read_text() == (ROOT / "examples" / path.name).read_text()
     kept_back = {(problem.kind, problem.numbers) for problem in kept_back_problems(500)}

@@ -117,7 +117,7 @@ def test_an_engine_that_reports_raw_log_probs_is_refused_and_told_what_they_are(
         check_gap(rollouts, sampling, ["fp32", "fp32"], score(rollouts))
 
 
-def test_an_engine_that_samples_from_another_temperature_than_it_reports_is_refused_though_training_agrees():
+def test_an_engine_sampling_at_another_temperature_is_refused():
     rollouts = written(Hotter, PLAIN)
     assert engine_gap(rollouts, score(rollouts)(PLAIN)) < 1e-5
     check_gap(rollouts, PLAIN, [CPU_FP32], score(rollouts))
@@ -523,9 +523,7 @@ FAST = ("rollout_model.optimizer.learning_rate=5e-3", "iterations=8", "evaluatio
 
 @pytest.mark.parametrize("names", ["", "embed_tokens", "model.norm"])  # all, the tied output layer, and 64 numbers
 @pytest.mark.parametrize("update", [1, 2, 4])
-def test_a_weight_update_that_does_not_arrive_stops_the_run_before_it_trains_on_what_comes_of_it(
-    update, names, tmp_path, monkeypatch
-):
+def test_a_weight_update_that_does_not_arrive_stops_the_run(update, names, tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(update, names))
     with pytest.raises(EngineError, match=r"not those of the distribution.*Likely causes: other weights"):
         run(small_config(*FAST), tmp_path)

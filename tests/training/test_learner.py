@@ -340,7 +340,7 @@ def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size(na
     assert value(result, "rollout_model/learning_rate") == LINEAR.learning_rate
 
 
-def test_the_learning_rate_is_zero_where_every_token_is_rejected_and_a_regularizer_has_a_gradient():
+def test_a_regularizer_alone_takes_no_step_where_all_is_rejected():
     objective = replace(policy_objective("geo_mask", low=2.0, high=3.0), entropy_coeff=0.01)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, ess_scaling="token")
     result = one_step(learner, WRITTEN)

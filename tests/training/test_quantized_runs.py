@@ -98,7 +98,7 @@ def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
     assert rounding(ENGINE_GAP)(MetricHistory([], told, config), [0.0]) == allowed
 
 
-def test_an_evaluation_engine_with_the_same_codes_in_another_dtype_has_the_limit_of_quantized_ones(tmp_path):
+def test_equal_codes_in_another_dtype_have_the_quantized_limit(tmp_path):
     """Keys and values are FP8 in both, and only the dtype of the rest differs."""
     bf16 = ("engine.kv_cache_dtype=fp8", "evaluation.engine={dtype: bf16}", "iterations=1")
     run(small_config(*ALONE[:2], *UNIFIED, *bf16), tmp_path)
@@ -183,7 +183,7 @@ def test_layers_that_the_engine_of_the_policy_computes_differently_are_named_whe
     assert computed_differently(small_config("rollout_model.share=0.5", *unwritten)) == found
 
 
-def test_a_cache_that_vllm_truncates_on_a_cpu_is_named_although_the_settings_are_those_of_training():
+def test_a_cache_that_vllm_truncates_is_named():
     vllm = ("engine={name: vllm, quantization: int8_w8a8, kv_cache_dtype: fp8}", *ALONE[:2])
     emulated = (vllm[0].replace("vllm", "transformers"), *vllm[1:])
     truncated = "fp8, truncated by vLLM on a CPU"

@@ -89,7 +89,7 @@ def test_without_a_budget_it_is_what_all_have_spent() -> None:
         compare([*dear, summary("dearest", 1, 0.3, 0.4, cost=4.0)], unit="flops")
 
 
-def test_costs_are_to_the_first_evaluation_at_the_accuracy_and_endless_where_it_is_never_reached() -> None:
+def test_costs_end_at_the_first_evaluation_that_is_accurate() -> None:
     found = rows(RUNS, accuracy=0.7)
     assert (found["base"].cost.reached, found["base"].cost.flops) == (3, 20.0)  # 30, 20, 20
     other = found["other"].cost

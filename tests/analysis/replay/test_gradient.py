@@ -95,7 +95,7 @@ def test_the_sums_are_those_of_training_loss_over_every_token_coin_and_sign(labe
     assert found.bias == pytest.approx(float((1 - both**2 / (estimator * exact)).clamp(min=0).sqrt()), abs=0.02)
 
 
-def test_importance_sampling_has_no_bias_and_no_drift_and_the_policys_own_text_no_variance_more(states):
+def test_importance_sampling_has_neither_bias_nor_drift(states):
     found = of_states(SETTINGS["is"], states)
     assert found.gradient.bias == pytest.approx(0.0, abs=1e-7) and found.gradient.scale == pytest.approx(1.0)
     assert found.gradient.drift_size == pytest.approx(0.0, abs=1e-7)

@@ -93,7 +93,7 @@ def test_of_a_run_of_prime_rl_the_batches_that_it_trained_on_are_read_in_their_o
     assert [one.where for one in read(tmp_path)[1]] == ["step_3/rank_0.jsonl"]  # it has both models' log-probs
 
 
-def test_tokens_of_another_loss_of_prime_rl_are_not_sampled_ones_and_what_was_not_finite_is_named(tmp_path):
+def test_prime_rls_other_losses_and_infinite_numbers_are_told(tmp_path):
     good = {"micro_step": 0, "token_ids": [7, 1, 2], "loss_mask": [False, True, True], "advantages": [0.0, 1.0, 1.0]}
     good |= {"inference_logprobs": [None, -1.0, -1.0], "trainer_logprobs": [0.0, -1.5, -1.5]}
     echo = good | {"rl_weights": [0.0, 1.0, 0.0], "inference_logprobs": [None, -1.0, None]}

@@ -148,7 +148,7 @@ def _plain(value):
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def test_without_candidates_the_recipes_rollout_model_is_measured_and_the_same_seed_gives_the_same() -> None:
+def test_without_candidates_the_recipes_model_is_measured() -> None:
     found = simulate_candidates(small_config(), [], prompts=5, seed=1)
     assert [one.name for one in found.candidates] == ["starter:rollout_model"]
     assert found == simulate_candidates(small_config(), [], prompts=5, seed=1)

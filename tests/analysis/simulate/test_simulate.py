@@ -264,7 +264,7 @@ def test_states_of_like_kl_share_a_bin_and_bins_of_few_states_are_left_out() -> 
     assert share_below(measure_states(of([[1.0, 0.0], *[[0.5, 0.5]] * 3], [[0.4, 0.6], *[[0.5, 0.5]] * 3]))) == 0.25
 
 
-def test_the_command_without_models_shows_every_family_at_about_one_gap_and_the_same_numbers_again() -> None:
+def test_without_models_the_command_shows_every_family_alike() -> None:
     found = simulate_families(1, vocabulary=1_024)
     assert [one.name for one in found.curves] == [one.name for one in found.sources] == NAMES
     assert all(abs(math.log(source.ratios.kl / EXAMPLE_KL)) < 0.6 for source in found.sources)

@@ -30,7 +30,7 @@ def test_quantized_layers_are_named_with_their_grids_and_kept_ones_are_not():
     )
 
 
-def test_autocast_differs_from_bf16_weights_between_layers_and_the_cache_and_the_head_by_their_own_settings():
+def test_autocast_cache_and_head_differ_where_settings_do():
     found = differences(SideFormats(dtype="bf16"), SideFormats(dtype="fp32", autocast="bf16"))
     assert found == {
         "norms and what flows between layers": ("bf16", "fp32"),

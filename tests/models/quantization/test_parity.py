@@ -26,6 +26,8 @@ from jackpot.rollout.engines.transformers.attention import set_attention
 from jackpot.rollout.tasks.registry import make_task
 from research.parity import with_scales
 
+pytestmark = pytest.mark.seconds  # runs, and whole models
+
 TOY_MODELS = ("starter:policy", "starter:rollout_model")
 FP8 = SCHEMES["fp8"]
 FLOAT_SCALES = with_scales(FP8, "float32")

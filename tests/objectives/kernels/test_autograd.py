@@ -198,9 +198,7 @@ def test_backward_forms_only_the_logits_that_the_loss_needs():
         (1, 2**25, (1, 2**24)),
     ],
 )
-def test_the_default_tile_is_rows_of_the_whole_vocabulary_where_they_fit_and_else_many_positions(
-    n, vocabulary, expected
-):
+def test_the_default_tile_is_the_whole_vocabulary_where_it_fits(n, vocabulary, expected):
     assert autograd.default_tile(n, vocabulary) == expected
 
 
@@ -329,6 +327,7 @@ def test_float64_stays_float64_under_autocast():
     assert_same(output, expected)
 
 
+@pytest.mark.seconds
 def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
     """Equal positions, one tile each: a sum in bfloat16 would stand still at 256 times one position's gradient."""
     n = 1024

@@ -216,7 +216,7 @@ def test_a_token_that_both_ban_is_as_if_it_were_not_there():
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
 
 
-def test_mass_where_the_rollout_model_has_none_is_an_infinite_forward_kl_with_a_finite_gradient():
+def test_mass_outside_the_rollout_model_has_a_finite_gradient():
     policy, rollout_model, ids = random_head(1), banning(random_head(2), 3), torch.zeros(N, dtype=torch.int64)
     output = joint_linear_head(policy, rollout_model, ids, temperature=1.0, lam=1.0)
     log_p, log_q = naive_log_probs(policy, 1.0).detach(), naive_log_probs(rollout_model, 1.0).detach()

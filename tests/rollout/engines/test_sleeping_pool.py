@@ -83,7 +83,7 @@ def pool(links: dict[str, ProcessLink], folder: Path) -> Iterator[EnginePool]:
         engine.close()
 
 
-def test_engines_of_other_processes_sleep_and_one_that_dies_meanwhile_is_started_when_they_wake(pool, links) -> None:
+def test_an_engine_that_died_asleep_is_started_at_the_waking(pool, links) -> None:
     engine = pool.engines["engine"]
     assert engine.capabilities.sleeps
     expected, path = tokens(engine.generate(WANTED)), pool.pool.newest["engine"].memory.path

@@ -34,7 +34,7 @@ def test_the_roles_of_a_chat_are_single_tokens():
     assert tokenizer.convert_ids_to_tokens([ids[0], ids[-2], ids[-1]]) == ["<|user|>", "<|end|>", "<|assistant|>"]
 
 
-def test_a_text_begins_with_the_token_that_the_tokenizer_wants_there_and_a_chat_as_its_template_says():
+def test_texts_and_chats_begin_as_the_tokenizer_wants():
     tokenizer = text_tokenizer(begins=True)
     base, chat = template("base", tokenizer), template("chat", tokenizer)
     ids = base.token_ids(base.text("1+1?"))

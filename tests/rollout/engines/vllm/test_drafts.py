@@ -60,7 +60,7 @@ def tokens_of(rollouts: list[Rollout]) -> dict[str, list[int]]:
     return {rollout.uid: rollout.token_ids.tolist() for rollout in rollouts}
 
 
-def test_responses_at_the_end_of_the_context_and_to_late_short_prompts_do_not_depend_on_their_batch(folder, tmp_path):
+def test_responses_at_the_contexts_end_ignore_their_batch(folder, tmp_path):
     """vLLM drafts for no request where one is near the end, and pads prompts of one token that come late."""
     tiny_model(7, num_hidden_layers=1).save_pretrained(tmp_path)
     engine, _ = drafted(folder, tmp_path)
