@@ -6,16 +6,19 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.console import Console
 
-from jackpot.ui.charts import Section
+from jackpot.ui.lazy import lazy
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.tables import show_files, show_tables
 from jackpot.ui.terminal.text import plain
+
+with lazy():
+    from jackpot.ui import charts
 
 
 def show_answer(
     console: Console,
     verdicts: Iterable[str],
-    sections: Iterable[Section],
+    sections: Iterable["charts.Section"],
     show_all: bool,
     files: Sequence[Path] = (),
     commands: Mapping[str, str] | None = None,

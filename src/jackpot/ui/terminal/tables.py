@@ -8,20 +8,23 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as TerminalTable
 
-from jackpot.ui.charts import Section, Table
+from jackpot.ui.lazy import lazy
 from jackpot.ui.terminal.progress import print_line
 from jackpot.ui.terminal.text import plain
+
+with lazy():
+    from jackpot.ui import charts
 
 _MOST_ROWS = 40  # of a table in the terminal; a longer one is a detail
 _TEXT = 24  # width that a column of text needs at least, if it has as much; it breaks between words, characters
 
 
-def show_tables(console: Console, sections: Iterable[Section], show_all: bool = True) -> int:
+def show_tables(console: Console, sections: Iterable["charts.Section"], show_all: bool = True) -> int:
     """Print the tables of a page with their notes; return how many were left out.
 
     Left out, but for `show_all`, are those marked `is_detail` and those too long for a terminal.
     """
-    tables = [item for section in sections for item in section.items if isinstance(item, Table)]
+    tables = [item for section in sections for item in section.items if isinstance(item, charts.Table)]
     shown = [one for one in tables if show_all or not (one.is_detail or len(one.rows) > _MOST_ROWS)]
     for item in shown:
         numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text
