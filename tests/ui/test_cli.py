@@ -72,7 +72,7 @@ def test_what_reads_metrics_alone_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("package", ["typer", "rich", "yaml"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
-    done = run(without([package]) + "from jackpot.__main__ import main; main()")
+    done = run(without([package]) + "from jackpot.__main__ import main; main()", "recipes")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
 

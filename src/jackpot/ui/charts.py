@@ -73,21 +73,6 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heatmap:
-    """Describes a grid of values that are shown as colors."""
-
-    title: str
-    x_label: str
-    y_label: str
-    x: Numbers
-    y: Sequence[str]  # labels of the rows, from the bottom
-    values: Sequence[Numbers]  # [y][x]
-    value_label: str
-    note: str = ""
-    log_values: bool = False  # color positive values by their logarithm
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Holds cells of text under column heads."""
 
@@ -104,7 +89,7 @@ class Section:
 
     title: str
     intro: str
-    items: tuple[Chart | Heatmap | Table, ...]
+    items: tuple[Chart | Table, ...]
     is_folded: bool = False  # whether the page shows only its title until the reader opens it
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jackpot.core.files import whole_file
-from jackpot.ui.charts import Chart, Heatmap, Numbers
+from jackpot.ui.charts import Chart, Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ _DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 _STYLES = {"line": {}, "points": {"linestyle": "none", "marker": "."}, "both": {"marker": "o", "markersize": 3}}
 
 
-def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -> None:
+def write_png(path: Path, charts: Sequence[Chart], columns: int = 3) -> None:
     """Draw charts side by side, at most `columns` in a row; 150 dots an inch, 5 x 3.8 inches each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a slow import, which the other commands do not need
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, chart in zip(panels, charts, strict=False):
-        _draw_heatmap(panel, chart) if isinstance(chart, Heatmap) else _draw_chart(panel, _with_axes(chart))
+        _draw_chart(panel, _with_axes(chart))
         panel.set_title(_escaped(chart.title), fontsize=10)
         panel.set_xlabel(_escaped(chart.x_label), fontsize=9)
         panel.set_ylabel(_escaped(chart.y_label), fontsize=9)
@@ -61,14 +61,6 @@ def _draw_chart(panel: "Axes", chart: Chart) -> None:
     panel.grid(alpha=0.25, linewidth=0.5)
     if len(chart.series) + len(chart.guides) > 1:
         panel.legend(fontsize=7, framealpha=0.7)
-
-
-def _draw_heatmap(panel: "Axes", chart: Heatmap) -> None:
-    values = [_floats(row) for row in chart.values]
-    edges = range(len(chart.y))
-    drawn = panel.pcolormesh(_floats(chart.x), list(edges), values, cmap="cividis", shading="nearest")
-    panel.set_yticks(list(edges), list(map(_escaped, chart.y)))
-    panel.figure.colorbar(drawn, ax=panel).set_label(_escaped(chart.value_label), fontsize=8)
 
 
 def _escaped(text: str) -> str:

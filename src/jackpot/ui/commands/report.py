@@ -43,7 +43,7 @@ def report(
         written = page.write_report(runs, out, most)
         show(written)
         again = " ".join(["jackpot report", *(quote(str(run)) for run in runs), "--watch"])
-        more = {again: "write it again while they train"} if written.going else {}
+        more = {again: "write it again while they train"} if written.is_going else {}
         opener = "open" if sys.platform == "darwin" else "xdg-open"
         show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network", **more})
         return

@@ -15,11 +15,6 @@ from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run.folder import RunFolder, is_evaluation, run_config
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 _NOT_OF_THE_ARM = ("seed", "threads", "description")
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")
 _MISSING = "(none)"
@@ -47,10 +42,9 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Return whether the run is finished, or was stopped by a guard after its newest line and not resumed since."""
+        """Return whether the run is finished, or was stopped by a guard after its newest line."""
         since = self.lines[-1]["time"] if self.lines else 0.0
-        stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
-        return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
+        return self.finished or any(one["event"] == "stopped" and one["time"] >= since for one in self.events)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,29 +101,6 @@ def _below(folder: Path) -> Iterator[Path]:
         found = {name for name in inside if _has_config(Path(parent, name))}
         yield from (Path(parent, name) for name in found)
         names[:] = [name for name in inside if name not in found]
-
-
-def is_abandoned(folder: Path) -> bool:
-    """Return whether no process holds the lock of a run; False if it has no lock file or the system no such locks.
-
-    This takes the lock in shared mode for a moment; a run that starts in that moment is refused.
-    """
-    if fcntl is None:
-        return False
-    try:
-        with (folder / ".lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it is held, it does not exist, or the file system has no locks
-        return False
-    return True
-
-
-def _taken_since(folder: Path, moment: float) -> bool:
-    """Return whether a process took the lock after this moment: it writes into the file (`core.files.hold_lock`)."""
-    try:
-        return (folder / ".lock").stat().st_mtime > moment
-    except FileNotFoundError:
-        return False
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -56,8 +56,7 @@ def _intro(arms: Sequence[Arm]) -> str:
             words.append(f"Bands of {' or '.join(map(str, seeds))} seeds go {describe_error_bars(seeds[0])}.")
     if any(len(run.lines) > MOST_POINTS for run in runs):
         words.append(
-            f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch, "
-            f"with the widest band of the stretch."
+            f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch."
         )
     return " ".join(words)
 
