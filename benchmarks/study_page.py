@@ -46,7 +46,7 @@ from jackpot.core.files import whole_file
 from jackpot.launch.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 from jackpot.models.cost import forward_cost
 from jackpot.rollout.pass_at_k import student_t
-from jackpot.ui.views.comparison import percent
+from jackpot.ui.views.comparison import spread_text as percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

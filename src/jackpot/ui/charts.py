@@ -122,11 +122,6 @@ DASHED = len(COLORS)  # added to a series' number: the same color, dashed
 GRAY = len(COLORS) - 1  # number of the gray series
 
 
-def format_number(value: float | None, form: str = ".3g") -> str:
-    """Format a number for a table; a missing number or NaN becomes `-`."""
-    return "-" if value is None or math.isnan(value) else format(value, form)
-
-
 def finite(values: Sequence[float | None], smallest: float = -math.inf) -> tuple[float | None, ...]:
     """Replace by None, a gap in a chart, every value that is not finite or below `smallest`."""
     return tuple(

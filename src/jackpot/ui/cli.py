@@ -28,7 +28,7 @@ from jackpot.ui.commands.sample import sample
 from jackpot.ui.commands.simulate import simulate
 from jackpot.ui.commands.starter import starter
 from jackpot.ui.commands.train import train
-from jackpot.ui.terminal.text import PrintableFormatter, plain
+from jackpot.ui.terminal.output import PrintableFormatter, plain
 from jackpot.ui.typed import Commands, register
 
 app = typer.Typer(

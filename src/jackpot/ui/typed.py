@@ -13,7 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from jackpot.core.errors import ConfigError, unknown_name
 from jackpot.core.place import place
 from jackpot.ui.lazy import lazy, load
-from jackpot.ui.terminal.progress import print_line, status
+from jackpot.ui.terminal.output import print_line
+from jackpot.ui.terminal.progress import status
 
 with lazy():
     from jackpot.config import build, recipes

@@ -10,15 +10,14 @@ from rich.console import Console
 
 from jackpot.ui.arguments import Overrides, Recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_answer
-from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.output import print_line, show_answer
 
 with lazy():
     from jackpot.analysis.compare import arms as comparing
     from jackpot.analysis.compare import process, scheduler
     from jackpot.config import recipes
     from jackpot.training.run import folder as run_folder
-    from jackpot.ui import results
+    from jackpot.ui import numbers, results
     from jackpot.ui.views import comparison as views
 
 
@@ -82,7 +81,7 @@ def _listener(console: Console) -> "scheduler.ArmListener":
         newest = evaluated[-1][0]["iteration"] if evaluated else -1
         if end or newest > shown.get(run.name, -1):
             shown[run.name] = newest
-            policy = [results.measured(line[f"eval/policy_{measure}"], measure) for line, measure in evaluated[-1:]]
+            policy = [numbers.measured(line[f"eval/policy_{measure}"], measure) for line, measure in evaluated[-1:]]
             accuracy = f"policy {policy[0]}" if policy else ""
             print_line(console, f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}")
 

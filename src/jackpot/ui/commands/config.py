@@ -10,10 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
-from jackpot.ui.terminal.text import plain
+from jackpot.ui.terminal.output import plain, print_line, show_next, show_table
 
 with lazy():
     from jackpot.config import reference

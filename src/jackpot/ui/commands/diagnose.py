@@ -11,9 +11,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.tables import show_table
-from jackpot.ui.terminal.text import plain
+from jackpot.ui.terminal.output import plain, show_next, show_table
 
 with lazy():
     from jackpot.analysis.diagnose import diagnose as diagnosing

@@ -13,9 +13,8 @@ from rich.console import Console
 from jackpot.rollout.tasks.benchmarks import SETS
 from jackpot.ui.arguments import Overrides
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line, progress
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.progress import progress
 
 with lazy():
     from jackpot.analysis.evaluate import run as evaluating

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
+from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
     from jackpot.analysis.replay import export as exporting

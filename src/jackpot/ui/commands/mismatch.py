@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import Overrides, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_answer
+from jackpot.ui.terminal.output import show_answer
 from jackpot.ui.terminal.progress import status
 
 with lazy():

@@ -11,9 +11,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson, ShowAll, complete_recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.output import print_line, show_next, show_table
 
 with lazy():
     from jackpot.config import published

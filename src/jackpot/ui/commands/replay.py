@@ -9,8 +9,8 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_answer, show_next
-from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
+from jackpot.ui.terminal.output import print_line, show_answer, show_next
+from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
     from jackpot.analysis.replay import results, run

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.terminal.output import print_line, show_next
 
 with lazy():
     from jackpot.ui.report import inspector

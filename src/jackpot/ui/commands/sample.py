@@ -8,9 +8,8 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
+from jackpot.ui.terminal.output import show_next, show_table
 from jackpot.ui.terminal.progress import status
-from jackpot.ui.terminal.tables import show_table
 
 with lazy():
     from jackpot.analysis.evaluate import sample as sampling

@@ -11,7 +11,7 @@ from rich.console import Console
 from jackpot.core.errors import ConfigError
 from jackpot.ui.arguments import Arm, Overrides, ShowAll, complete_recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_answer
+from jackpot.ui.terminal.output import show_answer
 from jackpot.ui.terminal.progress import status
 
 with lazy():

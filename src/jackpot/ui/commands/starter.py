@@ -8,8 +8,8 @@ from rich.console import Console
 
 from jackpot.core.errors import ConfigError
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line, progress
+from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.progress import progress
 
 with lazy():
     from jackpot.launch import lessons, toy_models

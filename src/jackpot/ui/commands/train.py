@@ -14,9 +14,8 @@ from jackpot.core.errors import ConfigError, JackpotError
 from jackpot.core.place import place
 from jackpot.ui.arguments import Arm, Overrides, Recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line, progress
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.progress import progress
 
 with lazy():
     from jackpot.analysis.compare import summary
@@ -32,6 +31,7 @@ with lazy():
     from jackpot.rollout.tasks import registry
     from jackpot.training import collapse
     from jackpot.training.run import folder as run_files
+    from jackpot.ui import numbers
     from jackpot.ui.terminal import plan as plans
 
 
@@ -202,22 +202,25 @@ def _show_result(
     measure = run_files.measure_of(last)
     is_accuracy = measure == "accuracy"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    shown = {role.replace("_", " "): (f"eval/{role}_{measure}", _percent if is_accuracy else _number) for role in roles}
+    shown = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
     for name in map(registry.set_name, config.evaluation.benchmarks):
         if (metric := f"eval/{name}/mean_at_k") in last:
-            shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, _percent)
+            shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, "accuracy")
         else:
-            shown[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", _number)
+            shown[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", "reward")
+
     rows = []
-    for name, (metric, form) in shown.items():
+    for name, (metric, kind) in shown.items():
         (before, error), (after, newer) = ((line[metric], line.get(f"{metric}_stderr")) for line in (first, last))
         both = None if error is None or newer is None else math.hypot(error, newer)
-        rows.append((name, form(before, error), form(after, newer), form(after - before, both, "+")))
+        ends = numbers.with_error(before, error, kind), numbers.with_error(after, newer, kind)
+        rows.append((name, *ends, numbers.with_error(after - before, both, kind, "+")))
+
     columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
-    where = f"on {collapse.problems_of(lines, config)} held-out problems"
-    accuracy, reward = f"Sampled accuracy {where}, percent", f"Mean reward of sampled responses {where}"
-    title = f"{accuracy if is_accuracy else reward} ± standard error"
-    show_table(console, title, columns, rows, columns[1:])
+    what = "Sampled accuracy on {} held-out problems, percent ± standard error"
+    if not is_accuracy:
+        what = "Mean reward of sampled responses on {} held-out problems ± standard error"
+    show_table(console, what.format(collapse.problems_of(lines, config)), columns, rows, columns[1:])
     for line in _cost(lines, config):
         print_line(console, line)
     print_line(console, f"Run folder: {folder}")
@@ -246,13 +249,3 @@ def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> 
         f"Cost of {spent.iteration} iterations: {flops:.2g} FLOPs, {spent.flops / flops:.0%} of them for rollouts, the "
         f"others for training; {spent.cpu_seconds:.3g} CPU seconds of this process, {evaluating:.3g} for evaluations."
     ]
-
-
-def _percent(share: float, error: float | None, sign: str = "") -> str:
-    """Format a share and its standard error in percent: `41.8 ± 2.2`; without the error where it is unknown."""
-    return f"{100 * share:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
-
-
-def _number(value: float, error: float | None, sign: str = "") -> str:
-    """Format a mean reward and its standard error: `0.4180 ± 0.022`; without the error where it is unknown."""
-    return f"{value:{sign}#.4g}" + ("" if error is None else f" ± {error:#.2g}")

@@ -7,8 +7,8 @@ from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
 from jackpot.training.run.folder import measure_of
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
+from jackpot.ui.numbers import measured
 from jackpot.ui.report.runs import Arm, Run, differing
-from jackpot.ui.results import measured
 
 _NOTHING = "-"
 

@@ -10,9 +10,8 @@ from jackpot.analysis.plan.sharding import ENGINES_SHARE
 from jackpot.analysis.plan.sizes import PromptLengths
 from jackpot.config.run import Config
 from jackpot.ui.charts import Section, Table
-from jackpot.ui.terminal.answer import show_answer
+from jackpot.ui.terminal.output import print_line, show_answer
 from jackpot.ui.terminal.plan import unpriced
-from jackpot.ui.terminal.progress import print_line
 
 _GB = 1e9  # bytes
 

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jackpot.core.stages import listening
-from jackpot.ui.terminal.text import plain, printable
+from jackpot.ui.terminal.output import plain, print_line, printable
 
 LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
@@ -152,12 +152,3 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
             print_line(console, newer)
 
     yield show
-
-
-def print_line(console: Console, text: str, is_whole: bool = False) -> None:
-    """Print text as it is: no markup, no control characters, no colors for numbers.
-
-    A terminal gets line breaks between words, but for lines that are `is_whole`: commands and files, which are copied.
-    A log gets none, so that a program finds whole lines.
-    """
-    console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)

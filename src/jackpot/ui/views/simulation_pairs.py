@@ -6,7 +6,8 @@ from dataclasses import replace
 from jackpot.analysis.simulate.candidates import Candidate
 from jackpot.analysis.simulate.run import CheckpointPair, PairSimulation
 from jackpot.analysis.simulate.topk import TopKSummary
-from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, as_details, finite, format_number
+from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, as_details, finite
+from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables
 from jackpot.ui.views.simulation import view_sections
 
