@@ -91,16 +91,18 @@ def show_setting(console: Console, key: str) -> None:
             print_line(console, f"  {line}")
         _show_list(console, below)
         return
+
     setting, *in_block = below
-    for title, text in (
-        (setting.key, ""),
-        ("  values", setting.summary("values")),
-        ("  default", setting.summary("default")),
-        ("  used by", setting.users),
-        ("  resume", setting.resume),
-    ):
-        if text or title == setting.key:
-            print_line(console, f"{title:<11}{text}".rstrip())
+    print_line(console, setting.key)
+    lines = {
+        "values": setting.summary("values"),
+        "default": setting.summary("default"),
+        "used by": setting.users,
+        "resume": setting.resume,
+    }
+    for title, text in lines.items():
+        if text:
+            print_line(console, f"  {title:<9}{text}")
     print_line(console, f"  {setting.summary('meaning')}")
     if in_block:
         _show_list(console, in_block)
