@@ -67,10 +67,3 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fcntl, "flock", refuse)
     hold_lock(tmp_path / ".lock").close()
     assert "cannot lock" in caplog.text and "no other process" in caplog.text
-
-
-def test_a_system_without_fcntl_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jackpot.core.files.fcntl", None)
-    first, second = hold_lock(tmp_path / ".lock"), hold_lock(tmp_path / ".lock")
-    first.close()
-    second.close()

@@ -1,5 +1,6 @@
 """File writes that a kill or a full disk cannot leave half done, and the lock on a run folder."""
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -10,11 +11,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from jackpot.core.errors import CheckpointError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 PARTIAL = ".partial"
 _log = logging.getLogger(__name__)
@@ -122,15 +118,14 @@ def checkpoint_error_in(folder: Path) -> Iterator[None]:
 def hold_lock(path: Path) -> IO[str]:
     """Open `path` and lock it until it is closed or the process ends; its content names this process.
 
-    On a system without such locks the file is opened but not locked.
+    On a file system without locks the file is opened and a warning is logged.
 
     Raises:
         CheckpointError: another process holds the lock.
     """
     file = path.open("a+")
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "another process"

@@ -7,8 +7,8 @@ import threading
 from types import TracebackType
 from typing import Any
 
-HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed, or the connection to it lost; None on Windows
-TERMINATIONS = [signal.SIGTERM, *([HANGUP] if HANGUP else [])]
+HANGUP = signal.SIGHUP  # the terminal was closed, or the connection to it lost
+TERMINATIONS = [signal.SIGTERM, HANGUP]
 
 
 class StopSignal:
