@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ def write_png(path: Path, charts: Sequence[Chart], columns: int = 3) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, chart in zip(panels, charts, strict=False):
-        _draw_chart(panel, _with_axes(chart))
+        _draw_chart(panel, chart)
         panel.set_title(_escaped(chart.title), fontsize=10)
         panel.set_xlabel(_escaped(chart.x_label), fontsize=9)
         panel.set_ylabel(_escaped(chart.y_label), fontsize=9)
@@ -52,9 +51,9 @@ def _draw_chart(panel: "Axes", chart: Chart) -> None:
         draw(at, color="#555555", linewidth=0.8, linestyle=":", label=_escaped(guide.text))
     if chart.x_names:
         panel.set_xticks(range(len(chart.x_names)), list(map(_escaped, chart.x_names)))
-    if chart.log_x:
+    if chart.log_x and _any_positive(one.x for one in chart.series):
         panel.set_xscale("log")
-    if chart.log_y:
+    if chart.log_y and _any_positive(one.y for one in chart.series):
         panel.set_yscale("log")
     if chart.y_range:
         panel.set_ylim(chart.y_range)
@@ -68,14 +67,8 @@ def _escaped(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _with_axes(chart: Chart) -> Chart:
-    """Make a logarithmic axis without positive values linear, because matplotlib cannot lay it out."""
-    stands = [_any_positive(values) for values in zip(*((one.x, one.y) for one in chart.series), strict=True)]
-    has_x, has_y = stands or [False, False]
-    return replace(chart, log_x=chart.log_x and has_x, log_y=chart.log_y and has_y)
-
-
-def _any_positive(columns: Iterable[Iterable[float | None]]) -> bool:
+def _any_positive(columns: Iterable[Numbers]) -> bool:
+    """Return whether a logarithmic axis would have a value: matplotlib cannot lay out one without."""
     return any(value is not None and value > 0.0 for column in columns for value in column)
 
 

@@ -6,6 +6,7 @@ Arms are overlaid; several seeds of one arm become their mean with error bars.
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -135,7 +136,10 @@ class _ChartMaker:
     def _together(self, title: str, labels: Mapping[str, str], note: str = "") -> Chart:
         """Make one chart of several metrics, each with its name in the legend."""
         lines = [self._series(metric, label, place) for place, (metric, label) in enumerate(labels.items())]
-        return self._chart(title, (one for part in lines for one in part), list(labels), note)
+        drawn = [one for part in lines for one in part]
+        if len(labels) > 2 and len(self._arms) > 1:  # so many bands could not be told apart
+            drawn = [replace(one, low=None, high=None) for one in drawn]
+        return self._chart(title, drawn, list(labels), note)
 
     def _combined_chart(self, entry: CombinedChart) -> Iterator[Chart]:
         if entry.metrics.keys() <= set(self._names):
