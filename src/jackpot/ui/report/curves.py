@@ -157,6 +157,7 @@ class _ChartMaker:
                 continue
 
             lines = [_line(whole, name=band, number=place) for place, (band, whole) in enumerate(of_arm.items())]
+            lines = [replace(line, low=None, high=None) for line in lines]  # so many error bars hide each other
             suffix = f": {arm.name}" if len(self._arms) > 1 else ""
             yield self._chart(f"{base} by position{suffix}", lines, [bands[band] for band in of_arm])
 

@@ -87,7 +87,7 @@ class _Packing:
         chosen = with_best(spread_files(files, share), files, best)
         chosen.sort(key=lambda saved: (saved.tokens, -saved.iteration))  # the large ones share what small ones leave
         for place, saved in enumerate(chosen):
-            room = self.left if self.packs else math.inf if self.left else 0
+            room = share if listed else self.left if self.packs else math.inf if self.left else 0
             try:
                 lengths = _lengths(read_columns(saved, ["token_ids"]), "token_ids").tolist()
                 rows = spread_rows(lengths, max(share, 0) // (len(chosen) - place), room)
