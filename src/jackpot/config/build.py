@@ -147,6 +147,15 @@ def nest(key: str, value: Any) -> dict[str, Any]:
     return _nested(key.split("."), value)
 
 
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Fold blocks into dotted keys: `flat({"a": {"b": 1}})` is `{"a.b": 1}`; an empty block stays a value."""
+    folded: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_block = isinstance(value, Mapping) and value
+        folded |= flat(value, f"{above}{key}.") if is_block else {f"{above}{key}": value}
+    return folded
+
+
 def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
     """Lay an arm's settings over the recipe's and the user's overrides over both, and validate the result.
 

@@ -6,11 +6,12 @@ Runs whose settings differ only in seed, threads and description are one arm.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jackpot.config.build import flat
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run.folder import RunFolder, is_evaluation, run_config
@@ -138,14 +139,16 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 def settings(config: Config) -> dict[str, Any]:
     """Return the settings that define an arm as a flat dict such as {"batch.prompts": 32}."""
-    return {key: value for key, value in _flat(json.loads(config.model_dump_json())) if key not in _NOT_OF_THE_ARM}
+    return {
+        key: value for key, value in flat(json.loads(config.model_dump_json())).items() if key not in _NOT_OF_THE_ARM
+    }
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that are not equal in all groups: key and the value of each group as text."""
-    flat = [settings(group[0].config) for group in groups]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = {key: [_text(one[key]) if key in one else _MISSING for one in flat] for key in keys}
+    of_groups = [settings(group[0].config) for group in groups]
+    keys = dict.fromkeys(key for one in of_groups for key in one)
+    rows = {key: [_text(one[key]) if key in one else _MISSING for one in of_groups] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
@@ -165,14 +168,6 @@ def _distinct(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str
             differences = ", ".join(f"{key}={values[place]}" for key, values in list(rows.items())[:3])
             distinct[number] = f"{name} ({differences})"
     return [name if distinct.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(distinct)]
-
-
-def _flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 def _text(value: Any) -> str:
