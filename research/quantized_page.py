@@ -20,7 +20,8 @@ from jackpot.training.run.folder import RunFolder
 from jackpot.ui.charts import Chart, Guide, Series
 from jackpot.ui.error_bars import error_bars
 from jackpot.ui.png import write_png
-from jackpot.ui.views.comparison import difference_cells, percent
+from jackpot.ui.views.comparison import difference_cells
+from jackpot.ui.views.comparison import spread_text as percent
 from research.study_page import markdown
 
 RECIPE = Path(__file__).with_name("quantized.yaml")

@@ -23,7 +23,7 @@ from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.core.statistics import Sample
 from jackpot.models.cost import forward_cost
-from jackpot.ui.views.comparison import percent
+from jackpot.ui.views.comparison import spread_text as percent
 from research.study import (
     ABLATION,
     ALONE,

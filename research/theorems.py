@@ -50,10 +50,10 @@ from jackpot.ui.charts import (
     Series,
     Table,
     finite,
-    format_number,
 )
+from jackpot.ui.numbers import format_number
 from jackpot.ui.results import write_results
-from jackpot.ui.terminal.tables import show_files, show_tables
+from jackpot.ui.terminal.output import show_files, show_tables
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 0.95)
 ALTERNATIVES = 400  # rules of each kind, for each state and budget

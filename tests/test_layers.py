@@ -40,9 +40,7 @@ def imports(tree: ast.AST) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import hides which layer it comes from"
-            found.add(node.module)
-            if node.module == "jackpot":
-                found |= {f"jackpot.{alias.name}" for alias in node.names}
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= set(re.findall(r"(?:from|import) (jackpot(?:\.\w+)+)", node.value))
     return found
@@ -103,6 +101,21 @@ def test_no_module_imports_the_package_inside_a_function():
         if isinstance(node, ast.Import | ast.ImportFrom) and any(n.split(".")[0] == "jackpot" for n in imports(node))
     ]
     assert found == []
+
+
+def test_only_what_is_seen_postpones_imports_and_only_of_modules():
+    """`with lazy():` imports when a command uses it, so that `--help` starts without torch (`ui/lazy.py`)."""
+    blocks = [
+        (name, node)
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With) and ast.unparse(node.items[0].context_expr) == "lazy()"
+    ]
+    assert {name.split(".")[0] for name, _ in blocks} == {"ui"}
+    for name, block in blocks:
+        for node in block.body:
+            assert isinstance(node, ast.ImportFrom), name
+            assert {f"{node.module}.{alias.name}".removeprefix("jackpot.") for alias in node.names} <= modules().keys()
 
 
 def test_heavy_packages_are_imported_in_one_file_each():

@@ -22,7 +22,7 @@ from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
 from jackpot.config.arms import build_config
 from jackpot.config.base import model_classes
-from jackpot.config.build import merge, nest, validated
+from jackpot.config.build import flat, merge, nest, validated
 from jackpot.config.changes import settings_of
 from jackpot.config.published import RecipeNotes
 from jackpot.config.recipes import load_recipe, resolve
@@ -573,6 +573,10 @@ def test_a_change_inside_a_block_that_was_named_in_short_keeps_its_name():
         "name": "tis",
         "cap": 7.0,
     }
+
+
+def test_flat_folds_blocks_and_keeps_an_empty_one():
+    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": {}}) == {"a.b": 1, "a.c.d": [2], "e": {}}
 
 
 def test_nest_unfolds_dots():

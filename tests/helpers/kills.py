@@ -21,7 +21,8 @@ import torch
 from helpers.runs import contents
 from jackpot.models.load import load_model
 from jackpot.ui import cli
-from jackpot.ui.commands import evaluate, replay, report  # noqa: F401  what the commands import when they are called
+from jackpot.ui.commands import evaluate, replay, report
+from jackpot.ui.lazy import load
 
 COMMANDS = {
     "eval": ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "16", "problems=64", "threads=1"],
@@ -124,5 +125,7 @@ def kill_all(home: Path, run: Path) -> list[Kill]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for command in (evaluate, replay, report):
+        load(command)  # what a command imports when it is called
     load_model("starter:policy", torch.float32)  # what transformers imports late
     print(json.dumps([asdict(kill) for kill in kill_all(Path(sys.argv[1]), Path(sys.argv[2]))]))

@@ -1,7 +1,6 @@
-"""The front of the command line: what it imports, what it says, and that each command's two halves fit."""
+"""The front of the command line: what it imports, and what it says."""
 
 import inspect
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,11 @@ from jackpot.ui.report.inspector import MAX_TOKENS
 
 COMMANDS = sorted(path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py"))
 HEAVY = ("torch", "transformers", "plotly", "matplotlib", "numpy", "pyarrow", "datasets")
+SETTINGS = ("jackpot.config.run",)  # the longest import of what reads a recipe
+HELP = (["--help"], ["--version"], ["trian"], ["train", "--help"])
 LIGHT_COMMANDS = (
-    ["--help"],
-    ["--version"],
-    ["trian"],
     ["train", "quickstart", "lam=2"],
     ["train", "missing.yaml"],
-    ["train", "--help"],
     ["recipes"],
     ["recipes", "joint_8b"],
     ["config"],
@@ -48,29 +45,34 @@ def text_of(*arguments: str, cwd: Path) -> str:
     return " ".join(result.stdout.replace("│", " ").split())
 
 
-def test_help_a_typo_and_the_recipes_need_no_heavy_package() -> None:
+def test_help_and_recipes_need_no_heavy_package() -> None:
     program = f"""
 import contextlib, io, sys
 from jackpot.__main__ import main
-for arguments in {LIGHT_COMMANDS!r}:
+for arguments in {HELP + LIGHT_COMMANDS!r}:
     sys.argv = ["jackpot", *arguments]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         main()
-    print(arguments, [name for name in {HEAVY!r} if name in sys.modules])
+    print(arguments, [name for name in {HEAVY + SETTINGS!r} if name in sys.modules])
 """
     done = run(program)
-    assert done.stdout == "".join(f"{arguments} []\n" for arguments in LIGHT_COMMANDS), done.stderr
+    expected = [f"{arguments} []\n" for arguments in HELP]
+    expected += [f"{arguments} {list(SETTINGS)}\n" for arguments in LIGHT_COMMANDS]
+    assert done.stdout == "".join(expected), done.stderr
 
 
 def test_what_reads_metrics_alone_needs_no_torch() -> None:
     """compare leaves training to its processes, and so imports torch in them alone."""
-    done = run("import sys, jackpot.ui.commands.compare, jackpot.ui.commands.diagnose; print('torch' in sys.modules)")
+    done = run(
+        "import sys\nfrom jackpot.ui.commands import compare, diagnose\nfrom jackpot.ui.lazy import load\n"
+        "load(compare)\nload(diagnose)\nprint('torch' in sys.modules)"
+    )
     assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize("package", ["typer", "rich", "yaml"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
-    done = run(without([package]) + "from jackpot.__main__ import main; main()")
+    done = run(without([package]) + "from jackpot.__main__ import main; main()", "recipes")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
 
@@ -117,16 +119,9 @@ def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
     assert text_of("--version", cwd=tmp_path).startswith("jackpot 0.")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_takes_what_the_command_line_gives_it(name: str) -> None:
-    body = getattr(import_module(f"jackpot.ui.commands.{name}"), name)
-    declared = inspect.signature(getattr(cli, name)).parameters
-    assert list(declared) == list(inspect.signature(body).parameters)
-    assert getattr(cli, name).__doc__
-
-
 def test_every_command_has_a_help_text_and_every_option_one(tmp_path: Path) -> None:
     listed = text_of("--help", cwd=tmp_path)
+    assert sorted(command.__name__ for command in cli.COMMANDS) == COMMANDS
     for name in COMMANDS:
         typed = "eval" if name == "evaluate" else name
         assert typed in listed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jackpot.ui.charts import Chart, Guide, Heatmap, Series
+from jackpot.ui.charts import Chart, Guide, Series
 from jackpot.ui.png import write_png
 
 BAD = "$a^{ and $ b"  # what stands between the dollars is no mathematics
@@ -23,18 +23,16 @@ def test_dollars_in_any_text_are_dollars(tmp_path: Path, text: str) -> None:
     chart = Chart(
         title=text, x_label=text, y_label=text, series=lines, x_names=(text, text), guides=(Guide(text=text, y=1.0),)
     )
-    heat = Heatmap(title=text, x_label=text, y_label=text, x=[0.0], y=[text], values=[[1.0]], value_label=text)
-    write_png(tmp_path / "a.png", [chart, heat])
+    write_png(tmp_path / "a.png", [chart, chart])
     assert size_of(tmp_path / "a.png") == (1500, 570)
 
 
-@pytest.mark.parametrize("place", ["title", "x_label", "y_label", "name", "guide", "x_names", "y", "value_label"])
+@pytest.mark.parametrize("place", ["title", "x_label", "y_label", "name", "guide", "x_names"])
 def test_each_text_by_itself_may_have_dollars(tmp_path: Path, place: str) -> None:
-    texts = dict.fromkeys(("title", "x_label", "y_label", "name", "guide", "x_names", "y", "value_label"), "a")
+    texts = dict.fromkeys(("title", "x_label", "y_label", "name", "guide", "x_names"), "a")
     texts[place] = BAD
     axes = {name: texts[name] for name in ("title", "x_label", "y_label")}
     lines = tuple(Series(name=texts["name"], x=[0.0, 1.0], y=[1.0, 2.0]) for _ in range(2))
     guide = Guide(text=texts["guide"], y=1.0)
     chart = Chart(**axes, series=lines, x_names=(texts["x_names"],) * 2, guides=(guide,))
-    heat = Heatmap(**axes, x=[0.0], y=[texts["y"]], values=[[1.0]], value_label=texts["value_label"])
-    write_png(tmp_path / "a.png", [chart, heat])
+    write_png(tmp_path / "a.png", [chart])

@@ -12,9 +12,8 @@ from jackpot.core.stages import stage
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.commands.train import _listener
 from jackpot.ui.terminal import progress as module
-from jackpot.ui.terminal.answer import show_answer, show_next
-from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, progress, status
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.output import print_line, show_answer, show_next, show_table
+from jackpot.ui.terminal.progress import LINE_SECONDS, progress, status
 
 
 @pytest.fixture

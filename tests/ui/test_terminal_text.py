@@ -11,9 +11,8 @@ from rich.console import Console
 import jackpot
 from helpers.commands import jackpot as typed
 from jackpot.ui.charts import Section, Table
-from jackpot.ui.terminal.progress import print_line, progress, status
-from jackpot.ui.terminal.tables import show_table, show_tables
-from jackpot.ui.terminal.text import PrintableFormatter, plain, printable
+from jackpot.ui.terminal.output import PrintableFormatter, plain, print_line, printable, show_table, show_tables
+from jackpot.ui.terminal.progress import progress, status
 
 HOSTILE = (
     "\x1b]0;owned\x07",
@@ -71,5 +70,5 @@ def test_an_error_and_a_warning_with_a_hostile_path_are_shown_as_they_are(tmp_pa
 
 def test_all_text_of_the_terminal_goes_through_one_place() -> None:
     """rich.Text keeps escapes, and a bare string is read as markup."""
-    others = [path for path in UI.rglob("*.py") if path.name != "text.py"]
+    others = [path for path in UI.rglob("*.py") if path.name != "output.py"]
     assert not [path.name for path in others if re.search(r"rich\.(text|markup) import", path.read_text())]

@@ -106,6 +106,15 @@ def nest(key: str, value: Any) -> dict[str, Any]:
     return _nested(key.split("."), value)
 
 
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Fold blocks into dotted keys: `flat({"a": {"b": 1}})` is `{"a.b": 1}`; an empty block stays a value."""
+    folded: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_block = isinstance(value, Mapping) and value
+        folded |= flat(value, f"{above}{key}.") if is_block else {f"{above}{key}": value}
+    return folded
+
+
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill every block of `Differences` from the other block, unless it names its class or source."""
     for key, mark in _differences(kind):

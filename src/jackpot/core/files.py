@@ -118,7 +118,7 @@ def checkpoint_error_in(folder: Path) -> Iterator[None]:
 def hold_lock(path: Path) -> IO[str]:
     """Open `path` and lock it until it is closed or the process ends; its content names this process.
 
-    On a file system without such locks the file is opened but not locked.
+    On a file system without locks the file is opened and a warning is logged.
 
     Raises:
         CheckpointError: another process holds the lock.

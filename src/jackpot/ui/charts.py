@@ -73,21 +73,6 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heatmap:
-    """Describes a grid of values that are shown as colors."""
-
-    title: str
-    x_label: str
-    y_label: str
-    x: Numbers
-    y: Sequence[str]  # labels of the rows, from the bottom
-    values: Sequence[Numbers]  # [y][x]
-    value_label: str
-    note: str = ""
-    log_values: bool = False  # color positive values by their logarithm
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
     """Holds cells of text under column heads."""
 
@@ -104,7 +89,7 @@ class Section:
 
     title: str
     intro: str
-    items: tuple[Chart | Heatmap | Table, ...]
+    items: tuple[Chart | Table, ...]
     is_folded: bool = False  # whether the page shows only its title until the reader opens it
 
 
@@ -135,11 +120,6 @@ SMALLEST_RATIO = 1e-5  # smallest ratio on a logarithmic axis
 SMALLEST_KL = 1e-7  # smallest KL on a logarithmic axis, nats
 DASHED = len(COLORS)  # added to a series' number: the same color, dashed
 GRAY = len(COLORS) - 1  # number of the gray series
-
-
-def format_number(value: float | None, form: str = ".3g") -> str:
-    """Format a number for a table; a missing number or NaN becomes `-`."""
-    return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def finite(values: Sequence[float | None], smallest: float = -math.inf) -> tuple[float | None, ...]:

@@ -1,7 +1,7 @@
 """Combines the numbers of several seeds into one line with error bars, short enough to draw."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -79,30 +79,19 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
 
 
 def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
-    """Return at most `most` points: the smallest and the largest of each stretch, with the stretch's widest bar."""
+    """Return at most `most` points: the smallest and the largest of each stretch, or a gap where it has no number."""
     if len(line.x) <= most:
         return line
+
     stretches = most // 2
     edges = [round(number * len(line.x) / stretches) for number in range(stretches + 1)]
-    kept: list[tuple[int, Number, Number, Number]] = []
+    kept: list[int] = []
     for begin, end in pairwise(edges):
-        here = [number for number in range(begin, end) if line.y[number] is not None]
-        if not here:
-            kept.append((line.x[begin], None, None, None))
-            continue
-        low = _extreme(min, line.low, here)
-        high = _extreme(max, line.high, here)
-        least, greatest = min(here, key=line.y.__getitem__), max(here, key=line.y.__getitem__)
-        kept += [(line.x[number], line.y[number], low, high) for number in sorted({least, greatest})]
-    x, y, low, high = (list(column) for column in zip(*kept, strict=True))
-    return MeanLine(x, y, low if line.low else None, high if line.high else None)
+        known = [place for place in range(begin, end) if line.y[place] is not None] or [begin]
+        kept += sorted({min(known, key=line.y.__getitem__), max(known, key=line.y.__getitem__)})
 
-
-def _extreme(
-    choose: Callable[[Iterable[float]], float], column: Sequence[Number] | None, places: Sequence[int]
-) -> Number:
-    values = [column[place] for place in places if column[place] is not None] if column else []
-    return choose(values) if values else None
+    x, y, low, high = (column and [column[place] for place in kept] for column in (line.x, line.y, line.low, line.high))
+    return MeanLine(x, y, low, high)
 
 
 def rounded(value: Number) -> Number:

@@ -95,12 +95,9 @@ def _section(section: Section, numbers: _Numbers) -> dict[str, Any]:
     return {"title": section.title, "intro": section.intro, "folded": section.is_folded, "items": items}
 
 
-def _item(item: Any, numbers: _Numbers) -> dict[str, Any]:
+def _item(item: Chart | Table, numbers: _Numbers) -> dict[str, Any]:
     if isinstance(item, Table):
         return asdict(item) | {"kind": "table"}
-    if not isinstance(item, Chart):
-        places = {"x": numbers.place(item.x), "values": [numbers.place(row) for row in item.values]}
-        return asdict(item) | places | {"kind": "heatmap"}
     series = [
         asdict(one)
         | {"color": one.color, "dash": one.dash}

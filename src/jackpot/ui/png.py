@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jackpot.core.files import whole_file
-from jackpot.ui.charts import Chart, Heatmap, Numbers
+from jackpot.ui.charts import Chart, Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +15,7 @@ _DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 _STYLES = {"line": {}, "points": {"linestyle": "none", "marker": "."}, "both": {"marker": "o", "markersize": 3}}
 
 
-def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -> None:
+def write_png(path: Path, charts: Sequence[Chart], columns: int = 3) -> None:
     """Draw charts side by side, at most `columns` in a row; 150 dots an inch, 5 x 3.8 inches each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a slow import, which the other commands do not need
     from matplotlib.figure import Figure
@@ -27,7 +26,7 @@ def write_png(path: Path, charts: Sequence[Chart | Heatmap], columns: int = 3) -
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, chart in zip(panels, charts, strict=False):
-        _draw_heatmap(panel, chart) if isinstance(chart, Heatmap) else _draw_chart(panel, _with_axes(chart))
+        _draw_chart(panel, chart)
         panel.set_title(_escaped(chart.title), fontsize=10)
         panel.set_xlabel(_escaped(chart.x_label), fontsize=9)
         panel.set_ylabel(_escaped(chart.y_label), fontsize=9)
@@ -52,9 +51,9 @@ def _draw_chart(panel: "Axes", chart: Chart) -> None:
         draw(at, color="#555555", linewidth=0.8, linestyle=":", label=_escaped(guide.text))
     if chart.x_names:
         panel.set_xticks(range(len(chart.x_names)), list(map(_escaped, chart.x_names)))
-    if chart.log_x:
+    if chart.log_x and _any_positive(one.x for one in chart.series):
         panel.set_xscale("log")
-    if chart.log_y:
+    if chart.log_y and _any_positive(one.y for one in chart.series):
         panel.set_yscale("log")
     if chart.y_range:
         panel.set_ylim(chart.y_range)
@@ -63,27 +62,13 @@ def _draw_chart(panel: "Axes", chart: Chart) -> None:
         panel.legend(fontsize=7, framealpha=0.7)
 
 
-def _draw_heatmap(panel: "Axes", chart: Heatmap) -> None:
-    values = [_floats(row) for row in chart.values]
-    edges = range(len(chart.y))
-    drawn = panel.pcolormesh(_floats(chart.x), list(edges), values, cmap="cividis", shading="nearest")
-    panel.set_yticks(list(edges), list(map(_escaped, chart.y)))
-    panel.figure.colorbar(drawn, ax=panel).set_label(_escaped(chart.value_label), fontsize=8)
-
-
 def _escaped(text: str) -> str:
     """Escape dollar signs, between which matplotlib would parse mathematics."""
     return text.replace("$", r"\$")
 
 
-def _with_axes(chart: Chart) -> Chart:
-    """Make a logarithmic axis without positive values linear, because matplotlib cannot lay it out."""
-    stands = [_any_positive(values) for values in zip(*((one.x, one.y) for one in chart.series), strict=True)]
-    has_x, has_y = stands or [False, False]
-    return replace(chart, log_x=chart.log_x and has_x, log_y=chart.log_y and has_y)
-
-
-def _any_positive(columns: Iterable[Iterable[float | None]]) -> bool:
+def _any_positive(columns: Iterable[Numbers]) -> bool:
+    """Return whether a logarithmic axis would have a value: matplotlib cannot lay out one without."""
     return any(value is not None and value > 0.0 for column in columns for value in column)
 
 

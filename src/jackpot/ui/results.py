@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.core.files import write_whole
-from jackpot.training.run.folder import Measure
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.html import write_page
 from jackpot.ui.png import write_png
@@ -39,11 +38,6 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def measured(value: float, measure: Measure) -> str:
-    """Format an accuracy in percent, `41.8%`, or a mean reward, `0.4181`."""
-    return f"{value:.1%}" if measure == "accuracy" else f"{value:.4g}"
 
 
 def default_folder(command: str, model: str) -> Path:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.folders import run_folder
-from jackpot.ui.charts import Chart, Heatmap, Section, Table, arm_numbers
+from jackpot.ui.charts import Chart, Section, Table, arm_numbers
 from jackpot.ui.error_bars import MeanLine, downsample, mean_line
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.runs import Arm, arms_of, differing, find_runs, read_runs
@@ -29,7 +29,7 @@ def arms(folder: Path) -> list[Arm]:
     return arms_of(read_runs(find_runs([folder])))
 
 
-def charts(sections: list[Section]) -> dict[str, Chart | Heatmap]:
+def charts(sections: list[Section]) -> dict[str, Chart]:
     return {item.title: item for section in sections for item in section.items if not isinstance(item, Table)}
 
 
@@ -52,20 +52,31 @@ def test_five_seeds_are_their_mean_and_one_standard_deviation() -> None:
 
 
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=50, max_size=400), st.integers(2, 25))
-def test_a_thin_line_keeps_extremes_and_order_and_gaps_that_are_wide(values: list[float | None], half: int) -> None:
+def test_a_thin_line_keeps_extremes_order_and_wide_gaps(values: list[float | None], half: int) -> None:
     numbers = [value for value in values if value is not None]
     low, high = ([None if value is None else value + by for value in values] for by in (-1.0, 1.0))
     line = downsample(MeanLine(list(range(len(values))), values, low, high), most=2 * half)
     assert len(line.x) <= 2 * half and line.x == sorted(set(line.x))
-    assert all(values[x] == y for x, y in zip(line.x, line.y, strict=True))
+    for column, whole in ((line.y, values), (line.low, low), (line.high, high)):
+        assert column == [whole[x] for x in line.x]
     if numbers:
         assert min(line.numbers) == min(numbers) and max(line.numbers) == max(numbers)
-        assert min(one for one in line.low if one is not None) == min(numbers) - 1.0
-        assert max(one for one in line.high if one is not None) == max(numbers) + 1.0
     wide = 2 * math.ceil(len(values) / half)
     for begin in range(len(values) - wide):
         if all(value is None for value in values[begin : begin + wide]):
             assert any(begin <= x < begin + wide and y is None for x, y in zip(line.x, line.y, strict=True))
+
+
+def test_quantiles_stand_in_one_logarithmic_chart(tmp_path: Path) -> None:
+    line = {"mismatch/ratio_p1": 0.1, "mismatch/ratio_p50": 1.0, "mismatch/ratio_p99": 3.0}
+    run_folder(tmp_path, [line] * 3)
+    chart = charts(metric_sections(arms(tmp_path)))["Ratio: median, and from the 1st to the 99th percentile"]
+    assert [(one.name, one.y[0]) for one in chart.series] == [
+        ("median", 1.0),
+        ("1st percentile", 0.1),
+        ("99th percentile", 3.0),
+    ]
+    assert chart.log_y and "given up tokens" in chart.note
 
 
 def test_runs_that_differ_by_seed_and_threads_only_are_one_arm(tmp_path: Path) -> None:
@@ -85,21 +96,17 @@ def test_arms_of_one_name_are_told_apart_by_what_differs(tmp_path: Path) -> None
 
 
 def drawn_numbers(sections: list[Section]) -> list[list[float]]:
-    """Every line and every row of a heatmap, without gaps."""
-    found: list[Any] = []
-    for item in charts(sections).values():
-        if isinstance(item, Heatmap):
-            found += item.values
-        else:
-            found += [column for one in item.series for column in (one.y, one.low, one.high) if column]
-    return [[value for value in column if value is not None] for column in found]
+    """Every line, without gaps."""
+    drawn = [one for chart in charts(sections).values() for one in chart.series]
+    columns = [column for one in drawn for column in (one.y, one.low, one.high) if column]
+    return [[value for value in column if value is not None] for column in columns]
 
 
 @pytest.mark.parametrize("which", ["all arms", "one arm"])
 def test_every_metric_of_a_real_run_is_drawn_or_listed_as_empty(trained: Path, which: str) -> None:
     found = arms(trained) if which == "all arms" else arms(trained / "none-seed0")
     found[0].runs[0].lines[-1]["brandnew/thing"] = 0.123  # a metric that somebody adds later
-    sections = metric_sections(found, {})
+    sections = metric_sections(found)
     columns = drawn_numbers(sections)
     listed = {row[0] for section in sections for item in section.items if isinstance(item, Table) for row in item.rows}
     names = {name for arm in found for run in arm.runs for line in run.lines for name in line} - {"iteration", "time"}
@@ -117,7 +124,7 @@ def test_every_metric_of_a_real_run_is_drawn_or_listed_as_empty(trained: Path, w
 
 def test_charts_come_in_the_order_in_which_one_diagnoses(trained: Path) -> None:
     found = arms(trained)
-    titles = [section.title for section in [summary_section(found, diagnoses(found), []), *metric_sections(found, {})]]
+    titles = [section.title for section in [summary_section(found, diagnoses(found), []), *metric_sections(found)]]
     expected = [
         "Summary",
         "At a glance",
@@ -131,12 +138,13 @@ def test_charts_come_in_the_order_in_which_one_diagnoses(trained: Path) -> None:
 
 
 def test_arms_have_one_color_everywhere_and_limits_are_drawn(trained: Path) -> None:
-    drawn = charts(metric_sections(arms(trained), {}))
-    colors = {(one.group, one.color) for item in drawn.values() if isinstance(item, Chart) for one in item.series}
+    drawn = charts(metric_sections(arms(trained)))
+    colors = {(one.group, one.color) for item in drawn.values() for one in item.series if one.group}
     assert len(colors) == 2 and {group for group, _ in colors} == {"none", "obrs"}
     [guide] = drawn["obrs/acceptance"].guides
     assert (guide.y, guide.text) == (0.5, "at least 0.5")  # docs/metrics.md: unhealthy below 0.5
-    assert drawn["obrs/acceptance by position: obrs"].y[:3] == ["0", "1-3", "4-15"]
+    bands = drawn["obrs/acceptance by position: obrs"].series
+    assert [one.name for one in bands[:3]] == ["0", "1-3", "4-15"] and len({one.color for one in bands}) == len(bands)
     signs = drawn["obrs/acceptance by the sign of the advantage"].series
     assert [(one.name, one.dash) for one in signs[::2]] == [
         ("none, advantage above 0", "solid"),
@@ -147,7 +155,7 @@ def test_arms_have_one_color_everywhere_and_limits_are_drawn(trained: Path) -> N
 def test_a_caption_calls_a_run_unhealthy_only_where_a_limit_is_broken(tmp_path: Path) -> None:
     for name, acceptance in (("good", [0.9] * 4), ("bad", [0.9, 0.4, 0.3, 0.6])):
         run_folder(tmp_path / name, [{"obrs/acceptance": one} for one in acceptance])
-    good, bad = (charts(metric_sections(arms(tmp_path / name), {}))["obrs/acceptance"] for name in ("good", "bad"))
+    good, bad = (charts(metric_sections(arms(tmp_path / name)))["obrs/acceptance"] for name in ("good", "bad"))
     assert good.note == "Within its limit, at least 0.5." and not good.guides[0].is_broken
     assert bad.note.startswith("2 of 4 values are beyond the limit, at least 0.5: ") and bad.guides[0].is_broken
 
@@ -155,7 +163,7 @@ def test_a_caption_calls_a_run_unhealthy_only_where_a_limit_is_broken(tmp_path: 
 def test_a_caption_names_the_settings_that_explain_a_value(tmp_path: Path) -> None:
     for name, setting in (("lam", "objective.correction.lam=2"), ("plain", "objective.correction.lam=1")):
         run_folder(tmp_path / name, [{"obrs/acceptance": 0.4}] * 4, setting)
-    lam, plain = (charts(metric_sections(arms(tmp_path / name), {}))["obrs/acceptance"] for name in ("lam", "plain"))
+    lam, plain = (charts(metric_sections(arms(tmp_path / name)))["obrs/acceptance"] for name in ("lam", "plain"))
     assert lam.note == "Beyond its limit, at least 0.5, only as the settings explain: objective.correction.lam=2."
     assert not lam.guides[0].is_broken and plain.guides[0].is_broken
 
@@ -164,7 +172,7 @@ def test_limits_are_kept_by_the_values_of_every_run_and_not_by_their_mean(tmp_pa
     for seed, acceptance in ((1, 0.9), (2, 0.3)):
         lines_of = [{"obrs/acceptance": acceptance, "obrs/z": 0.8, "obrs/kappa": 1.0}] * 4
         run_folder(tmp_path / f"x-seed{seed}", lines_of, f"seed={seed}")
-    chart = charts(metric_sections(arms(tmp_path), {}))["obrs/acceptance"]
+    chart = charts(metric_sections(arms(tmp_path)))["obrs/acceptance"]
     assert chart.note.startswith("4 of 8 values are beyond the limit, at least 0.5: ") and chart.guides[0].is_broken
     assert set(chart.series[0].y) == {0.6}  # the mean is within
 
@@ -172,14 +180,14 @@ def test_limits_are_kept_by_the_values_of_every_run_and_not_by_their_mean(tmp_pa
 def test_a_section_with_a_metric_of_a_finding_is_not_folded(tmp_path: Path) -> None:
     for seed, failed in ((1, 0.0), (2, 0.4)):
         run_folder(tmp_path / f"x-seed{seed}", [{"seconds/train": 1.0, "health/a": failed}] * 3, f"seed={seed}")
-    folded, opened = (metric_sections(arms(tmp_path), {}, named) for named in ((), {"health/a"}))
+    folded, opened = (metric_sections(arms(tmp_path), named) for named in ((), {"health/a"}))
     assert [one.is_folded for one in folded] == [True, True] and [one.is_folded for one in opened] == [False, True]
 
 
 def test_three_charts_come_first_and_what_is_empty_or_for_experts_is_folded(tmp_path: Path) -> None:
     line = {"eval/policy_accuracy": 0.5, "mismatch/kl_rollout_policy": 0.1, "obrs/acceptance": 0.9, "lag/mean": None}
     run_folder(tmp_path / "a", [line | {"seconds/train": 1.0, "eval/policy_engine_gap": 1e-7}] * 3)
-    sections = {section.title: section for section in metric_sections(arms(tmp_path), {})}
+    sections = {section.title: section for section in metric_sections(arms(tmp_path))}
     assert next(iter(sections)) == "At a glance"
     first = ["eval/policy_accuracy", "mismatch/kl_rollout_policy", "obrs/acceptance"]
     assert [item.title for item in sections["At a glance"].items] == first
@@ -189,7 +197,7 @@ def test_three_charts_come_first_and_what_is_empty_or_for_experts_is_folded(tmp_
         "Empty metrics",
     }
     run_folder(tmp_path / "a", [{"checkpoint/failed": 1.0, "seconds/train": 1.0}] * 3)
-    broken = {section.title: section.is_folded for section in metric_sections(arms(tmp_path), {})}
+    broken = {section.title: section.is_folded for section in metric_sections(arms(tmp_path))}
     assert broken == {"Sanity checks": False, "Length, tokens, time": True}
 
 
@@ -199,9 +207,9 @@ def test_an_arm_has_the_same_color_in_the_report_and_in_a_comparison(tmp_path: P
     assert arm_numbers(["b", "none", "a"]) == {"none": 1, "a": 0, "b": 2}
     for number, name in enumerate(names):
         run_folder(tmp_path / name, [{"obrs/acceptance": 0.9}] * 3, f"batch.prompts={4 + 4 * number}")
-    [chart] = [one for title, one in charts(metric_sections(arms(tmp_path), {})).items() if title == "obrs/acceptance"]
+    [chart] = [one for title, one in charts(metric_sections(arms(tmp_path))).items() if title == "obrs/acceptance"]
     assert {one.name: one.number for one in chart.series} == arm_numbers(names)
-    [alone] = charts(metric_sections(arms(tmp_path / "none"), {}))["obrs/acceptance"].series
+    [alone] = charts(metric_sections(arms(tmp_path / "none")))["obrs/acceptance"].series
     assert alone.number == 1
 
 
@@ -221,23 +229,15 @@ def test_seventeen_arms_and_the_variants_of_each_look_different_in_every_chart(t
     whole |= dict.fromkeys((f"mismatch/kl_{part}" for part in ("at_0", "at_1-3", "positive", "negative")), 0.1)
     for number in range(17):
         run_folder(tmp_path / f"arm{number:02d}", [whole] * 3, f"batch.prompts={4 + 4 * number}")
-    drawn = [item for item in charts(metric_sections(arms(tmp_path), {})).values() if isinstance(item, Chart)]
+    drawn = charts(metric_sections(arms(tmp_path))).values()
     by_arms = [item for item in drawn if len(item.series) == 17]
-    assert {one.style for item in by_arms for one in item.series} == {"line", "points", "both"}
+    assert {one.style for item in by_arms for one in item.series} == {"line", "both"}
     for item in by_arms:
         colors = [one.color for one in item.series]
         assert all(apart(one, other) > 30 for place, one in enumerate(colors) for other in colors[:place])
     several = [item for item in drawn if len(item.series) == 34]
     assert len(several) == 2  # acceptance and Z, the signs
     assert all(len({(one.color, one.dash) for one in item.series}) == 34 for item in several)
-
-
-def test_z_against_kappa_has_a_point_for_every_iteration(tmp_path: Path) -> None:
-    run_folder(
-        tmp_path / "a", [{"obrs/z": z, "obrs/kappa": kappa} for z, kappa in ((0.9, 1.1), (None, 1.0), (0.8, 1.2))]
-    )
-    [series] = charts(metric_sections(arms(tmp_path), {}))["Z against kappa"].series
-    assert (series.x, series.y, series.style) == ([0.9, 0.8], [1.1, 1.2], "points")
 
 
 def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:

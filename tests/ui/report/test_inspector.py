@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -19,10 +18,9 @@ from helpers import folders
 from helpers.folders import run_folder, save_tokens
 from jackpot.training.run.rollouts import RolloutFile, list_rollout_files
 from jackpot.ui.html import InspectorData, packed
-from jackpot.ui.report.distributions import distributions
-from jackpot.ui.report.inspector import TOP, even_shares, inspector_data, significant, spread_rows, with_best
+from jackpot.ui.report.inspector import TOP, inspector_data, significant, spread_rows, with_best
 from jackpot.ui.report.report import write_report
-from jackpot.ui.report.runs import Run, arms_of, find_runs, read_runs
+from jackpot.ui.report.runs import Run, find_runs, read_runs
 from jackpot.ui.report.token_text import readable
 
 WORDS = ["the", "sum", "of", "1", "+", "is"]
@@ -120,7 +118,7 @@ def test_what_has_no_room_is_left_out_evenly_and_counted(tmp_path: Path) -> None
     assert tokens.left_out.rows == ()
     none, _ = inspector_data(of(tmp_path / "run"), max_tokens=0)
     assert none.index["runs"] == [] and none.packs == {}
-    assert none.left_out.rows == (("run", "0 of 3", "0 of 125", "1 to 3"),)
+    assert none.left_out.rows == (("run", "0 of 3", "0 of 125"),)
 
 
 def listed(tokens: InspectorData) -> dict[str, dict[int, int]]:
@@ -138,10 +136,10 @@ def test_long_responses_leave_fewer_iterations_and_whole_responses(tmp_path: Pat
     # 400 tokens a run: no room for 4 responses at two iterations, so both ends have what fits
     tokens, _ = inspector_data(of(tmp_path), max_tokens=1200)
     assert listed(tokens) == {run: {10: 2, 70: 2} for run in "abc"}
-    assert tokens.left_out.rows[0] == ("a", "2 of 7", "4 of 35", "20 to 60")
+    assert tokens.left_out.rows[0] == ("a", "2 of 7", "4 of 35")
     tokens, _ = inspector_data(of(tmp_path), max_tokens=3600)  # 12 responses a run
     assert listed(tokens) == {run: {10: 4, 40: 4, 70: 4} for run in "abc"}
-    assert tokens.left_out.rows[2] == ("c", "3 of 7", "12 of 35", "20 to 30, 50 to 60")
+    assert tokens.left_out.rows[2] == ("c", "3 of 7", "12 of 35")
     tokens, _ = inspector_data(of(tmp_path), max_tokens=250)  # less than one response a run
     assert listed(tokens) == {"a": {70: 1}, "b": {70: 1}}
     assert [row[0] for row in tokens.left_out.rows] == ["a", "b", "c"] and "longer" not in tokens.left_out.note
@@ -153,10 +151,13 @@ def test_a_response_longer_than_all_the_room_is_there_once_and_the_page_says_so(
         save_tokens(tmp_path / run, 1, [["x"] * 100] * 2)
     tokens, _ = inspector_data(of(tmp_path), max_tokens=60)
     assert listed(tokens) == {"a": {1: 1}}
-    assert tokens.left_out.rows == (("b", "0 of 1", "0 of 2", "1"),) and "100 tokens" in tokens.left_out.note
+    assert (
+        tokens.left_out.rows == (("a", "1 of 1", "1 of 2"), ("b", "0 of 1", "0 of 2"))
+        and "100 tokens" in tokens.left_out.note
+    )
     assert "100 tokens" in write_report([tmp_path], max_tokens=60).path.read_text()
     alone, _ = inspector_data(of(tmp_path / "a"), max_tokens=60)
-    assert alone.left_out.rows == (("a", "1 of 1", "1 of 2", "none"),)
+    assert alone.left_out.rows == (("a", "1 of 1", "1 of 2"),)
 
 
 def test_of_mixed_lengths_long_and_short_ones_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
@@ -168,18 +169,6 @@ def test_of_mixed_lengths_long_and_short_ones_are_shown_as_they_are_mixed(tmp_pa
     assert len(lengths) == 3 and sum(map(sum, lengths)) <= 6000
     for of_iteration in lengths:
         assert 0.35 <= sum(length == 200 for length in of_iteration) / len(of_iteration) <= 0.65
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20), st.integers(0, 5000))
-def test_shares_are_as_even_as_sizes_allow(sizes: list[int], most: int) -> None:
-    shares = even_shares(sizes, most)
-    assert sum(shares) <= most and all(0 <= share <= size for share, size in zip(shares, sizes, strict=True))
-    if sum(sizes) <= most:
-        assert shares == sizes
-    else:
-        assert sum(shares) > most - len(sizes)
-        largest = max(shares)
-        assert all(share == size or share >= largest - 1 for share, size in zip(shares, sizes, strict=True))
 
 
 @given(st.lists(st.integers(0, 50), max_size=200), st.integers(0, 2000))
@@ -245,51 +234,3 @@ def test_damaged_files_are_named_and_the_others_are_shown(folder: Path) -> None:
     tokens, bad = inspector_data(of(folder))
     assert [one["iteration"] for one in tokens.index["runs"][0]["iterations"]] == [1, 4]
     assert len(bad) == 2 and "iteration-000003" in bad[0] and "weights, z" in bad[1]
-
-
-def test_distributions_count_every_token_that_the_model_sampled(folder: Path) -> None:
-    runs = read_runs(find_runs([folder]))
-    heatmaps, unreadable = distributions(
-        arms_of(runs), [(runs[0].name, saved) for saved in list_rollout_files(folder)[0]]
-    )
-    assert unreadable == []
-    [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
-    assert ratio.x == weight.x == [1, 4]
-    for place, iteration in enumerate((1, 4)):
-        rows = pq.read_table(folder / "rollouts" / f"iteration-{iteration:06d}.parquet").to_pylist()
-        tokens = [
-            (old - inf, weight * kept)
-            for row in rows
-            for old, inf, weight, kept, sampled in zip(
-                *(
-                    row[name]
-                    for name in ("old_log_probs", "rollout_log_probs", "weights", "accept_mask", "sampled_mask")
-                ),
-                strict=True,
-            )
-            if sampled
-        ]
-        near = [2.0 ** (round(log_ratio / np.log(2.0) * 2) / 2) for log_ratio, _ in tokens]
-        shares = {f"{value:.3g}": count / len(tokens) for value, count in Counter(near).items()}
-        assert {
-            name: row[place] for name, row in zip(ratio.y, ratio.values, strict=True) if row[place]
-        } == pytest.approx(shares, rel=0.01)
-        zeros = sum(value == 0.0 for _, value in tokens) / len(tokens)
-        assert weight.y[0] == "0" and weight.values[0][place] == pytest.approx(zeros, rel=0.01) and zeros > 0
-        assert sum(row[place] or 0.0 for row in weight.values) == pytest.approx(1.0, rel=0.01)
-
-
-def test_ratios_that_are_not_finite_are_in_no_row_and_are_counted_in_the_note(tmp_path: Path) -> None:
-    run_folder(tmp_path, [{"a/b": 1.0}])
-    path = save_tokens(tmp_path, 1, [WORDS])
-    table = pq.read_table(path)
-    old, rollout = [np.nan, -1.0, -1.0, 800.0, -1.0, -np.inf], [-1.0] * 6  # ratios nan, 1, 1, inf, 1, 0
-    for name, values in (("old_log_probs", old), ("rollout_log_probs", rollout)):
-        place = table.schema.get_field_index(name)
-        table = table.set_column(place, table.schema.field(name), pa.array([values], table.schema.field(name).type))
-    pq.write_table(table, path)
-    runs = read_runs(find_runs([tmp_path]))
-    heatmaps, _ = distributions(arms_of(runs), [(runs[0].name, saved) for saved in list_rollout_files(tmp_path)[0]])
-    [ratio], [weight] = heatmaps["ratio"], heatmaps["weight"]
-    assert {name: row for name, row in zip(ratio.y, ratio.values, strict=True) if row[0]} == {"0": [0.25], "1": [0.75]}
-    assert "2 of 6 tokens are left out" in ratio.note and "left out" not in weight.note

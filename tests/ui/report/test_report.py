@@ -10,13 +10,12 @@ from typer.testing import CliRunner
 from helpers.folders import run_folder, save_tokens, write_lines
 from helpers.runs import FinishedRuns
 from jackpot.core.errors import CheckpointError, DataError
-from jackpot.core.files import hold_lock
 from jackpot.training.run.folder import run_config
 from jackpot.ui import cli
 from jackpot.ui.charts import Chart, Section, Series, Table
 from jackpot.ui.html import write_page
 from jackpot.ui.report.report import NoMetricsYet, Report, watch, write_report
-from jackpot.ui.report.runs import find_runs, is_abandoned, read_runs
+from jackpot.ui.report.runs import find_runs, read_runs
 
 LINES = [{"obrs/acceptance": 0.9, "eval/policy_accuracy": 0.5}] * 5
 # what a browser would fetch
@@ -150,45 +149,13 @@ def test_watch_ends_with_a_run_that_stopped_itself(tmp_path: Path) -> None:
     assert watched(folder, []) == (0, [False])
     # one stopped earlier, before the newest line, has gone on since
     write_lines(folder, [*lines, {"time": 10.0}])
-    with pytest.raises(IndexError):
-        watched(folder, [nothing] * 30)
-    # so has one of which somebody took the lock since
-    write_lines(folder, lines)
-    with hold_lock(folder / ".lock"), pytest.raises(IndexError):
-        watched(folder, [nothing] * 30)
-
-
-def test_watch_ends_a_minute_after_the_last_process_of_a_run_and_leaves_its_lock_as_it_was(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", LINES, "iterations=9")
-    first = hold_lock(folder / ".lock")
-    text = (folder / ".lock").read_text()
-    held = []
-
-    def resume() -> None:
-        held.append(hold_lock(folder / ".lock"))
-
-    def end() -> None:
-        held.pop().close()
-
-    looks = [nothing] * 20 + [first.close] + [nothing] * 3 + [resume] + [nothing] * 20 + [end]
-    done, told = watched(folder, looks + [nothing] * 30)
-    assert told == [True, False]
-    assert 5 <= done - len(looks) <= 7  # looks, one every 10 seconds
-    assert (folder / ".lock").read_text() == text and text
-
-
-def test_watch_of_a_run_that_ended_without_a_metric_says_so(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", [])
-    hold_lock(folder / ".lock").close()
-    with pytest.raises(NoMetricsYet):
-        watched(folder, [nothing] * 30)
-
-
-def test_without_locks_an_unfinished_run_is_watched_on(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", LINES, "iterations=9")
-    assert not is_abandoned(folder) and not (folder / ".lock").exists()
     with pytest.raises(IndexError):  # the looks are used up
-        watched(folder, [nothing] * 30)
+        watched(folder, [nothing] * 3)
+
+
+def test_watch_waits_for_a_run_without_a_metric(tmp_path: Path) -> None:
+    with pytest.raises(IndexError):
+        watched(run_folder(tmp_path / "run", []), [nothing] * 3)
 
 
 def test_the_command_says_where_the_page_is_and_what_it_lacks(tmp_path: Path) -> None:

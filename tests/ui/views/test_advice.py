@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.output import show_table
 from jackpot.ui.views.advice import judged_table
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from jackpot.ui.charts import Section
-from jackpot.ui.terminal.tables import show_tables
+from jackpot.ui.terminal.output import show_tables
 from jackpot.ui.views.mismatch import _layers
 
 INT8 = "weights int8 by 1 x all, activations int8 by 1 x all"

@@ -25,7 +25,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_outcomes
-from jackpot.config.build import lay, validated
+from jackpot.config.build import flat, lay, validated
 from jackpot.config.changes import changeable, changes
 from jackpot.config.engines import ServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
@@ -294,16 +294,8 @@ def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Select the settings and digests that decide the responses to the sets of `data`, and their scores."""
     free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all below them
     free += () if OWN in record["data"] else ("task.",)
-    kept = {key: value for key, value in _flat(record["asked"]).items() if not f"{key}.".startswith(free)}
+    kept = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return kept | {key: record[key] for key in _KEYS}
-
-
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Turn `{"a": {"b": 1}}` into `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-    return flat
 
 
 def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:

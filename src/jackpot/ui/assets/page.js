@@ -45,15 +45,10 @@ function layout(item) {
     exponentformat: "power", minor: { showgrid: false } });
   const made = {
     font: { color: front, size: 11, family: "inherit" }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { t: 8, r: 8, b: 36, l: 44 }, hovermode: item.kind === "chart" && !isCloud(item) ? "x unified" : "closest",
+    margin: { t: 8, r: 8, b: 36, l: 44 }, hovermode: !isCloud(item) ? "x unified" : "closest",
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: front } },
     xaxis: axis(item.x_label, item.log_x), yaxis: axis(item.y_label, item.log_y), showlegend: false, shapes: [],
   };
-  if (item.kind === "heatmap") {
-    Object.assign(made.yaxis, { type: "category", showgrid: false });
-    made.xaxis.showgrid = false;
-    made.plot_bgcolor = line; // the color of cells without a value
-  }
   if (item.log_x) Object.assign(made.xaxis, logarithmic(item, "x"));
   if (item.log_y) Object.assign(made.yaxis, logarithmic(item, "y"));
   if (item.x_names && item.x_names.length) {
@@ -108,23 +103,7 @@ function lighter(color) {
   return `#${[1, 3, 5].map((at) => Math.round(parseInt(color.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
 }
 
-function heat(item) {
-  const values = item.values.map((row) => NUMBERS[row]), scale = { colorscale: "Cividis", z: values };
-  const bar = { title: { text: item.title.includes(item.value_label) ? "" : item.value_label, side: "right", font: { size: 11 } }, thickness: 10, outlinewidth: 0, len: 1 };
-  if (item.log_values) {
-    scale.z = values.map((row) => row.map((one) => (one > 0 ? Math.log10(one) : null)));
-    const least = Math.floor(Math.min(...scale.z.flat().filter((one) => one !== null)));
-    bar.tickvals = Array.from({ length: 1 - least }, (_, i) => least + i);
-    bar.ticktext = bar.tickvals.map((power) => String(Number((10 ** power).toPrecision(1))));
-    scale.zmin = least;
-    scale.zmax = 0;
-  }
-  return [{ type: "heatmap", x: NUMBERS[item.x], y: item.y, ...scale, customdata: values, colorbar: bar,
-    hovertemplate: `${item.x_label} %{x}<br>${item.y_label} %{y}<br>%{customdata:.4g}<extra></extra>`, hoverongaps: false }];
-}
-
 function traces(item) {
-  if (item.kind === "heatmap") return heat(item);
   const bands = [], lines = [], toned = (color) => (DARK.matches ? lighter(color) : color);
   const modes = { line: "lines", points: "markers", both: "lines+markers" };
   for (const series of item.series) {
@@ -191,11 +170,11 @@ function chart(item) {
   place.setAttribute("role", "img");
   place.setAttribute("aria-label", [item.title, item.note].filter(Boolean).join(". "));
   made.append(element("figcaption", "", item.title), place);
-  const byGroup = GROUPS.length > 1 && (item.series || []).every((one) => one.name === one.group);
-  const isAlone = (item.series || []).length < 2 && (!item.series || !item.series[0] || item.series[0].name === item.series[0].group);
+  const byGroup = GROUPS.length > 1 && item.series.every((one) => one.name === one.group);
+  const isAlone = item.series.length < 2 && (!item.series[0] || item.series[0].name === item.series[0].group);
   if (!byGroup && !isAlone) {
     const legend = element("div", "legend");
-    for (const series of item.series || []) {
+    for (const series of item.series) {
       const entry = element("span");
       entry.append(swatch(series.color, series.dash), series.name);
       legend.append(entry);

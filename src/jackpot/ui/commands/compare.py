@@ -3,67 +3,85 @@
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from jackpot.analysis.compare.arms import ComparisonPlan, differing_arms, run_arms
-from jackpot.analysis.compare.process import ArmRun
-from jackpot.analysis.compare.scheduler import ArmListener, Lines
-from jackpot.config.recipes import resolve_arms, split_names
-from jackpot.training.run.folder import measure_of
-from jackpot.ui.results import measured, write_results
-from jackpot.ui.terminal.answer import show_answer
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.views.comparison import comparison_sections, comparison_verdict
+from jackpot.ui.arguments import Overrides, Recipe
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_answer
+
+with lazy():
+    from jackpot.analysis.compare import arms as comparing
+    from jackpot.analysis.compare import process, scheduler
+    from jackpot.config import recipes
+    from jackpot.training.run import folder as run_folder
+    from jackpot.ui import numbers, results
+    from jackpot.ui.views import comparison as views
 
 
 def compare(
-    recipe: str,
-    overrides: list[str] | None,
-    arms: str,
-    seeds: int,
-    first_seed: int,
-    jobs: int | None,
-    folder: Path | None,
-    budget: float | None,
-    unit: str,
-    accuracy: float | None,
-    baseline: str | None,
-    keep_collapsed: bool,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    arms: Annotated[
+        str, typer.Option(help="Names of arms, separated by commas; default all that answer the same problems.")
+    ] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds for each arm.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="Lowest seed.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at the same time; default one per free core.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of all runs; default runs/compare-RECIPE.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Budget of each run, in --unit; default all iterations of the recipe.")
+    ] = None,
+    unit: Annotated[str, typer.Option(help="Unit of the budget: sequences, tokens or flops.")] = "sequences",
+    accuracy: Annotated[
+        float | None,
+        typer.Option(help="Accuracy to which costs are counted; default one that all rising runs reach."),
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="Arm that the others are compared with; default the first.")] = (
+        None
+    ),
+    keep_collapsed: Annotated[bool, typer.Option("--keep-collapsed", help="Do not stop collapsed runs.")] = False,
 ) -> None:
-    """Run or continue every arm with every seed; write and print their comparison."""
+    """Train several arms of a recipe on the same prompts with the same budget, and compare them in tables and charts.
+
+    Existing runs are continued, so the same command continues after Ctrl-C. A run has collapsed when two evaluations
+    in a row are below half of its best accuracy; it is stopped, and the table says when.
+
+    Status: supported. Not yet run on a GPU.
+    """
     console, given = Console(), overrides or []
-    configs = resolve_arms(recipe, split_names(arms), range(first_seed, first_seed + seeds), given)
-    if not arms and (different := differing_arms(configs)):
+    configs = recipes.resolve_arms(recipe, recipes.split_names(arms), range(first_seed, first_seed + seeds), given)
+    if not arms and (different := comparing.differing_arms(configs)):
         reasons = "; ".join(map(": ".join, different.items()))
         print_line(console, f"Left out, because they cannot be compared: {reasons}")
         configs = {key: config for key, config in configs.items() if key[0] not in different}
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
-    plan = ComparisonPlan(
+    plan = comparing.ComparisonPlan(
         unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed
     )
     try:
-        found, runs = run_arms(configs, given, where, plan, jobs, _listener(console))
+        found, runs = comparing.run_arms(configs, given, where, plan, jobs, _listener(console))
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
-    sections = comparison_sections(found, runs)
-    files = write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
+    sections = views.comparison_sections(found, runs)
+    files = results.write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     commands = {f"jackpot report {quote(str(where))}": "one page with every metric of every run"}
-    show_answer(console, [comparison_verdict(found)], sections.values(), True, files, commands)
+    show_answer(console, [views.comparison_verdict(found)], sections.values(), True, files, commands)
 
 
-def _listener(console: Console) -> ArmListener:
+def _listener(console: Console) -> "scheduler.ArmListener":
     """Return a listener that prints a line for every evaluation of a run and for the end of a run."""
     shown: dict[str, int] = {}  # newest evaluation of each run, iteration
 
-    def listen(run: ArmRun, lines: Lines, end: str) -> None:
-        evaluated = [(line, measure) for line in lines if (measure := measure_of(line))]
+    def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
+        evaluated = [(line, measure) for line in lines if (measure := run_folder.measure_of(line))]
         newest = evaluated[-1][0]["iteration"] if evaluated else -1
         if end or newest > shown.get(run.name, -1):
             shown[run.name] = newest
-            policy = [measured(line[f"eval/policy_{measure}"], measure) for line, measure in evaluated[-1:]]
+            policy = [numbers.measured(line[f"eval/policy_{measure}"], measure) for line, measure in evaluated[-1:]]
             accuracy = f"policy {policy[0]}" if policy else ""
             print_line(console, f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}")
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 
-from jackpot.config.reference import COMMANDS, Block, Setting, blocks, find, own_settings, settings
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
-from jackpot.ui.terminal.text import plain
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import plain, print_line, show_next, show_table
+
+with lazy():
+    from jackpot.config import reference
 
 _COLUMNS = ("setting", "values", "default", "meaning")
 _INTRODUCTION = """\
@@ -31,12 +32,22 @@ class _Group:
 
     title: str
     meaning: str
-    blocks: list[Block]  # the blocks of the group, the outermost first
-    settings: list[Setting]
+    blocks: "list[reference.Block]"  # the blocks of the group, the outermost first
+    settings: "list[reference.Setting]"
 
 
-def config(key: str | None, show_all: bool, markdown: bool) -> None:
-    """Print one setting or block, or a list of the blocks, with `show_all` of all settings, or docs/settings.md."""
+def config(
+    key: Annotated[
+        str | None,
+        typer.Argument(help="A setting, such as objective.clip_low, or a block, such as engine; default all."),
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Print all settings.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
+) -> None:
+    """Explain settings: allowed values, default, meaning, and which command or choice uses each.
+
+    Status: supported.
+    """
     if markdown:
         typer.echo(settings_page(), nl=False)
     elif key:
@@ -71,7 +82,7 @@ def show_setting(console: Console, key: str) -> None:
     Raises:
         ConfigError: the key does not exist; the error names the nearest ones.
     """
-    found, below = find(key)
+    found, below = reference.find(key)
     if found:
         for meaning in dict.fromkeys(block.meaning for block in found):
             users = ", ".join(f"jackpot {block.command}" for block in found if block.meaning == meaning)
@@ -80,16 +91,18 @@ def show_setting(console: Console, key: str) -> None:
             print_line(console, f"  {line}")
         _show_list(console, below)
         return
+
     setting, *in_block = below
-    for title, text in (
-        (setting.key, ""),
-        ("  values", setting.summary("values")),
-        ("  default", setting.summary("default")),
-        ("  used by", setting.users),
-        ("  resume", setting.resume),
-    ):
-        if text or title == setting.key:
-            print_line(console, f"{title:<11}{text}".rstrip())
+    print_line(console, setting.key)
+    lines = {
+        "values": setting.summary("values"),
+        "default": setting.summary("default"),
+        "used by": setting.users,
+        "resume": setting.resume,
+    }
+    for title, text in lines.items():
+        if text:
+            print_line(console, f"  {title:<9}{text}")
     print_line(console, f"  {setting.summary('meaning')}")
     if in_block:
         _show_list(console, in_block)
@@ -109,7 +122,7 @@ def settings_page() -> str:
 
 def _groups() -> Iterator[_Group]:
     """Yield the single settings of a run, then every block of them, then what the other commands have in addition."""
-    of_run, known = blocks("train"), settings("train")
+    of_run, known = reference.blocks("train"), reference.settings("train")
     single = [setting for key, setting in known.items() if "." not in key]
     yield _Group(title="jackpot train", meaning=of_run[""].meaning, blocks=[], settings=single)
     for key, block in of_run.items():
@@ -117,14 +130,14 @@ def _groups() -> Iterator[_Group]:
             inside = [one for name, one in of_run.items() if f"{name}.".startswith(f"{key}.")]
             below = [one for name, one in known.items() if name.startswith(f"{key}.")]
             yield _Group(title=key, meaning=block.meaning, blocks=inside, settings=below)
-    for command in list(COMMANDS)[1:]:
-        own, shared = own_settings(command)
+    for command in list(reference.COMMANDS)[1:]:
+        own, shared = reference.own_settings(command)
         also = f"Its blocks {', '.join(shared)} have the settings of task, engine and sampling above."
-        meaning = f"{blocks(command)[''].meaning} {also}"
+        meaning = f"{reference.blocks(command)[''].meaning} {also}"
         yield _Group(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=own)
 
 
-def _notes(found: Sequence[Block]) -> list[str]:
+def _notes(found: "Sequence[reference.Block]") -> list[str]:
     """Return a line for each choice of these blocks, and for each block inside them that need not be there."""
     lines = {}
     for block in found:
@@ -134,7 +147,7 @@ def _notes(found: Sequence[Block]) -> list[str]:
     return [f"{name}: {meaning}" for name, meaning in lines.items()]
 
 
-def _cells(setting: Setting) -> list[str]:
+def _cells(setting: "reference.Setting") -> list[str]:
     """Return a setting's row of the page."""
     choice = f" Only with {setting.variants}." if setting.variants else ""
     default = setting.summary("default")
@@ -146,7 +159,7 @@ def _cells(setting: Setting) -> list[str]:
     ]
 
 
-def _show_list(console: Console, rows: Sequence[Setting]) -> None:
+def _show_list(console: Console, rows: "Sequence[reference.Setting]") -> None:
     """Print two lines for each setting: its key with values and default, and what it means."""
     for setting in rows:
         choice = f", with {setting.variants}" if setting.variants else ""

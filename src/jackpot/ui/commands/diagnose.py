@@ -4,23 +4,33 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from jackpot.analysis.diagnose.diagnose import Diagnosis
-from jackpot.analysis.diagnose.diagnose import diagnose as diagnosis_of
-from jackpot.training.run.folder import RunFolder, run_config
-from jackpot.ui.report.summary import finding_cells
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.tables import show_table
-from jackpot.ui.terminal.text import plain
+from jackpot.ui.arguments import AsJson
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import plain, show_next, show_table
+
+with lazy():
+    from jackpot.analysis.diagnose import diagnose as diagnosing
+    from jackpot.training.run import folder as run_folder
+    from jackpot.ui.report import summary
 
 
-def diagnose(run: Path, as_json: bool) -> None:
-    """Print the diagnosis of a run; exit with code 1 if the run is unhealthy."""
-    config, folder = run_config(run), RunFolder(run)
-    found = diagnosis_of(folder.read("metrics.jsonl"), folder.read("events.jsonl"), config)
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="Run folder, of a finished run or of one that is still training.")],
+    as_json: AsJson = False,
+) -> None:
+    """Look for signs that a run is unhealthy: what is wrong, since when, which metric shows it and what to try.
+
+    Without a finding it says which signs it looked at. Exit code 0: no finding; 1: unhealthy; 2: no run there.
+
+    Status: supported.
+    """
+    config, folder = run_folder.run_config(run), run_folder.RunFolder(run)
+    found = diagnosing.diagnose(folder.read("metrics.jsonl"), folder.read("events.jsonl"), config)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
@@ -30,7 +40,7 @@ def diagnose(run: Path, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _show(console: Console, diagnosis: Diagnosis) -> None:
+def _show(console: Console, diagnosis: "diagnosing.Diagnosis") -> None:
     """Print the summary, and the findings with what they mean and what to try; without one, what was looked at."""
     console.print(plain(diagnosis.summary), highlight=False)
     if not diagnosis.findings:
@@ -38,7 +48,7 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
             console.print(plain(sentence), highlight=False)
         return
     columns = ("metric", "since", "then", "now", "limit")
-    rows = [finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]
+    rows = [summary.finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]
     show_table(console, "Causes before their symptoms", columns, rows, columns[1:4])
     for finding in diagnosis.findings:
         console.print(plain(f"{finding.metric}: {finding.explanation}. Try: {finding.suggestion}."), highlight=False)

@@ -4,39 +4,62 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.analysis.evaluate.run import (
-    BenchmarkResult,
-    EvaluationProgress,
-    ProgressListener,
-    evaluate_model,
-    evaluation_config,
-)
-from jackpot.config.recipes import parse_override, split_names
-from jackpot.core.statistics import CONFIDENCE, Interval
-from jackpot.rollout.pass_at_k import EvaluationSummary
-from jackpot.ui.results import default_folder
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line, progress
-from jackpot.ui.terminal.tables import show_table
+from jackpot.core.statistics import CONFIDENCE
+from jackpot.rollout.tasks.benchmarks import SETS
+from jackpot.ui.arguments import Overrides
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.progress import progress
+
+with lazy():
+    from jackpot.analysis.evaluate import run as evaluating
+    from jackpot.config import recipes
+    from jackpot.core import statistics
+    from jackpot.rollout import pass_at_k
+    from jackpot.ui import results as saving
 
 
 def evaluate(
-    model: str, overrides: list[str] | None, benchmarks: str, k: int | None, engine: str | None, out: Path | None
+    model: Annotated[
+        str,
+        typer.Argument(help="A model folder, a hub name, starter:NAME, or a run folder, whose best policy is taken."),
+    ],
+    overrides: Overrides = None,
+    benchmarks: Annotated[
+        str,
+        typer.Option(help=f"Separated by commas: {', '.join(SETS)}, own (the held-out problems of a run), or files."),
+    ] = "",
+    k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="transformers (default); vllm or vllm_server, which are experimental; or sglang_server, never run on "
+            "its target."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,
 ) -> None:
-    """Generate the missing answers, score all, and print a table; exit with code 130 after Ctrl-C."""
+    """Measure a model on benchmarks: mean@k, pass@k with intervals, truncation, and every answer as parquet.
+
+    The same command continues after Ctrl-C or a kill; no answer is generated twice. More benchmarks can be added to
+    the folder later.
+
+    Status: supported. Not yet run on a GPU.
+    """
     console = Console()
-    given = {"benchmarks": split_names(benchmarks), "k": k, "engine": engine}
+    given = {"benchmarks": recipes.split_names(benchmarks), "k": k, "engine": engine}
     changes = [{key: value} for key, value in given.items() if value]
-    config = evaluation_config(model, [*changes, *map(parse_override, overrides or [])])
-    folder = out or default_folder("eval", model)
+    config = evaluating.evaluation_config(model, [*changes, *map(recipes.parse_override, overrides or [])])
+    folder = out or saving.default_folder("eval", model)
     try:
         with _listener(console) as listen:
-            results = evaluate_model(config, folder, listen)
+            results = evaluating.evaluate_model(config, folder, listen)
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command goes on from here.")
         raise typer.Exit(130) from None
@@ -50,14 +73,14 @@ def evaluate(
 
 
 @contextmanager
-def _listener(console: Console) -> Iterator[ProgressListener]:
+def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
     """Yield a listener that shows answers, speed and time left of each benchmark.
 
     It shows no accuracy: the answers that end first are the short ones.
     """
     with progress(console) as shown:
 
-        def listen(one: EvaluationProgress) -> None:
+        def listen(one: "evaluating.EvaluationProgress") -> None:
             shown.update(
                 one.benchmark,
                 one.done,
@@ -71,7 +94,7 @@ def _listener(console: Console) -> Iterator[ProgressListener]:
         yield listen
 
 
-def _show(console: Console, results: Sequence[BenchmarkResult], folder: Path) -> None:
+def _show(console: Console, results: Sequence["evaluating.BenchmarkResult"], folder: Path) -> None:
     """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers.
 
     The mean reward is shown where some set has no verdict of what is right.
@@ -98,13 +121,13 @@ def _show(console: Console, results: Sequence[BenchmarkResult], folder: Path) ->
     print_line(console, f"In brackets: {100 * CONFIDENCE:g} % intervals over problems. All answers: {folder}")
 
 
-def _percent(estimate: Interval) -> str:
+def _percent(estimate: "statistics.Interval") -> str:
     """Format a share in percent, with its interval if it has one."""
     interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
     return f"{100 * estimate.value:.1f}{interval}"
 
 
-def _sentences(found: EvaluationSummary) -> Iterator[str]:
+def _sentences(found: "pass_at_k.EvaluationSummary") -> Iterator[str]:
     """Yield pass@k for every k, and for each kind of failure the number of answers that count as wrong for it."""
     if found.k > 2 and found.pass_at_k:
         yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in found.pass_at_k.items())

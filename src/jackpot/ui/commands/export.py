@@ -2,21 +2,38 @@
 
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from jackpot.analysis.replay.export import export_rollouts
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.progress import LINE_SECONDS, status
+
+with lazy():
+    from jackpot.analysis.replay import export as exporting
 
 
-def export(run: Path, form: str, out: Path | None) -> None:
-    """Write the rollouts and say what is in them."""
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder with saved rollouts.")],
+    form: Annotated[str, typer.Option("--format", help="Format to write: jsonl, prime_rl, slime, trl or verl.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder, empty or not there yet; default that of the run with -FORMAT."),
+    ] = None,
+) -> None:
+    """Write the saved rollouts of a run in the format of another trainer, a file for each iteration.
+
+    `jackpot replay` reads them back; docs/replay.md says what each format is, and what of ours it does not have.
+
+    Status: supported.
+    """
     console = Console()
     named = run if run.name.strip(".") else run.resolve()  # `.` is no name
     folder = out or named.with_name(f"{named.name}-{form}")
     with status(console, "writing", LINE_SECONDS) as show:
-        found = export_rollouts(run, form, folder, lambda responses: show(f"wrote {responses:,} responses"))
+        found = exporting.export_rollouts(run, form, folder, lambda responses: show(f"wrote {responses:,} responses"))
     files = f"{len(found.files)} {'file' if len(found.files) == 1 else 'files'}"
     print_line(console, f"Wrote {found.responses:,} responses of {found.tokens:,} tokens to {files} in {folder}")
     print_line(console, f"Not in the format of {form}: {found.lost}")

@@ -2,39 +2,54 @@
 
 import re
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from jackpot.config.names import run_folder
-from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
-from jackpot.launch.checks import check_start
-from jackpot.launch.local import model_paths
-from jackpot.launch.slurm import Job, script, server_settings, without_replaced
+from jackpot.ui.arguments import Arm, Overrides, Recipe
+from jackpot.ui.lazy import lazy
+
+with lazy():
+    from jackpot.config import names, recipes
+    from jackpot.launch import checks, local
+    from jackpot.launch import slurm as cluster
 
 
 def launch(
-    recipe: str,
-    overrides: list[str] | None,
-    arm: str | None,
-    run: Path | None,
-    slurm: bool,
-    nodes: int,
-    servers: int,
-    gpus: int,
-    ranks: int | None,
-    time: str,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    arm: Arm = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Run folder, on a disk that all nodes see; default that of jackpot train.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for SLURM's sbatch.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that train.")] = 1,
+    servers: Annotated[
+        int, typer.Option(min=0, help="Further nodes, with a vLLM server on each GPU, which generate the rollouts.")
+    ] = 0,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of each node; 0: CPUs only.")] = 8,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each node that trains; default one for each GPU.")
+    ] = None,
+    time: Annotated[str, typer.Option(help="Time limit of the job: hours:minutes:seconds.")] = "24:00:00",
 ) -> None:
-    """Print the batch script of a run for SLURM."""
+    """Print the batch script that trains a recipe on a SLURM cluster, with torchrun and vLLM servers.
+
+    `jackpot launch RECIPE --slurm > job.sh; sbatch job.sh`. The same script continues the run; options of sbatch, such
+    as --partition, are given to it: docs/distributed.md.
+
+    Status: never run on its target (a SLURM cluster).
+    """
     if not slurm:
         raise ConfigError(
             "jackpot launch prints a batch script; say for which scheduler: --slurm. torchrun and Ray need none: "
             "docs/distributed.md"
         )
     given = overrides or []
-    config = resolve(recipe, arm, given)
-    folder = run or run_folder(recipe, arm, given, config.seed)
-    job = Job(
+    config = recipes.resolve(recipe, arm, given)
+    folder = run or names.run_folder(recipe, arm, given, config.seed)
+    job = cluster.Job(
         name="jackpot-" + re.sub(r"[^\w.=-]", "-", folder.name),
         nodes=nodes,
         servers=servers,
@@ -42,10 +57,10 @@ def launch(
         ranks=ranks or max(1, gpus),
         time=time,
     )
-    given = without_replaced(config, job, given) if servers else given
-    text = script(config, job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
+    given = cluster.without_replaced(config, job, given) if servers else given
+    text = cluster.script(config, job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
     if servers:
         placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
-        config = resolve(recipe, arm, [*given, *server_settings(config, job), *placeholders])
-    check_start(config, model_paths(config, None), nodes * job.ranks)
+        config = recipes.resolve(recipe, arm, [*given, *cluster.server_settings(config, job), *placeholders])
+    checks.check_start(config, local.model_paths(config, None), nodes * job.ranks)
     typer.echo(text, nl=False)

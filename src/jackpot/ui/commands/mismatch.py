@@ -3,48 +3,81 @@
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from jackpot.analysis.mismatch.run import measure_mismatch
-from jackpot.analysis.mismatch.sides import mismatch_config
-from jackpot.config.recipes import parse_override, parse_overrides, split_names
-from jackpot.ui.results import default_folder, write_results
-from jackpot.ui.terminal.answer import show_answer
+from jackpot.ui.arguments import Overrides, ShowAll
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import show_answer
 from jackpot.ui.terminal.progress import status
-from jackpot.ui.views.mismatch import mismatch_sections
+
+with lazy():
+    from jackpot.analysis.mismatch import run, sides
+    from jackpot.config import recipes
+    from jackpot.ui import results
+    from jackpot.ui.views import mismatch as views
 
 
 def mismatch(
-    model: str,
-    overrides: list[str] | None,
-    sampler: list[str] | None,
-    learner: list[str] | None,
-    benchmarks: str,
-    responses: int | None,
-    max_new_tokens: int | None,
-    short: int | None,
-    reread: bool,
-    seed: int | None,
-    out: Path | None,
-    show_all: bool,
-    as_json: bool,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model folder, a hub name, starter:NAME, or a run folder, whose engine and policy are taken."
+        ),
+    ],
+    overrides: Overrides = None,
+    sampler: Annotated[
+        list[str] | None,
+        typer.Option(help="Settings of the engine that generates: name=vllm,dtype=bf16; repeat it for more samplers."),
+    ] = None,
+    learner: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Settings of the model that scores the responses: dtype=bf16,attn_implementation=eager,path=OTHER; "
+            "repeat it for more learners."
+        ),
+    ] = None,
+    benchmarks: Annotated[
+        str, typer.Option(help="Prompts by the names of jackpot eval, separated by commas; default arithmetic.")
+    ] = "",
+    responses: Annotated[
+        int | None, typer.Option(min=1, help="Responses that each sampler generates; default 256.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a response; default 256.")] = None,
+    short: Annotated[
+        int | None,
+        typer.Option(min=2, help="Compare each response with this many responses of max_new_tokens / this number."),
+    ] = None,
+    reread: Annotated[
+        bool, typer.Option("--reread", help="Score the samplers' probabilities by a forward pass, as learners do.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all random draws; default 0.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/mismatch-MODEL.")] = None,
+    show_all: ShowAll = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Measure every pair of a sampler and a learner; write the results and print their tables, or JSON."""
+    """Measure how far two ways to compute a model are apart: engine, dtype, attention, quantization, weights.
+
+    Samplers generate responses and learners score them: |p - q| of every response, KL, ratios, by length, position and
+    entropy. docs/mismatch.md explains each number.
+
+    Status: supported. Not yet run on a GPU, nor with tensor-parallel engines.
+    """
     console = Console(stderr=as_json)
     given = {"responses": responses, "short": short, "reread": reread or None, "seed": seed}
-    given |= {"benchmarks": split_names(benchmarks) or None, "sampling": {"max_new_tokens": max_new_tokens}}
+    given |= {"benchmarks": recipes.split_names(benchmarks) or None, "sampling": {"max_new_tokens": max_new_tokens}}
     if max_new_tokens is None:
         del given["sampling"]
     changes = [{key: value} for key, value in given.items() if value is not None]
-    sides = [[parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
-    config = mismatch_config(model, *sides, [*changes, *map(parse_override, overrides or [])])
+    given_sides = [[recipes.parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
+    config = sides.mismatch_config(model, *given_sides, [*changes, *map(recipes.parse_override, overrides or [])])
     with status(console, "starting") as listen:
-        found = measure_mismatch(config, listen)
-    folder = out or default_folder("mismatch", model)
-    sections = mismatch_sections(found)
-    files = write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
+        found = run.measure_mismatch(config, listen)
+    folder = out or results.default_folder("mismatch", model)
+    sections = views.mismatch_sections(found)
+    files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
         return

@@ -3,35 +3,50 @@
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.config.published import PAPERS, PublishedRow, PublishedTable
-from jackpot.config.recipes.listing import RecipeListing, list_recipe, list_recipes
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.arguments import AsJson, ShowAll, complete_recipe
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_next, show_table
+
+with lazy():
+    from jackpot.config import published
+    from jackpot.config.recipes import listing
 
 _INDENTED = (" ", "-", "#")
 _MOST_COLUMNS = 6
 _FIRST = "quickstart"  # of the list
 
 
-def recipes(name: str | None, show_all: bool, as_json: bool) -> None:
-    """Print one recipe in full, or a list of all, with `show_all` with their published numbers; or JSON."""
+def recipes(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Recipe to print in full; default a list of all.", autocompletion=complete_recipe),
+    ] = None,
+    show_all: ShowAll = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes; with NAME or --all their arms, which row of which paper's table each is, and the published
+    numbers.
+
+    docs/reproducing.md says what the papers leave open, where they contradict themselves, and what we chose.
+
+    Status of recipes for the papers' tables: never run on its target (the papers' models), but with --tiny.
+    """
     if as_json:
-        found = list_recipe(name).as_json() if name else [recipe.as_json() for recipe in list_recipes()]
+        found = listing.list_recipe(name).as_json() if name else [recipe.as_json() for recipe in listing.list_recipes()]
         typer.echo(json.dumps(found, indent=2))
     elif name:
-        _show_one(Console(), list_recipe(name))
+        _show_one(Console(), listing.list_recipe(name))
     else:
-        _show_list(Console(), list_recipes(), show_all)
+        _show_list(Console(), listing.list_recipes(), show_all)
 
 
-def _show_list(console: Console, recipes: Sequence[RecipeListing], show_all: bool) -> None:
+def _show_list(console: Console, recipes: Sequence["listing.RecipeListing"], show_all: bool) -> None:
     """Print a row for each recipe, our own first; with `show_all` also their arms and published numbers."""
     if show_all:
         for recipe in recipes:
@@ -51,7 +66,7 @@ def _show_list(console: Console, recipes: Sequence[RecipeListing], show_all: boo
     show_next(console, commands if show_all else commands | {"jackpot recipes --all": "all published numbers"})
 
 
-def _show_one(console: Console, recipe: RecipeListing) -> None:
+def _show_one(console: Console, recipe: "listing.RecipeListing") -> None:
     """Print the files of a recipe with the source of each setting, its arms, and its published tables."""
     print_line(console, f"{recipe.name}: {recipe.description}")
     if recipe.gpus:
@@ -62,11 +77,11 @@ def _show_one(console: Console, recipe: RecipeListing) -> None:
     arms = ((arm, _one_line(changes)) for arm, changes in recipe.arms.items())
     show_table(console, "Arms", ("arm", "changes"), arms)
     for paper in dict.fromkeys(table.paper for table in recipe.published):
-        print_line(console, f"{paper} is {PAPERS[paper]}")
+        print_line(console, f"{paper} is {published.PAPERS[paper]}")
     _show_published(console, recipe)
 
 
-def _show_published(console: Console, recipe: RecipeListing) -> None:
+def _show_published(console: Console, recipe: "listing.RecipeListing") -> None:
     for table in recipe.published:
         show_table(console, f"{table.paper}, {table.table}", *_grid(table))
         if table.columns:
@@ -79,7 +94,7 @@ def _show_published(console: Console, recipe: RecipeListing) -> None:
     print_line(console, "")
 
 
-def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+def _grid(table: "published.PublishedTable") -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return heads and rows as in the paper; arms become columns if it has too many, and curves become text."""
     if not table.columns:
         return ("arm", "row", "what"), [(row.arm, row.row, _remark(row)) for row in table.rows]
@@ -91,16 +106,18 @@ def _grid(table: PublishedTable) -> tuple[Sequence[str], Sequence[Sequence[str]]
     return heads, rows
 
 
-def _cells(table: PublishedTable, row: PublishedRow) -> list[str]:
+def _cells(table: "published.PublishedTable", row: "published.PublishedRow") -> list[str]:
     """Format the numbers of a row; a number that the paper leaves out becomes an empty cell."""
     return ["" if number is None else f"{number:g}" for number in row.numbers or [None] * len(table.columns)]
 
 
-def _remark(row: PublishedRow) -> str:
+def _remark(row: "published.PublishedRow") -> str:
     return "; ".join(filter(None, (row.note, row.not_runnable and f"not yet runnable: {row.not_runnable}")))
 
 
 def _one_line(changes: dict) -> str:
+    import yaml  # which the other commands need only if they read a recipe
+
     return yaml.safe_dump(changes, default_flow_style=True, sort_keys=False, width=10_000).strip()
 
 

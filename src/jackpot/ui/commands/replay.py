@@ -2,55 +2,79 @@
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from jackpot.analysis.replay.formats.records import ReadLimits
-from jackpot.analysis.replay.results import ReplayResult, result_numbers
-from jackpot.analysis.replay.run import LIMITS
-from jackpot.analysis.replay.run import replay as replay_rollouts
-from jackpot.config.recipes import split_names
-from jackpot.ui.charts import Section
-from jackpot.ui.results import to_json
-from jackpot.ui.terminal.answer import show_answer, show_next
-from jackpot.ui.terminal.progress import LINE_SECONDS, print_line, status
-from jackpot.ui.views.replay import facts, replay_sections
+from jackpot.ui.arguments import AsJson, ShowAll
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_answer, show_next
+from jackpot.ui.terminal.progress import LINE_SECONDS, status
+
+with lazy():
+    from jackpot.analysis.replay import results, run
+    from jackpot.analysis.replay.formats import records
+    from jackpot.config import recipes
+    from jackpot.ui import charts
+    from jackpot.ui import results as saving
+    from jackpot.ui.views import replay as views
 
 
 def replay(
-    path: Path,
-    form: str,
-    model: str | None,
-    temperature: float | None,
-    corrections: str,
-    every: int,
-    max_response_tokens: int | None,
-    max_file_gb: float | None,
-    show_all: bool,
-    as_json: bool,
+    path: Annotated[Path, typer.Argument(help="Run folder, or a file or folder of saved rollouts.")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Format of the rollouts: auto, jackpot, verl, trl, prime_rl, areal, jsonl, openrlhf, slime or skyrl.",
+        ),
+    ] = "auto",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model or run folder that scores the policy's log-probs, where the file lacks them."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-6, help="Sampling temperature, with --model; default the run's, or 1.")
+    ] = None,
+    corrections: Annotated[str, typer.Option(help="Names of corrections, separated by commas; default all.")] = "",
+    every: Annotated[int, typer.Option(min=1, help="Replay one of every so many responses of a file.")] = 1,
+    max_response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Leave out responses with more tokens; default 1,000,000.")
+    ] = None,
+    max_file_gb: Annotated[
+        float | None, typer.Option(min=0.001, max=1e9, help="Leave out files that take more, unpacked; default 2 GB.")
+    ] = None,
+    show_all: ShowAll = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Replay the rollouts and print the recommendation and the tables, or JSON."""
+    """Apply every correction to saved rollouts, without training, and recommend one for this run.
+
+    Says what a rollout is then worth, and what a share of the rollout model or its drafts would save. Reads rollouts
+    of Jackpot, verl, TRL, SkyRL, slime, prime-rl, OpenRLHF and AReaL, and plain JSONL: docs/replay.md.
+
+    Status: supported. Status of what it says of worth and savings: experimental. --model is not yet run on a GPU.
+    """
     console = Console(stderr=as_json)
-    limits = ReadLimits(
-        response_tokens=max_response_tokens or LIMITS.response_tokens,
-        file_bytes=LIMITS.file_bytes if max_file_gb is None else int(max_file_gb * 1e9),
+    limits = records.ReadLimits(
+        response_tokens=max_response_tokens or run.LIMITS.response_tokens,
+        file_bytes=run.LIMITS.file_bytes if max_file_gb is None else int(max_file_gb * 1e9),
     )
     with status(console, "reading", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
             show(f"read {responses:,} responses")
 
-        found = replay_rollouts(path, form, split_names(corrections), model, temperature, every, listen, limits)
+        found = run.replay(path, form, recipes.split_names(corrections), model, temperature, every, listen, limits)
     if as_json:
-        typer.echo(json.dumps(to_json(result_numbers(found)), indent=2, allow_nan=False))
+        typer.echo(json.dumps(saving.to_json(results.result_numbers(found)), indent=2, allow_nan=False))
     else:
         _show(console, found, show_all)
 
 
-def _show(console: Console, found: ReplayResult, show_all: bool) -> None:
+def _show(console: Console, found: "results.ReplayResult", show_all: bool) -> None:
     """Print the recommendation, every correction, with `show_all` the facts of the run too, and what was left out."""
-    about = Section(title="", intro="", items=(facts(found),))
+    about = charts.Section(title="", intro="", items=(views.facts(found),))
     given = {"": found.answer.settings.get("name"), **found.answer.settings}
     texts = [
         f"objective.correction{key and '.' + key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -58,7 +82,7 @@ def _show(console: Console, found: ReplayResult, show_all: bool) -> None:
         if key != "name"
     ]
     commands = {f"jackpot train RECIPE {' '.join(texts)}": "train with it"} if found.answer.correction else {}
-    show_answer(console, [found.answer.sentence], [about, *replay_sections(found).values()], show_all)
+    show_answer(console, [found.answer.sentence], [about, *views.replay_sections(found).values()], show_all)
     for sentence in found.left_out:
         print_line(console, f"Left out: {sentence}")
     for sentence in found.problems:

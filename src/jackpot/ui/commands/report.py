@@ -5,33 +5,52 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from jackpot.ui.report.inspector import MAX_TOKENS
-from jackpot.ui.report.report import Report, write_report
-from jackpot.ui.report.report import watch as watch_runs
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_next
+
+with lazy():
+    from jackpot.ui.report import inspector
+    from jackpot.ui.report import report as page
 
 
-def report(runs: list[Path], out: Path | None, max_tokens: int | None, watch: bool, every: float) -> None:
-    """Write the page once, or with `watch` whenever the runs have written something, until they end."""
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that contain run folders.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file; default report.html in the run folder, or in that of several runs."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Saved tokens that the page carries; default 100,000.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write the page again while the runs train; Ctrl-C ends it.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two checks with --watch.")] = 10.0,
+) -> None:
+    """Write one HTML page about runs: every metric with the arms overlaid, and every saved token.
+
+    Status: supported.
+    """
     show = partial(_show, Console())
-    most = MAX_TOKENS if max_tokens is None else max_tokens
+    most = inspector.MAX_TOKENS if max_tokens is None else max_tokens
     if not watch:
-        written = write_report(runs, out, most)
+        written = page.write_report(runs, out, most)
         show(written)
         again = " ".join(["jackpot report", *(quote(str(run)) for run in runs), "--watch"])
-        more = {again: "write it again while they train"} if written.going else {}
+        more = {again: "write it again while they train"} if written.is_going else {}
         opener = "open" if sys.platform == "darwin" else "xdg-open"
         show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network", **more})
         return
     with suppress(KeyboardInterrupt):
-        watch_runs(runs, out, most, every, show)
+        page.watch(runs, out, most, every, show)
 
 
-def _show(console: Console, written: Report) -> None:
+def _show(console: Console, written: "page.Report") -> None:
     """Print the page's path and size, the number of runs, and the files that were left out."""
     size = written.path.stat().st_size / 2**20
     going = f", {len(written.unfinished)} of them not finished" if written.unfinished else ""

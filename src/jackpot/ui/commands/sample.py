@@ -2,20 +2,31 @@
 
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from jackpot.analysis.evaluate.sample import sample_answers
-from jackpot.ui.terminal.answer import show_next
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import show_next, show_table
 from jackpot.ui.terminal.progress import status
-from jackpot.ui.terminal.tables import show_table
+
+with lazy():
+    from jackpot.analysis.evaluate import sample as sampling
 
 
-def sample(run: Path, problems: int, seed: int) -> None:
-    """Generate the answers and print a table for each problem."""
+def sample(
+    run: Annotated[Path, typer.Argument(help="Run folder with a checkpoint.")],
+    problems: Annotated[int, typer.Option(min=1, help="Number of held-out problems.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+) -> None:
+    """Print the answers of both models to held-out problems, before and after training.
+
+    Status: supported.
+    """
     console = Console()
     with status(console, "loading the models"):
-        found = sample_answers(run, problems, seed)
+        found = sampling.sample_answers(run, problems, seed)
     for prompt, answers in found:
         rows = [
             (

@@ -3,48 +3,72 @@
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-from jackpot.analysis.simulate.candidates import PROMPTS
-from jackpot.analysis.simulate.run import simulate_candidates, simulate_families
-from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
-from jackpot.ui.results import write_results
-from jackpot.ui.terminal.answer import show_answer
+from jackpot.ui.arguments import Arm, Overrides, ShowAll, complete_recipe
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import show_answer
 from jackpot.ui.terminal.progress import status
-from jackpot.ui.views.simulation import view_sections
-from jackpot.ui.views.simulation_pairs import pair_sections
+
+with lazy():
+    from jackpot.analysis.simulate import candidates
+    from jackpot.analysis.simulate import run as simulating
+    from jackpot.config import recipes
+    from jackpot.ui import results
+    from jackpot.ui.views import simulation, simulation_pairs
 
 
 def simulate(
-    recipe: str | None,
-    overrides: list[str] | None,
-    arm: str | None,
-    rollout_model: list[str] | None,
-    prompts: int | None,
-    seed: int,
-    out: Path | None,
-    show_all: bool,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            help="Recipe whose two models are measured; default synthetic distributions.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    arm: Arm = None,
+    rollout_model: Annotated[
+        list[str] | None,
+        typer.Option(help="Candidate to measure in place of rollout_model.path; repeat it for more candidates."),
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Held-out prompts that each rollout model answers; default 256.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/simulate or runs/simulate-RECIPE-ARM.")] = None,
+    show_all: ShowAll = False,
 ) -> None:
-    """Simulate synthetic distributions or a recipe's models; write and print the results."""
+    """Show what OBRS does to the mismatch between two models, without training.
+
+    Three views of the paper's Figure 2, Z from the top k, and for real models how large their mismatch is, which
+    correction jackpot replay would advise, and what rollouts are then worth: that is how to choose a rollout model.
+
+    Status: supported. Status of what it says of worth and savings: experimental.
+    """
     if not recipe and (rollout_model or arm):
         raise ConfigError("--rollout-model and --arm need a recipe, whose policy and task are taken")
-    console, prompts = Console(), prompts or PROMPTS
+    console, prompts = Console(), prompts or candidates.PROMPTS
     if recipe:
         with status(console, "measuring both models"):
-            found = simulate_candidates(resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed)
-        sections = pair_sections(found)
+            found = simulating.simulate_candidates(
+                recipes.resolve(recipe, arm, overrides or []), rollout_model or [], prompts, seed
+            )
+        sections = simulation_pairs.pair_sections(found)
         several = len(found.candidates) > 1
         verdicts = [f"{one.name}: " * several + one.answer["sentence"] for one in found.candidates]
     else:
         with status(console, "simulating"):
-            found = simulate_families(seed)
-        sections, verdicts = view_sections(found), []
+            found = simulating.simulate_families(seed)
+        sections, verdicts = simulation.view_sections(found), []
     name = "-".join(filter(None, ["simulate", recipe and Path(recipe).stem, arm]))
     folder = out or Path("runs") / name
     title = " ".join(filter(None, ["jackpot simulate", recipe, arm]))
-    files = write_results(folder, "simulate", title, sections, asdict(found))
+    files = results.write_results(folder, "simulate", title, sections, asdict(found))
     if recipe:
         typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
         commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}

@@ -2,26 +2,32 @@
 
 from pathlib import Path
 from shutil import copytree
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from jackpot.core.errors import ConfigError
-from jackpot.models.load import starter_path
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.progress import print_line
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_next
+
+with lazy():
+    from jackpot.models import load
 
 
-def starter(folder: Path, text: bool) -> None:
-    """Copy each model of a pair into a folder of its own below `folder`.
+def starter(
+    folder: Annotated[Path, typer.Argument(help="Folder in which each model gets a folder.")],
+    text: Annotated[bool, typer.Option("--text", help="Copy the pair that reads text, for word problems.")] = False,
+) -> None:
+    """Copy the two starter models of the package into a folder: the pair that adds numbers, or with --text the other.
 
-    Raises:
-        ConfigError: a model's folder exists already.
+    Status: supported.
     """
     names = ("text_policy", "text_rollout_model") if text else ("policy", "rollout_model")
     if existing := [folder / name for name in names if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(map(str, existing))} exists already; give another folder, or move it away")
     for name in names:
-        copytree(starter_path(name), folder / name)
+        copytree(load.starter_path(name), folder / name)
 
     console = Console()
     print_line(console, f"Wrote {', '.join(str(folder / name) for name in names)}")

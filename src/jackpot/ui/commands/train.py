@@ -2,37 +2,38 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from jackpot.analysis.compare.summary import points_of
-from jackpot.analysis.plan.estimate import CostEstimate, estimate, is_large
-from jackpot.analysis.plan.memory import plan_memory
-from jackpot.analysis.plan.sharding import blocks, rank_memory, sharded
-from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
-from jackpot.analysis.plan.start import MACHINE, NO_MACHINE, machine, start
-from jackpot.analysis.plan.tiny import tiny_run
-from jackpot.config.names import run_folder
-from jackpot.config.published import GpusConfig
-from jackpot.config.recipes import load_recipe, recipe_notes, resolve
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, JackpotError
 from jackpot.core.place import place
-from jackpot.launch.checks import check_start
-from jackpot.launch.library import train_config
-from jackpot.launch.local import model_paths
-from jackpot.launch.ranks import follow_leader
-from jackpot.rollout.tasks.registry import check_sets, set_name
-from jackpot.training.collapse import problems_of
-from jackpot.training.run.folder import RunFolder, measure_of
-from jackpot.ui.terminal.answer import show_next
-from jackpot.ui.terminal.plan import show_needs, show_plan, show_tiny
-from jackpot.ui.terminal.progress import print_line, progress
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.arguments import Arm, Overrides, Recipe
+from jackpot.ui.lazy import lazy
+from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.progress import progress
+
+with lazy():
+    from jackpot.analysis.compare import summary
+    from jackpot.analysis.plan import estimate as estimating
+    from jackpot.analysis.plan import memory as planned_memory
+    from jackpot.analysis.plan import sharding, sizes
+    from jackpot.analysis.plan import start as starting
+    from jackpot.analysis.plan import tiny as shrinking
+    from jackpot.config import names, published, recipes
+    from jackpot.config import run as run_settings
+    from jackpot.launch import checks, library, local
+    from jackpot.launch import ranks as launched
+    from jackpot.rollout.tasks import registry
+    from jackpot.training import collapse
+    from jackpot.training.run import folder as run_files
+    from jackpot.ui import numbers
+    from jackpot.ui.terminal import plan as plans
+
 
 _FACTS = {  # name on the screen: metric and its format
     "reward": ("reward/mean", "{:.3f}"),
@@ -49,28 +50,54 @@ _REWARD_FACTS = {  # in place of accuracies, where the task has no verdict; a li
 
 
 def train(
-    recipe: str, overrides: list[str] | None, arm: str | None, run: Path | None, dry_run: bool, tiny: bool
+    recipe: Recipe,
+    overrides: Overrides = None,
+    arm: Arm = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-ARM-OVERRIDES-seedN.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, which is experimental, and train nothing.")
+    ] = False,
+    tiny: Annotated[
+        bool,
+        typer.Option(
+            "--tiny",
+            help="Run 2 iterations with small random models of the same architecture, without GPU or downloads, and "
+            "print each setting that this replaces. key=value changes the recipe first.",
+        ),
+    ] = False,
 ) -> None:
-    """Train or continue the run, or print its plan with `dry_run`. Of several ranks, rank 0 does; others follow it."""
+    """Train a recipe, or continue the run in its folder from the newest intact checkpoint.
+
+    Ctrl-C, SIGTERM or a closed terminal stops after the current iteration and saves a checkpoint; a second signal stops
+    at once. A kill costs at most the iterations since the last checkpoint. Settings that decide no number computed
+    before, such as iterations, may change when a run continues: `jackpot config KEY` says so.
+
+    For example `jackpot train quickstart iterations=20 seed=3 objective.correction=tis`; `jackpot config` explains the
+    settings, and `jackpot recipes` lists the recipes.
+
+    `torchrun --nproc-per-node N -m jackpot train RECIPE` trains with N processes: docs/distributed.md.
+
+    Status: supported. On CPUs alone: nothing has run on a GPU yet. docs/index.md says what of it is experimental.
+    """
     if (at := place()).rank > 0:
         if not dry_run:
-            follow_leader(at)
+            launched.follow_leader(at)
         return
     console = Console()
-    config = resolve(recipe, arm, overrides or [])
-    check_sets(config.evaluation.benchmarks)
-    folder = run or run_folder(recipe, arm, overrides or [], config.seed, "tiny" if tiny else None)
+    config = recipes.resolve(recipe, arm, overrides or [])
+    registry.check_sets(config.evaluation.benchmarks)
+    folder = run or names.run_folder(recipe, arm, overrides or [], config.seed, "tiny" if tiny else None)
     if tiny:
         if dry_run:
             raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
-        with tiny_run(config, folder / "tiny") as small:
-            show_tiny(console, small)
+        with shrinking.tiny_run(config, folder / "tiny") as small:
+            plans.show_tiny(console, small)
             _train_and_show(console, small.config, folder)
     elif dry_run:
         ranks = max(at.size, config.placement.ranks)
-        check_start(config, model_paths(config, None), ranks)
-        RunFolder(folder).check(config)
-        needs = _plan(console, config, recipe_notes(recipe, load_recipe(recipe)).gpus, folder, ranks)
+        checks.check_start(config, local.model_paths(config, None), ranks)
+        run_files.RunFolder(folder).check(config)
+        needs = _plan(console, config, recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus, folder, ranks)
         typed = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]))
         commands = {f"jackpot train {typed} --tiny": "try it here with small models"}  # --run would be of both
         if at.size == at.local_size:  # on several machines it is the same command without --dry-run
@@ -80,29 +107,30 @@ def train(
         _train_and_show(console, config, folder)
 
 
-def _plan(console: Console, config: Config, gpus: GpusConfig | None, folder: Path, ranks: int) -> CostEstimate | None:
+def _plan(
+    console: Console, config: "run_settings.Config", gpus: "published.GpusConfig | None", folder: Path, ranks: int
+) -> "estimating.CostEstimate | None":
     """Print the plan, and for a large run return what it needs."""
-    sizes, prompts = model_sizes(config), prompt_lengths(config)
-    if is_large(sizes):
-        needs = estimate(config, sizes, prompts, gpus, ranks)
-        show_plan(console, config, sizes, needs.ranks, prompts, folder)
-        show_needs(console, config, needs)
+    models, prompts = sizes.model_sizes(config), sizes.prompt_lengths(config)
+    if estimating.is_large(models):
+        needs = estimating.estimate(config, models, prompts, gpus, ranks)
+        plans.show_plan(console, config, models, needs.ranks, prompts, folder)
+        plans.show_needs(console, config, needs)
         return needs
+    with sharding.sharded() if ranks > 1 else nullcontext():
+        needed = planned_memory.plan_memory(config, models, prompts.longest)
     if ranks > 1:
-        with sharded():
-            memory = plan_memory(config, sizes, prompts.longest)
-        show_plan(console, config, sizes, rank_memory(config, sizes, memory, blocks(config), ranks), prompts, folder)
-    else:
-        show_plan(console, config, sizes, plan_memory(config, sizes, prompts.longest), prompts, folder)
+        needed = sharding.rank_memory(config, models, needed, sharding.blocks(config), ranks)
+    plans.show_plan(console, config, models, needed, prompts, folder)
     return None
 
 
 def _starting(
     console: Console,
-    config: Config,
+    config: "run_settings.Config",
     typed: tuple[str, str | None, list[str], Path | None],
     ranks: int,
-    needs: CostEstimate | None,
+    needs: "estimating.CostEstimate | None",
 ) -> dict[str, str]:
     """Return the command that trains, with its purpose; print why it adds settings, or why there is none.
 
@@ -112,13 +140,13 @@ def _starting(
     """
     count, purpose = ranks, "train"
     if needs and ranks == 1 and config.placement.launcher == "local":
-        if (gpus := machine(config, needs)) is None:
-            print_line(console, NO_MACHINE)
+        if (gpus := starting.machine(config, needs)) is None:
+            print_line(console, starting.NO_MACHINE)
             return {}
-        cluster = " of a Ray cluster (docs/distributed.md)" if gpus.count > MACHINE else ""
+        cluster = " of a Ray cluster (docs/distributed.md)" if gpus.count > starting.MACHINE else ""
         count, purpose = gpus.count, f"train, on {gpus.count} {gpus.kind}{cluster}"
     try:
-        found = start(*typed, count)
+        found = starting.start(*typed, count)
     except JackpotError as error:
         print_line(console, f"On {count} GPUs these settings do not start: {error}")
         return {}
@@ -129,7 +157,7 @@ def _starting(
     return {found.command: purpose}
 
 
-def _train_and_show(console: Console, config: Config, folder: Path) -> None:
+def _train_and_show(console: Console, config: "run_settings.Config", folder: Path) -> None:
     def begin(iteration: int) -> None:
         if iteration == config.iterations:
             print_line(
@@ -139,21 +167,21 @@ def _train_and_show(console: Console, config: Config, folder: Path) -> None:
             )
 
     with _listener(console, config) as listen:
-        is_finished = train_config(config, folder, listen, begin)
-    _show_result(console, config, RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
+        is_finished = library.train_config(config, folder, listen, begin)
+    _show_result(console, config, run_files.RunFolder(folder).read("metrics.jsonl"), folder, is_finished)
 
 
 @contextmanager
-def _listener(console: Console, config: Config) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def _listener(console: Console, config: "run_settings.Config") -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yield a listener for each new line of metrics that shows the iteration, `_FACTS` and the time left."""
     with progress(console) as shown:
 
         def listen(line: Mapping[str, Any]) -> None:
-            facts = _FACTS if measure_of(line) != "reward" else _FACTS | _REWARD_FACTS
+            facts = _FACTS if run_files.measure_of(line) != "reward" else _FACTS | _REWARD_FACTS
             facts = facts | {"KL": (config.kl_metric, "{:.4f}")}
             found = {name: (line.get(metric), form) for name, (metric, form) in facts.items()}
             texts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
-            is_due = measure_of(line) is not None
+            is_due = run_files.measure_of(line) is not None
             phases = (metric for metric in line if metric.startswith("seconds/") and metric != "seconds/prepass")
             if seconds := sum(line[metric] or 0.0 for metric in phases):  # prepass is a part of train
                 texts["s/iteration"] = f"{seconds:.2g}"
@@ -163,33 +191,36 @@ def _listener(console: Console, config: Config) -> Iterator[Callable[[Mapping[st
 
 
 def _show_result(
-    console: Console, config: Config, lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
+    console: Console, config: "run_settings.Config", lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
 ) -> None:
     """Print how good both models were before and after training, with standard errors, the folder and what is next.
 
     That is their accuracy, or their mean reward where the task has no verdict.
     """
-    evaluated = [line for line in lines if measure_of(line) is not None]
+    evaluated = [line for line in lines if run_files.measure_of(line) is not None]
     first, last = evaluated[0], evaluated[-1]
-    measure = measure_of(last)
+    measure = run_files.measure_of(last)
     is_accuracy = measure == "accuracy"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    shown = {role.replace("_", " "): (f"eval/{role}_{measure}", _percent if is_accuracy else _number) for role in roles}
-    for name in map(set_name, config.evaluation.benchmarks):
+    shown = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
+    for name in map(registry.set_name, config.evaluation.benchmarks):
         if (metric := f"eval/{name}/mean_at_k") in last:
-            shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, _percent)
+            shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, "accuracy")
         else:
-            shown[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", _number)
+            shown[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", "reward")
+
     rows = []
-    for name, (metric, form) in shown.items():
+    for name, (metric, kind) in shown.items():
         (before, error), (after, newer) = ((line[metric], line.get(f"{metric}_stderr")) for line in (first, last))
         both = None if error is None or newer is None else math.hypot(error, newer)
-        rows.append((name, form(before, error), form(after, newer), form(after - before, both, "+")))
+        ends = numbers.with_error(before, error, kind), numbers.with_error(after, newer, kind)
+        rows.append((name, *ends, numbers.with_error(after - before, both, kind, "+")))
+
     columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
-    where = f"on {problems_of(lines, config)} held-out problems"
-    accuracy, reward = f"Sampled accuracy {where}, percent", f"Mean reward of sampled responses {where}"
-    title = f"{accuracy if is_accuracy else reward} ± standard error"
-    show_table(console, title, columns, rows, columns[1:])
+    what = "Sampled accuracy on {} held-out problems, percent ± standard error"
+    if not is_accuracy:
+        what = "Mean reward of sampled responses on {} held-out problems ± standard error"
+    show_table(console, what.format(collapse.problems_of(lines, config)), columns, rows, columns[1:])
     for line in _cost(lines, config):
         print_line(console, line)
     print_line(console, f"Run folder: {folder}")
@@ -206,9 +237,9 @@ def _show_result(
     )
 
 
-def _cost(lines: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
+def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
     """Say what a run cost until its last evaluation: rollout FLOPs, all FLOPs, CPU seconds; nothing before training."""
-    *_, spent = points_of(lines, config)
+    *_, spent = summary.points_of(lines, config)
     flops = spent.flops + spent.training_flops
     if not flops:
         return []
@@ -218,13 +249,3 @@ def _cost(lines: Sequence[Mapping[str, Any]], config: Config) -> list[str]:
         f"Cost of {spent.iteration} iterations: {flops:.2g} FLOPs, {spent.flops / flops:.0%} of them for rollouts, the "
         f"others for training; {spent.cpu_seconds:.3g} CPU seconds of this process, {evaluating:.3g} for evaluations."
     ]
-
-
-def _percent(share: float, error: float | None, sign: str = "") -> str:
-    """Format a share and its standard error in percent: `41.8 ± 2.2`; without the error where it is unknown."""
-    return f"{100 * share:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
-
-
-def _number(value: float, error: float | None, sign: str = "") -> str:
-    """Format a mean reward and its standard error: `0.4180 ± 0.022`; without the error where it is unknown."""
-    return f"{value:{sign}#.4g}" + ("" if error is None else f" ± {error:#.2g}")

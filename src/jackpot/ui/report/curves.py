@@ -12,44 +12,27 @@ from typing import Any
 
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config.run import Config
-from jackpot.ui.charts import COLORS, Chart, Guide, Heatmap, Section, Series, Table, arm_numbers
-from jackpot.ui.error_bars import MeanLine, Number, downsample, mean_line, rounded
-from jackpot.ui.report.metric_layout import (
-    LAYOUT,
-    LOGARITHMIC,
-    CombinedChart,
-    Distribution,
-    Entry,
-    FirstOf,
-    MetricCharts,
-    QuantileChart,
-    ScatterChart,
-)
+from jackpot.ui.charts import COLORS, Chart, Guide, Section, Series, Table, arm_numbers
+from jackpot.ui.error_bars import MeanLine, downsample, mean_line, rounded
+from jackpot.ui.report.metric_layout import LAYOUT, LOGARITHMIC, CombinedChart, Entry, FirstOf
 from jackpot.ui.report.runs import Arm
 
-MOST_COLUMNS = 240  # columns of a heatmap
 _SIGNS = {"positive": "advantage above 0", "negative": "advantage below 0"}
 _FAMILY = re.compile(r"(?P<base>.+?)_(at_(?P<band>\d+(-\d+|-up)?)|(?P<sign>positive|negative))")
 _NOT_METRICS = {"iteration", "time"}
 
 
-def metric_sections(
-    arms: Sequence[Arm], spreads: Mapping[str, Sequence[Heatmap]], named: Collection[str] = ()
-) -> list[Section]:
+def metric_sections(arms: Sequence[Arm], named: Collection[str] = ()) -> list[Section]:
     """Return the sections for which the runs have metrics.
 
     Args:
-        spreads: heatmaps of saved rollouts by column, as `distributions` returns them.
         named: metrics of the findings of `diagnose`; a section with one of them is not folded.
     """
     drawer = _ChartMaker(arms)
     sections = []
     for part in LAYOUT:
         before = set(drawer.drawn)
-        items: list[Chart | Heatmap | Table] = []
-        for entry in part.entries:
-            items += spreads.get(entry.column, ()) if isinstance(entry, Distribution) else drawer.draw(entry)
-        if items:
+        if items := [chart for entry in part.entries for chart in drawer.draw(entry)]:
             here = drawer.drawn - before
             folded = part.is_folded and not any(drawer.is_broken(name) or name in named for name in here)
             sections.append(Section(title=part.title, intro=part.intro, items=tuple(items), is_folded=folded))
@@ -75,15 +58,11 @@ class _ChartMaker:
         self.drawn: set[str] = set()
         self._kl = {run.config.kl_metric for arm in arms for run in arm.runs}
 
-    def draw(self, entry: Entry) -> Iterable[Chart | Heatmap]:
+    def draw(self, entry: Entry) -> Iterable[Chart]:
         """Return the charts of an entry, as far as the runs have its metrics."""
-        if isinstance(entry, MetricCharts):
-            return self._metric_charts(re.compile(entry.pattern))
         if isinstance(entry, FirstOf):
             return self._first_of(entry)
-        if isinstance(entry, CombinedChart):
-            return self._combined_chart(entry)
-        return self._quantile_chart(entry) if isinstance(entry, QuantileChart) else self._scatter_chart(entry)
+        return self._combined_chart(entry) if isinstance(entry, CombinedChart) else self._metric_charts(entry)
 
     def is_broken(self, metric: str) -> bool:
         """Return whether a value of any run is beyond a limit that is the same for every run."""
@@ -101,17 +80,8 @@ class _ChartMaker:
         for arm, whole in zip(self._arms, self._of[metric], strict=True):
             if not whole.numbers:
                 continue
-            line = downsample(whole)
-            yield Series(
-                name=(label or arm.name) if alone else f"{arm.name}, {label}" if label else arm.name,
-                x=line.x,
-                y=[rounded(value) for value in line.y],
-                low=line.low and [rounded(value) for value in line.low],
-                high=line.high and [rounded(value) for value in line.high],
-                **self._look(arm, variant),
-                style="both" if len(line.numbers) < 2 else "line",
-                group=arm.name,
-            )
+            name = (label or arm.name) if alone else f"{arm.name}, {label}" if label else arm.name
+            yield _line(whole, name=name, group=arm.name, **self._look(arm, variant))
 
     def _look(self, arm: Arm, variant: int = 0) -> dict[str, int]:
         """Choose number and shade of a series: arms beyond the colors take shades, variants take dashes.
@@ -127,33 +97,32 @@ class _ChartMaker:
         found = [name for name in entry.metrics if name in self._names]
         for name in sorted(found, key=lambda name: name not in self._kl)[:1]:
             self.drawn.add(name)
-            yield self._chart(name, self._series(name), metric=name)
+            yield self._chart(name, self._series(name), [name])
 
-    def _metric_charts(self, pattern: re.Pattern[str]) -> Iterator[Chart | Heatmap]:
+    def _metric_charts(self, pattern: str) -> Iterator[Chart]:
         names = [name for name in self._names if name not in self.drawn]
         found: dict[str, dict[str, dict[str, str]]] = {}  # base: kind: part: metric
         for name in names:
             family = _FAMILY.fullmatch(name)
             base, kind = (family["base"], "band" if family["band"] else "sign") if family else (name, "")
-            if pattern.fullmatch(base):
+            if re.fullmatch(pattern, base):
                 found.setdefault(base, {}).setdefault(kind, {})[family[kind] if family else ""] = name
         for base, kinds in found.items():
             if "" in kinds:
-                yield self._chart(base, self._series(base), metric=base)
+                yield self._chart(base, self._series(base), [base])
             if "sign" in kinds:
-                parts = enumerate(sorted(kinds["sign"], reverse=True))  # positive first
-                lines = [self._series(kinds["sign"][sign], _SIGNS[sign], place) for place, sign in parts]
-                yield self._chart(f"{base} by the sign of the advantage", (one for part in lines for one in part))
+                parts = {kinds["sign"][sign]: _SIGNS[sign] for sign in sorted(kinds["sign"], reverse=True)}
+                yield self._together(f"{base} by the sign of the advantage", parts)
             if "band" in kinds:
                 yield from self._by_position(base, dict(sorted(kinds["band"].items(), key=lambda one: _start(one[0]))))
             self.drawn |= {name for kind in kinds.values() for name in kind.values()}
 
-    def _chart(self, title: str, series: Iterable[Series], metric: str = "", note: str = "") -> Chart:
-        """Make a chart over iterations; if it shows a single `metric`, add the limits that `diagnose` has for it."""
+    def _chart(self, title: str, series: Iterable[Series], metrics: Sequence[str], note: str = "") -> Chart:
+        """Make a chart over iterations; if it shows a single metric, add the limits that `diagnose` has for it."""
         drawn = tuple(series)
         values = [value for one in drawn for value in (*one.y, *(one.low or ())) if value is not None]
-        guides, limits = self._limits(metric)
-        log = bool(re.fullmatch(LOGARITHMIC, metric)) and min(values) > 0
+        log = all(re.fullmatch(LOGARITHMIC, metric) for metric in metrics) and min(values) > 0
+        guides, limits = self._limits(metrics[0]) if len(metrics) == 1 else ([], "")
         return Chart(
             title=title,
             x_label="iteration",
@@ -164,81 +133,57 @@ class _ChartMaker:
             guides=tuple(guide for guide in guides if not log or guide.y > 0),
         )
 
+    def _together(self, title: str, labels: Mapping[str, str], note: str = "") -> Chart:
+        """Make one chart of several metrics, each with its name in the legend."""
+        lines = [self._series(metric, label, place) for place, (metric, label) in enumerate(labels.items())]
+        drawn = [one for part in lines for one in part]
+        if len(labels) > 2 and len(self._arms) > 1:  # so many bands could not be told apart
+            drawn = [replace(one, low=None, high=None) for one in drawn]
+        return self._chart(title, drawn, list(labels), note)
+
     def _combined_chart(self, entry: CombinedChart) -> Iterator[Chart]:
-        names = {name: label for name, label in entry.metrics.items() if name in self._names}
-        if len(names) == len(entry.metrics):
-            lines = [self._series(name, label, place) for place, (name, label) in enumerate(names.items())]
-            self.drawn |= names.keys() - set(self._by_themselves(names))
-            yield self._chart(entry.title, (one for part in lines for one in part))
+        if entry.metrics.keys() <= set(self._names):
+            # a metric with limits gets a chart of its own too, which shows them
+            self.drawn |= {metric for metric in entry.metrics if not self._limits(metric)[0]}
+            yield self._together(entry.title, entry.metrics, entry.note)
 
-    def _by_themselves(self, names: Iterable[str]) -> list[str]:
-        """Return the metrics with limits, which a chart of several metrics does not show."""
-        return [name for name in names if self._limits(name)[0]]
-
-    def _quantile_chart(self, entry: QuantileChart) -> Iterator[Chart]:
-        names = (entry.middle, entry.low, entry.high)
-        if not set(names) <= set(self._names):
-            return
-        self.drawn |= set(names)
-        if len(self._arms) > 1:  # overlapping bands could not be distinguished
-            labels = ("median", *entry.ends)
-            lines = [
-                self._series(name, label, place) for place, (name, label) in enumerate(zip(names, labels, strict=True))
-            ]
-            drawn = [replace(one, low=None, high=None) for part in lines for one in part]
-        else:
-            middle, low, high = (next(self._series(name)) for name in names)
-            drawn = [replace(middle, low=_at(low, middle.x), high=_at(high, middle.x))]
-        yield self._chart(entry.title, drawn, metric=names[0], note=entry.note)
-
-    def _scatter_chart(self, entry: ScatterChart) -> Iterator[Chart]:
-        if entry.x not in self._names or entry.y not in self._names:
-            return
-        drawn = []
-        for arm, x, y in zip(self._arms, self._of[entry.x], self._of[entry.y], strict=True):
-            at = dict(zip(y.x, y.y, strict=True))
-            pairs = [(rounded(one), rounded(at[i])) for i, one in zip(x.x, x.y, strict=True) if one and at.get(i)]
-            pairs = pairs[:: max(1, math.ceil(len(pairs) / 400))]
-            if pairs:
-                xs, ys = map(list, zip(*pairs, strict=True))
-                drawn.append(Series(name=arm.name, x=xs, y=ys, style="points", group=arm.name, **self._look(arm)))
-        guides, _ = self._limits(entry.y)
-        unity = Guide(text="kappa = 1", y=1.0)
-        yield Chart(
-            title=entry.title,
-            x_label=entry.x,
-            y_label=entry.y,
-            series=tuple(drawn),
-            note=entry.note,
-            guides=(unity, *guides),
-        )
-
-    def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart | Heatmap]:
-        """Yield a heatmap for each arm, and one chart of all arms' newest values over the position."""
+    def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart]:
+        """Yield a chart of the bands for each arm, and one of all arms' newest values over the position."""
+        newest = []
         for number, arm in enumerate(self._arms):
-            rows = {band: self._of[metric][number] for band, metric in bands.items()}
-            rows = {band: line for band, line in rows.items() if line.numbers}
-            if rows:
-                yield _heatmap(f"{base} by position{_suffix(arm, self._arms)}", base, rows)
-        bands = {band: metric for band, metric in bands.items() if metric in self._names}
-        drawn = []
-        for number, arm in enumerate(self._arms):
-            points = [(place, _newest(self._of[metric][number])) for place, metric in enumerate(bands.values())]
-            points = [(x, rounded(y)) for x, y in points if y is not None]
-            if points:
-                x, y = map(list, zip(*points, strict=True))
-                drawn.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, **self._look(arm)))
+            of_arm = {band: self._of[metric][number] for band, metric in bands.items()}
+            of_arm = {band: line for band, line in of_arm.items() if line.numbers}
+            if not of_arm:
+                continue
+
+            lines = [_line(whole, name=band, number=place) for place, (band, whole) in enumerate(of_arm.items())]
+            lines = [replace(line, low=None, high=None) for line in lines]  # so many error bars hide each other
+            suffix = f": {arm.name}" if len(self._arms) > 1 else ""
+            yield self._chart(f"{base} by position{suffix}", lines, [bands[band] for band in of_arm])
+
+            places = [place for place, band in enumerate(bands) if band in of_arm]
+            values = [rounded(_newest(line)) for line in of_arm.values()]
+            newest.append(Series(name=arm.name, x=places, y=values, style="both", group=arm.name, **self._look(arm)))
         yield Chart(
             title=f"{base} over the position, newest tenth of the iterations",
             x_label="position",
             y_label="",
-            series=tuple(drawn),
+            series=tuple(newest),
             x_names=tuple(bands),
         )
 
 
-def _suffix(arm: Arm, arms: Sequence[Arm]) -> str:
-    return f": {arm.name}" if len(arms) > 1 else ""
+def _line(whole: MeanLine, **look: Any) -> Series:
+    """Make the series of a line, thinned and rounded."""
+    line = downsample(whole)
+    return Series(
+        x=line.x,
+        y=[rounded(value) for value in line.y],
+        low=line.low and [rounded(value) for value in line.low],
+        high=line.high and [rounded(value) for value in line.high],
+        style="both" if len(line.numbers) < 2 else "line",
+        **look,
+    )
 
 
 def _start(band: str) -> int:
@@ -246,41 +191,9 @@ def _start(band: str) -> int:
     return int(band.split("-")[0])
 
 
-def _at(series: Series, x: Sequence[Any]) -> list[Number]:
-    """Return the value at each x or at the nearest x before: each line is downsampled by its own extremes."""
-    found, place = [], 0
-    for wanted in x:
-        while place + 1 < len(series.x) and series.x[place + 1] <= wanted:
-            place += 1
-        found.append(series.y[place])
-    return found
-
-
-def _newest(line: MeanLine) -> float | None:
+def _newest(line: MeanLine) -> float:
     """Return the mean over the newest tenth of the iterations that have a number."""
-    values = line.numbers
-    return fmean(values[-max(1, len(values) // 10) :]) if values else None
-
-
-def _heatmap(title: str, label: str, rows: Mapping[str, MeanLine]) -> Heatmap:
-    """Make a heatmap with a row for each band; above `MOST_COLUMNS` iterations a column is the mean of a stretch."""
-    x = sorted({iteration for line in rows.values() for iteration in line.x})
-    width = max(1, math.ceil(len(x) / MOST_COLUMNS))
-    stretches = [x[begin : begin + width] for begin in range(0, len(x), width)]
-    values = []
-    for line in rows.values():
-        at = dict(zip(line.x, line.y, strict=True))
-        cells = [[at[i] for i in stretch if at.get(i) is not None] for stretch in stretches]
-        values.append([rounded(fmean(cell)) if cell else None for cell in cells])
-    return Heatmap(
-        title=title,
-        x_label="iteration",
-        y_label="position",
-        x=[stretch[0] for stretch in stretches],
-        y=list(rows),
-        values=values,
-        value_label=label,
-    )
+    return fmean(line.numbers[-max(1, len(line.numbers) // 10) :])
 
 
 def _limits(metric: str, values: Sequence[tuple[Config, float]]) -> tuple[list[Guide], str]:

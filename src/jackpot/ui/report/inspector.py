@@ -6,7 +6,6 @@ the reader opens it. Numbers have four significant digits, top-k probabilities t
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +50,18 @@ def inspector_data(
     `spread_files`. A single response longer than `max_tokens` is carried nevertheless, unless that is 0.
     """
     packing = _Packing(max_tokens)
-    shown = []
-    for number, (run, files) in enumerate(runs):
-        sizes = [sum(saved.tokens for saved in of_run) for _, of_run in runs[number:]]
-        share = even_shares(sizes, max(packing.left, 0))[0]
+    carried: dict[int, dict[str, Any]] = {}
+    by_size = sorted(range(len(runs)), key=lambda number: sum(saved.tokens for saved in runs[number][1]))
+    for place, number in enumerate(by_size):  # what a short run does not need is left for the others
+        run, files = runs[number]
         words = TokenTexts()
         best = best_rollouts(run.folder, [saved.iteration for saved in files])
-        if iterations := packing.add(files, share, words, best):
+        if iterations := packing.add(files, max(packing.left, 0) // (len(runs) - place), words, best):
             packing.packs[f"words-{number}"] = packed(texts_of(words, run.folder, run.config))
-            shown.append({"name": run.name, "words": f"words-{number}", "iterations": iterations})
-    index = {"top": TOP, "max_tokens": max_tokens, "runs": shown}
-    left_out = _left_out(runs, index, packing)
+            carried[number] = {"name": run.name, "words": f"words-{number}", "iterations": iterations}
+
+    index = {"top": TOP, "max_tokens": max_tokens, "runs": [carried[number] for number in sorted(carried)]}
+    left_out = _left_out(runs, carried, packing)
     return InspectorData(index=index, packs=packing.packs, left_out=left_out), sorted(packing.unreadable)
 
 
@@ -69,6 +69,7 @@ class _Packing:
     """Packs responses until the room is used up."""
 
     def __init__(self, max_tokens: int) -> None:
+        self.most = max_tokens
         self.left = max_tokens  # tokens; below 0 if the only response is longer than all the room
         self.packs: dict[str, str] = {}
         self.unreadable: list[str] = []
@@ -84,13 +85,12 @@ class _Packing:
         """
         listed: list[dict[str, Any]] = []
         chosen = with_best(spread_files(files, share), files, best)
-        chosen = chosen[-1:] + chosen[:-1]  # the newest first, then the oldest, so that both have room
+        chosen.sort(key=lambda saved: (saved.tokens, -saved.iteration))  # the large ones share what small ones leave
         for place, saved in enumerate(chosen):
-            part = even_shares([one.tokens for one in chosen[place:]], max(share, 0))[0]
-            most = share if listed else self.left if self.packs else math.inf if self.left else 0
+            room = share if listed else self.left if self.packs else math.inf if self.left else 0
             try:
                 lengths = _lengths(read_columns(saved, ["token_ids"]), "token_ids").tolist()
-                rows = spread_rows(lengths, part, most)
+                rows = spread_rows(lengths, max(share, 0) // (len(chosen) - place), room)
                 if not rows and lengths:
                     continue
                 columns = _columns(read_columns(saved, _NEEDED, rows), words)
@@ -98,6 +98,7 @@ class _Packing:
                 self.unreadable.append(str(error))
                 self.bad.add(saved.path)
                 continue
+
             name, tokens = f"tokens-{len(self.packs)}", sum(columns["lengths"])
             self.packs[name] = packed(columns)
             self.left -= tokens
@@ -135,46 +136,27 @@ def _of_responses(saved: RolloutFile, count: int) -> float:
     return saved.tokens * min(count / max(saved.responses, 1), 1.0)
 
 
-def _left_out(runs: Sequence[tuple[Run, Sequence[RolloutFile]]], index: Mapping[str, Any], packing: _Packing) -> Table:
-    shown = {run["name"]: {one["iteration"]: one for one in run["iterations"]} for run in index["runs"]}
+def _left_out(
+    runs: Sequence[tuple[Run, Sequence[RolloutFile]]], carried: Mapping[int, dict[str, Any]], packing: _Packing
+) -> Table:
     rows = []
-    for run, files in runs:
-        here, whole = shown.get(run.name, {}), [saved for saved in files if saved.path not in packing.bad]
-        if missing := _stretches([(saved.iteration, saved.iteration not in here) for saved in whole]):
-            responses = sum(one["responses"] for one in here.values())
+    for number, (run, files) in enumerate(runs):
+        here = carried[number]["iterations"] if number in carried else []
+        whole = [saved for saved in files if saved.path not in packing.bad]
+        if len(here) < len(whole) or packing.left < 0:
+            responses = sum(one["responses"] for one in here)
             of_responses = sum(saved.responses for saved in whole)
-            counts = (f"{len(here)} of {len(whole)}", f"{responses} of {of_responses}")
-            rows.append((run.name, *counts, missing))
-    note = f"The page carries at most {index['max_tokens']:,} tokens (--max-tokens), whole responses."
+            rows.append((run.name, f"{len(here)} of {len(whole)}", f"{responses} of {of_responses}"))
+
+    note = f"The page carries at most {packing.most:,} tokens (--max-tokens), whole responses."
     if packing.left < 0:
-        tokens = index["max_tokens"] - packing.left
-        note += f" The only response carried is longer: {tokens:,} tokens."
-        [only] = index["runs"]
-        rows = rows or [(only["name"], "1 of 1", f"1 of {only['iterations'][0]['of_responses']}", "none")]
-    columns = ("run", "iterations carried", "responses carried", "iterations left out")
+        note += f" The only response carried is longer: {packing.most - packing.left:,} tokens."
     return Table(
-        title="Saved rollouts for which the token inspector has no room", columns=columns, rows=tuple(rows), note=note
+        title="Saved rollouts for which the token inspector has no room",
+        columns=("run", "iterations carried", "responses carried"),
+        rows=tuple(rows),
+        note=note,
     )
-
-
-def _stretches(marked: Sequence[tuple[int, bool]]) -> str:
-    """Format the marked numbers as `3, 5 to 9`, with neighbors in the sequence joined."""
-    words = []
-    for is_marked, group in groupby(marked, key=lambda one: one[1]):
-        numbers = [number for number, _ in group]
-        if is_marked:
-            words.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}")
-    return ", ".join(words)
-
-
-def even_shares(sizes: Sequence[int], most: int) -> list[int]:
-    """Divide `most` as evenly as the sizes allow: the larger share what a small one does not need."""
-    shares, left = [0] * len(sizes), most
-    order = sorted(range(len(sizes)), key=sizes.__getitem__)
-    for place, number in enumerate(order):
-        shares[number] = min(sizes[number], left // (len(order) - place))
-        left -= shares[number]
-    return shares
 
 
 def spread_rows(lengths: Sequence[int], budget: int, most: float = 0) -> list[int]:

@@ -7,13 +7,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class MetricCharts:
-    """Asks for a chart of each metric whose whole name matches `pattern`, with its parts by sign and by position."""
-
-    pattern: str
-
-
-@dataclass(frozen=True, slots=True)
 class FirstOf:
     """Asks for a chart of the first of these metrics that the runs have, without its parts.
 
@@ -29,38 +22,11 @@ class CombinedChart:
 
     title: str
     metrics: dict[str, str]  # metric: its name in the legend
+    note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class QuantileChart:
-    """Asks for one chart of quantiles: a line with a band for a single arm, three lines for each of several arms."""
-
-    title: str
-    middle: str
-    low: str
-    high: str
-    ends: tuple[str, str]  # names of low and high in the legend
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class ScatterChart:
-    """Asks for a chart of one metric over another with a point for every iteration."""
-
-    title: str
-    x: str
-    y: str
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Asks for a heatmap of how a quantity of the saved tokens is distributed, iteration by iteration."""
-
-    column: str  # a key of `distributions.QUANTITIES`
-
-
-Entry = MetricCharts | FirstOf | CombinedChart | QuantileChart | ScatterChart | Distribution
+# a text asks for a chart of each metric whose whole name matches it, with its parts by sign and by position
+Entry = str | FirstOf | CombinedChart
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +56,15 @@ LAYOUT = (
         "rollouts, so they measure the rollout model. A group whose responses are all right or all wrong has no "
         "advantage and teaches nothing.",
         (
-            MetricCharts(r"eval/policy_accuracy"),
-            MetricCharts(r"eval/rollout_model_accuracy"),
-            MetricCharts(r"eval/[^/]+/(mean|pass)_at_k"),
-            MetricCharts(r"eval/.*_pass_at_k"),
-            MetricCharts(r"eval/.*_reward"),
-            MetricCharts(r"eval/.*reward_errors"),
-            MetricCharts(r"eval/.*_stderr"),
-            MetricCharts(r"reward/.*"),
-            MetricCharts(r"sampling/.*"),
+            r"eval/policy_accuracy",
+            r"eval/rollout_model_accuracy",
+            r"eval/[^/]+/(mean|pass)_at_k",
+            r"eval/.*_pass_at_k",
+            r"eval/.*_reward",
+            r"eval/.*reward_errors",
+            r"eval/.*_stderr",
+            r"reward/.*",
+            r"sampling/.*",
         ),
     ),
     LayoutSection(
@@ -106,12 +72,12 @@ LAYOUT = (
         "Is something broken? The engine's log-probs must equal those of training up to rounding, no number may be "
         "missing or infinite, and files must be writable. A fault here explains the sections below.",
         (
-            MetricCharts(r".*engine_gap(_max)?"),
-            MetricCharts(r"rollout_model/weight"),
-            MetricCharts(r"health/.*"),
-            MetricCharts(r"response/(aborted|non_finite)"),
-            MetricCharts(r".*/skipped_steps"),
-            MetricCharts(r"(checkpoint|files)/.*"),
+            r".*engine_gap(_max)?",
+            r"rollout_model/weight",
+            r"health/.*",
+            r"response/(aborted|non_finite)",
+            r".*/skipped_steps",
+            r"(checkpoint|files)/.*",
         ),
         is_folded=True,
     ),
@@ -120,57 +86,52 @@ LAYOUT = (
         "How far is the rollout model from the policy? Ratios are p_policy / p_rollout_model of the sampled tokens, "
         "before any masking or clipping.",
         (
-            MetricCharts(r"mismatch/kl_rollout_policy"),
-            MetricCharts(r"mismatch/kl_policy_rollout"),
-            MetricCharts(r"mismatch/kl_.*"),
-            QuantileChart(
+            r"mismatch/kl_rollout_policy",
+            r"mismatch/kl_policy_rollout",
+            r"mismatch/kl_.*",
+            CombinedChart(
                 "Ratio: median, and from the 1st to the 99th percentile",
-                "mismatch/ratio_p50",
-                "mismatch/ratio_p1",
-                "mismatch/ratio_p99",
-                ("1st percentile", "99th percentile"),
-                "The band should stay around 1. A falling lower edge means that the policy has given up tokens "
+                {
+                    "mismatch/ratio_p50": "median",
+                    "mismatch/ratio_p1": "1st percentile",
+                    "mismatch/ratio_p99": "99th percentile",
+                },
+                "All three should stay around 1. A falling 1st percentile means that the policy has given up tokens "
                 "which the rollout model still generates.",
             ),
-            QuantileChart(
+            CombinedChart(
                 "Ratio: median, and from the 0.1th to the 99.9th percentile",
-                "mismatch/ratio_p50",
-                "mismatch/ratio_p0.1",
-                "mismatch/ratio_p99.9",
-                ("0.1th percentile", "99.9th percentile"),
+                {
+                    "mismatch/ratio_p50": "median",
+                    "mismatch/ratio_p0.1": "0.1th percentile",
+                    "mismatch/ratio_p99.9": "99.9th percentile",
+                },
                 "The tails of a plain importance weight.",
             ),
-            Distribution("ratio"),
-            MetricCharts(r"mismatch/ratio.*"),
-            MetricCharts(r"mismatch/ess"),
-            MetricCharts(r"mismatch/prefix_ess"),
-            MetricCharts(r"mismatch/.*"),
+            r"mismatch/ratio.*",
+            r"mismatch/ess",
+            r"mismatch/prefix_ess",
+            r"mismatch/.*",
         ),
     ),
     LayoutSection(
         "Rejection (OBRS)",
         "Which share of the tokens can train the policy, and at which positions? Acceptance is the mean of "
-        "min(1, ratio / lam), its expectation is Z, and kappa is the factor that makes both agree over a step. These "
+        "min(1, ratio / lam), its expectation is Z, and kappa is the factor that makes both agree over a step: 1 where "
+        "the Z of the top k is exact; far from it, raise sampling.num_top_log_probs. These "
         "metrics exist for every correction.",
         (
-            MetricCharts(r"obrs/acceptance"),
+            r"obrs/acceptance",
             CombinedChart("Acceptance and Z", {"obrs/acceptance": "acceptance", "obrs/z": "Z"}),
-            MetricCharts(r"obrs/acceptance_minus_z(_stderr)?"),
-            ScatterChart(
-                "Z against kappa",
-                "obrs/z",
-                "obrs/kappa",
-                "One point for each iteration. At kappa = 1 the Z of the top-k is exact; far from it, raise "
-                "sampling.num_top_log_probs.",
-            ),
-            MetricCharts(r"obrs/kappa"),
-            MetricCharts(r"obrs/kappa_z_above_1"),
-            MetricCharts(r"obrs/z_bound_width"),
+            r"obrs/acceptance_minus_z(_stderr)?",
+            r"obrs/kappa",
+            r"obrs/kappa_z_above_1",
+            r"obrs/z_bound_width",
             CombinedChart(
                 "Captured probability",
                 {"obrs/rollout_mass": "of the rollout model", "obrs/target_mass": "of the policy"},
             ),
-            MetricCharts(r"obrs/.*"),
+            r"obrs/.*",
         ),
     ),
     LayoutSection(
@@ -178,16 +139,15 @@ LAYOUT = (
         "Which share of the batch is left, and how much do single tokens count? The weight is the final factor on a "
         "token's gradient; a rejected token has weight 0.",
         (
-            MetricCharts(r"correction/accepted"),
-            Distribution("weight"),
-            MetricCharts(r"correction/weight"),
-            MetricCharts(r"correction/weight_max"),
+            r"correction/accepted",
+            r"correction/weight",
+            r"correction/weight_max",
             CombinedChart(
                 "Effective sample size, before and after the correction",
                 {"mismatch/ess": "before", "correction/ess": "after"},
             ),
-            MetricCharts(r"correction/ess"),
-            MetricCharts(r"correction/clip_frac"),
+            r"correction/ess",
+            r"correction/clip_frac",
         ),
     ),
     LayoutSection(
@@ -195,15 +155,15 @@ LAYOUT = (
         "How old are the rollouts, and what does that cost? The lag counts the optimizer steps that a model took since "
         "the token was generated. On a stale batch the cap c2 and PPO's clip cut off weights.",
         (
-            MetricCharts(r"lag/.*"),
+            r"lag/.*",
             CombinedChart(
                 "How far the policy moved on the batch: KL(old ‖ new), from sampled tokens",
                 {"policy/approx_kl_k1": "k1", "policy/approx_kl_weighted": "k1, weighted by p_old / p_inf"},
             ),
-            MetricCharts(r"policy/approx_kl_.*"),
-            MetricCharts(r"correction/clip_frac_c2"),
-            MetricCharts(r"(policy|rollout_model)/clip_frac"),
-            MetricCharts(r"correction/.*"),
+            r"policy/approx_kl_.*",
+            r"correction/clip_frac_c2",
+            r"(policy|rollout_model)/clip_frac",
+            r"correction/.*",
         ),
         is_folded=True,
     ),
@@ -211,16 +171,16 @@ LAYOUT = (
         "Models",
         "Entropies, gradients and losses of the models. A loss does not measure progress.",
         (
-            MetricCharts(r".*/entropy"),
-            MetricCharts(r".*/grad_norm"),
-            MetricCharts(r"rollout_model/distill_kl"),
+            r".*/entropy",
+            r".*/grad_norm",
+            r"rollout_model/distill_kl",
             CombinedChart(
                 "The two parts of the rollout model's gradient",
                 {"rollout_model/ppo_grad_norm": "reward", "rollout_model/distill_grad_norm": "distillation"},
             ),
-            MetricCharts(r"rollout_model/grad_cosine"),
-            MetricCharts(r"critic/.*"),
-            MetricCharts(r"(policy|rollout_model)/.*"),
+            r"rollout_model/grad_cosine",
+            r"critic/.*",
+            r"(policy|rollout_model)/.*",
         ),
         is_folded=True,
     ),
@@ -228,17 +188,17 @@ LAYOUT = (
         "Length, tokens, time",
         "How long are the responses, and which part of the run takes the time?",
         (
-            MetricCharts(r"response/.*"),
-            MetricCharts(r"eval/(problems|.*[_/](tokens|truncated))"),
-            MetricCharts(r"speed/.*"),
-            MetricCharts(r"seconds/.*"),
-            MetricCharts(r"cpu_seconds/.*"),
-            MetricCharts(r"flops/.*"),
-            MetricCharts(r"tokens/.*"),
+            r"response/.*",
+            r"eval/(problems|.*[_/](tokens|truncated))",
+            r"speed/.*",
+            r"seconds/.*",
+            r"cpu_seconds/.*",
+            r"flops/.*",
+            r"tokens/.*",
         ),
         is_folded=True,
     ),
-    LayoutSection("Everything else", "Metrics that no other section names.", (MetricCharts(r".*"),), is_folded=True),
+    LayoutSection("Everything else", "Metrics that no other section names.", (r".*",), is_folded=True),
 )
 
 LOGARITHMIC = r".*(ratio_max|ratio_p[\d.]+|weight_max|grad_norm|engine_gap(_max)?|z_bound_width|log_ratio_variance)"

@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jackpot.core.errors import DataError
-from jackpot.training.run.rollouts import RolloutFile, list_rollout_files
+from jackpot.training.run.rollouts import list_rollout_files
 from jackpot.ui.html import write_page
 from jackpot.ui.report.curves import metric_sections
-from jackpot.ui.report.distributions import distributions
 from jackpot.ui.report.inspector import MAX_TOKENS, inspector_data
 from jackpot.ui.report.metric_layout import HEADLINE
-from jackpot.ui.report.runs import arms_of, common_folder, find_evaluations, find_runs, is_abandoned, read_runs
+from jackpot.ui.report.runs import arms_of, common_folder, find_evaluations, find_runs, read_runs
 from jackpot.ui.report.summary import diagnoses, summary_section
 
 NAME = "report.html"
-PAUSE = 60.0  # time without a lock after which a run counts as ended, seconds; a resumed run has to load first
 
 
 class NoMetricsYet(DataError):
@@ -34,7 +32,7 @@ class Report:
     path: Path  # the page
     runs: int  # number of runs in it
     unfinished: tuple[str, ...]  # names of the runs that are not finished
-    going: tuple[Path, ...]  # folders of the runs that may still write
+    is_going: bool  # whether a run has not ended
     unreadable: tuple[str, ...]  # a sentence for each file and folder that was left out
 
 
@@ -61,36 +59,32 @@ def write_report(
             f"{' and '.join(map(str, paths))} has no metrics yet: the first line of metrics.jsonl is the evaluation "
             f"before training; wait for it, or use --watch"
         )
-    unfinished = tuple(run.name for run in runs if not run.finished)
-    going = tuple(run.folder for run in runs if not run.ended)
     arms = arms_of(begun)
-    in_order = [run for arm in arms for run in arm.runs]
-    files: list[tuple[str, RolloutFile]] = []
     unreadable = [
         f"{folder} is left out: it is of `jackpot eval` and no run; its results are in summary.json"
         for folder in find_evaluations(paths)
     ]
     saved_by_run = []
-    for run in in_order:
+    for run in (run for arm in arms for run in arm.runs):
         saved_files, bad = list_rollout_files(run.folder)
         saved_by_run.append((run, saved_files))
-        files += [(run.name, saved) for saved in saved_files]
         unreadable += bad
-    spreads, bad = distributions(arms, files)
-    unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
-    unreadable = list(dict.fromkeys([*unreadable, *bad]))  # both functions read the same files
+    unreadable += bad
     found = diagnoses(arms)
     summary = summary_section(arms, found, unreadable)
     if tokens.left_out.rows:
         summary = replace(summary, items=(*summary.items, tokens.left_out))
     findings = (finding for _, diagnosis in found for finding in diagnosis.findings)
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
-    sections = metric_sections(arms, spreads, named)
+    sections = metric_sections(arms, named)
     sections.insert(1 if sections and sections[0].title == HEADLINE else 0, summary)
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
-    write_page(path, title, sections, tokens=tokens, reload_every=reload_every if going else None)
-    return Report(path=path, runs=len(runs), unfinished=unfinished, going=going, unreadable=tuple(unreadable))
+    is_going = not all(run.ended for run in runs)
+    write_page(path, title, sections, tokens=tokens, reload_every=reload_every if is_going else None)
+
+    unfinished = tuple(run.name for run in runs if not run.finished)
+    return Report(path=path, runs=len(runs), unfinished=unfinished, is_going=is_going, unreadable=tuple(unreadable))
 
 
 def watch(
@@ -101,36 +95,23 @@ def watch(
     show: Callable[[Report], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the page again whenever the runs have written something, until all have ended.
-
-    A run has ended when it is finished or has stopped itself, or when for `PAUSE` seconds no process held its lock and
-    nothing was written; between two processes of one resumed run the lock is free.
+    """Write the page again whenever the runs have written something, until all are finished or have stopped themselves.
 
     Args:
         every: seconds between two checks.
         show: called after each time the page was written.
         wait: sleeps for this many seconds.
-
-    Raises:
-        NoMetricsYet: all runs have ended, and none has written a metric.
     """
     before: list[tuple[str, int, int]] = []
-    going: tuple[Path, ...] = ()
-    quiet = 0.0  # time without a lock and without a new byte, seconds
     while True:
         now = _fingerprint(paths)
         if now != before:
-            before, going, quiet = now, tuple(find_runs(paths)), 0.0
+            before = now
             with contextlib.suppress(NoMetricsYet):
                 report = write_report(paths, out, max_tokens, reload_every=every)
-                going = report.going
                 show(report)
-                if not going:
+                if not report.is_going:
                     return
-        quiet = quiet + every if all(map(is_abandoned, going)) else 0.0
-        if quiet > PAUSE:
-            show(write_report(paths, out, max_tokens))  # the last page does not reload itself
-            return
         wait(every)
 
 

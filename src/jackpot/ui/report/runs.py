@@ -3,15 +3,15 @@
 Runs whose settings differ only in seed, threads and description are one arm.
 """
 
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jackpot.config.build import flat
 from jackpot.config.run import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run.folder import RunFolder, is_evaluation, run_config
@@ -43,10 +43,9 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Return whether the run is finished, or was stopped by a guard after its newest line and not resumed since."""
+        """Return whether the run is finished, or was stopped by a guard after its newest line."""
         since = self.lines[-1]["time"] if self.lines else 0.0
-        stopped = [event["time"] for event in self.events if event["event"] == "stopped" and event["time"] >= since]
-        return self.finished or bool(stopped and not _taken_since(self.folder, stopped[-1]))
+        return self.finished or any(one["event"] == "stopped" and one["time"] >= since for one in self.events)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,27 +104,6 @@ def _below(folder: Path) -> Iterator[Path]:
         names[:] = [name for name in inside if name not in found]
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Return whether no process holds the lock of a run; False if it has no lock file or the file system no such locks.
-
-    This takes the lock in shared mode for a moment; a run that starts in that moment is refused.
-    """
-    try:
-        with (folder / ".lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it is held, it does not exist, or the file system has no locks
-        return False
-    return True
-
-
-def _taken_since(folder: Path, moment: float) -> bool:
-    """Return whether a process took the lock after this moment: it writes into the file (`core.files.hold_lock`)."""
-    try:
-        return (folder / ".lock").stat().st_mtime > moment
-    except FileNotFoundError:
-        return False
-
-
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read settings, metrics and events of runs; a run that has just begun has no lines."""
     base = common_folder(folders)
@@ -161,14 +139,16 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 def settings(config: Config) -> dict[str, Any]:
     """Return the settings that define an arm as a flat dict such as {"batch.prompts": 32}."""
-    return {key: value for key, value in _flat(json.loads(config.model_dump_json())) if key not in _NOT_OF_THE_ARM}
+    return {
+        key: value for key, value in flat(json.loads(config.model_dump_json())).items() if key not in _NOT_OF_THE_ARM
+    }
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that are not equal in all groups: key and the value of each group as text."""
-    flat = [settings(group[0].config) for group in groups]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = {key: [_text(one[key]) if key in one else _MISSING for one in flat] for key in keys}
+    of_groups = [settings(group[0].config) for group in groups]
+    keys = dict.fromkeys(key for one in of_groups for key in one)
+    rows = {key: [_text(one[key]) if key in one else _MISSING for one in of_groups] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
@@ -188,14 +168,6 @@ def _distinct(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str
             differences = ", ".join(f"{key}={values[place]}" for key, values in list(rows.items())[:3])
             distinct[number] = f"{name} ({differences})"
     return [name if distinct.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(distinct)]
-
-
-def _flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 def _text(value: Any) -> str:

@@ -7,8 +7,8 @@ from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
 from jackpot.training.run.folder import measure_of
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
+from jackpot.ui.numbers import measured
 from jackpot.ui.report.runs import Arm, Run, differing
-from jackpot.ui.results import measured
 
 _NOTHING = "-"
 
@@ -49,15 +49,13 @@ def _intro(arms: Sequence[Arm]) -> str:
     runs = [run for arm in arms for run in arm.runs]
     words = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
     if any(len(arm.runs) > 1 for arm in arms):
-        words.append("Lines are means over the seeds of an arm that have a number at that iteration.")
-    for few in (True, False):
-        seeds = sorted({len(arm.runs) for arm in arms if len(arm.runs) > 1 and (len(arm.runs) < FEW_SEEDS) == few})
-        if seeds:
-            words.append(f"Bands of {' or '.join(map(str, seeds))} seeds go {describe_error_bars(seeds[0])}.")
+        words.append(
+            f"Lines are means over the seeds of an arm that have a number at that iteration; bands of fewer than "
+            f"{FEW_SEEDS} seeds go {describe_error_bars(1)}, of more seeds {describe_error_bars(FEW_SEEDS)}."
+        )
     if any(len(run.lines) > MOST_POINTS for run in runs):
         words.append(
-            f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch, "
-            f"with the widest band of the stretch."
+            f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch."
         )
     return " ".join(words)
 

@@ -10,9 +10,8 @@ from jackpot.analysis.plan.placement import AHEAD, PlacedRun, cheapest
 from jackpot.analysis.plan.sharding import ENGINES_SHARE
 from jackpot.analysis.plan.sizes import PromptLengths
 from jackpot.config.run import Config
+from jackpot.ui.terminal.output import print_line, show_table
 from jackpot.ui.terminal.plan import GB, unpriced
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
 
 _COLUMNS = ("generate + train", "GB each", *(f"ahead {ahead}" for ahead in AHEAD), "eval h", "hours")
 

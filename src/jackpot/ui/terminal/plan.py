@@ -19,8 +19,7 @@ from jackpot.core.types import Role
 from jackpot.launch.local import model_paths, pick_device
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.tables import show_table
+from jackpot.ui.terminal.output import print_line, show_table
 
 GB = 1e9  # bytes; GPUs are sold in these, not in GiB
 _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout share", "on policy", "saved")

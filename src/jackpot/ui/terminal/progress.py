@@ -2,39 +2,36 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jackpot.core.stages import listening
-from jackpot.ui.terminal.text import plain, printable
+from jackpot.ui.terminal.output import plain, print_line, printable
 
 LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
 
 @contextmanager
-def progress(console: Console) -> Iterator["Bars | Lines"]:
+def progress(console: Console) -> Iterator["Counts"]:
     """Yield an object whose `update` shows the progress while the work goes on; it shows stages too."""
-    if not console.is_terminal:
-        lines = Lines(console)
-        with listening(lines.stage):
-            yield lines
-        return
-    bars = Bars(console)
-    with bars.live, listening(bars.stage):
-        yield bars
-        bars.stage("")  # the last frame stays on the screen
+    counts = Counts(console)
+    with counts.live if console.is_terminal else nullcontext(), listening(counts.stage):
+        yield counts
+        if console.is_terminal:
+            counts.stage("")  # the last frame stays on the screen
 
 
-class Bars:
-    """Shows a bar with the time for each counted thing, and below the bars the newest facts and the stage.
+class Counts:
+    """Counted things: in a terminal bars over the newest facts and the stage, in a log a line every few seconds.
 
-    Lines that are due stay above the bars.
+    Lines that are due are printed at once, and stay above the bars.
     """
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         self._bars = Progress(
             TextColumn("{task.description} {task.completed:,}/{task.total:,}{task.fields[noun]}", markup=False),
             BarColumn(bar_width=16),
@@ -44,8 +41,8 @@ class Bars:
             TimeRemainingColumn(elapsed_when_finished=False),
             console=console,
         )
-        self._console = console
-        self._tasks: dict[str, TaskID] = {}
+        self._begun: dict[str, tuple[TaskID, float, int]] = {}  # of each name: its bar, and time and count at first
+        self._last = -LINE_SECONDS  # when the newest line was printed
         self._facts: dict[str, str] = {}
         self._stage = ""
         self.live = Live(self._frame(), console=console, refresh_per_second=4)
@@ -62,7 +59,7 @@ class Bars:
         is_due: bool = False,
         lasting: Collection[str] | None = None,
     ) -> None:
-        """Show the count of one thing and facts about it; a fact stays until a newer one replaces it.
+        """Show the count of one thing and facts about it; over bars a fact stays until a newer one replaces it.
 
         Args:
             name: what is counted, for example an iteration or a benchmark.
@@ -72,59 +69,37 @@ class Bars:
             is_due: print a line that stays, in a log at once; bars always show the newest count.
             lasting: names of the facts in the line that stays above the bars, and only there; None: all.
         """
-        if name not in self._tasks:
+        now = time.monotonic()
+        if name not in self._begun:
             begun = done if start is None else start
-            self._tasks[name] = self._bars.add_task(printable(name), total=total, completed=begun, noun=noun)
-        self._bars.update(self._tasks[name], completed=done)
-        if is_due:
-            kept = {fact: value for fact, value in facts.items() if lasting is None or fact in lasting}
-            facts = {fact: value for fact, value in facts.items() if fact not in kept}
-            print_line(self._console, _line(f"{name} {done:,}/{total:,}{noun}", kept))
-        self._facts |= facts
-        self.live.update(self._frame())
+            bar = self._bars.add_task(printable(name), total=total, completed=begun, noun=noun)
+            self._begun[name] = (bar, now, done)
+        bar, begun_at, first = self._begun[name]
+        count = f"{name} {done:,}/{total:,}{noun}"
+
+        if self._console.is_terminal:
+            kept = {fact for fact in facts if is_due and (lasting is None or fact in lasting)}
+            if is_due:
+                print_line(self._console, _line(count, {fact: facts[fact] for fact in facts if fact in kept}))
+            self._facts |= {fact: value for fact, value in facts.items() if fact not in kept}
+            self._bars.update(bar, completed=done)
+            self.live.update(self._frame())
+        elif is_due or now - self._last >= LINE_SECONDS:
+            self._last = now
+            left = f"  {(now - begun_at) / (done - first) * (total - done):.0f} s left" if done > first else ""
+            print_line(self._console, _line(count, facts) + left)
 
     def stage(self, text: str) -> None:
-        """Show what is done now."""
+        """Show what is done now; in a log as long as nothing is counted."""
         self._stage = text
-        self.live.update(self._frame())
+        if self._console.is_terminal:
+            self.live.update(self._frame())
+        elif not self._begun:
+            print_line(self._console, text)
 
     def _frame(self) -> Group:
         below = ("  ".join(f"{name} {value}" for name, value in self._facts.items()), self._stage)
         return Group(self._bars, *(plain(text, style="dim") for text in below if text))
-
-
-class Lines:
-    """Prints at most one line every few seconds, unless a line is due at once."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._last = console, -LINE_SECONDS
-        self._begun: dict[str, tuple[float, int]] = {}  # of each name: time of the first call and the count at it
-
-    def update(
-        self,
-        name: str,
-        done: int,
-        total: int,
-        facts: Mapping[str, str],
-        *,
-        noun: str = "",
-        start: int | None = None,
-        is_due: bool = False,
-        lasting: Collection[str] | None = None,
-    ) -> None:
-        """Print the count, the facts and the time left, if a line is due; arguments as for `Bars.update`."""
-        now = time.monotonic()
-        begun, first = self._begun.setdefault(name, (now, done))
-        if now - self._last < LINE_SECONDS and not is_due:
-            return
-        self._last = now
-        left = [f"{(now - begun) / (done - first) * (total - done):.0f} s left"] if done > first else []
-        print_line(self._console, "  ".join([_line(f"{name} {done:,}/{total:,}{noun}", facts), *left]))
-
-    def stage(self, text: str) -> None:
-        """Print what is done now, as long as nothing is counted."""
-        if not self._begun:
-            print_line(self._console, text)
 
 
 def _line(count: str, facts: Mapping[str, str]) -> str:
@@ -152,12 +127,3 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
             print_line(console, newer)
 
     yield show
-
-
-def print_line(console: Console, text: str, is_whole: bool = False) -> None:
-    """Print text as it is: no markup, no control characters, no colors for numbers.
-
-    A terminal gets line breaks between words, but for lines that are `is_whole`: commands and files, which are copied.
-    A log gets none, so that a program finds whole lines.
-    """
-    console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)

@@ -11,7 +11,8 @@ from jackpot.analysis.mismatch.lengths import LengthRow
 from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MismatchNumbers, TokenBand
 from jackpot.analysis.mismatch.run import MismatchPair, MismatchResult
 from jackpot.core.statistics import Estimate
-from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite, format_number
+from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite
+from jackpot.ui.numbers import format_number
 
 _SMALLEST = 1e-16  # smallest value on a logarithmic axis
 _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jackpot.analysis.replay.results import CorrectionResult, ReplayResult, correction_result
-from jackpot.ui.charts import Section, Table, as_details, format_number
+from jackpot.ui.charts import Section, Table, as_details
+from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables, judged_table
 
 OWN = " *"

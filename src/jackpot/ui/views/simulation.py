@@ -22,8 +22,8 @@ from jackpot.ui.charts import (
     Table,
     as_details,
     finite,
-    format_number,
 )
+from jackpot.ui.numbers import format_number
 
 _COLUMNS: tuple[tuple[str, Callable[[TopKSummary], str]], ...] = (
     ("fill-in", lambda row: "yes" if row.fill_in else "no"),

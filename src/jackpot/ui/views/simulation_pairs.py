@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from jackpot.analysis.simulate.candidates import Candidate
 from jackpot.analysis.simulate.run import PairSimulation
-from jackpot.ui.charts import Section, Table, as_details, format_number
+from jackpot.ui.charts import Section, Table, as_details
+from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables
 from jackpot.ui.views.simulation import view_sections
 

@@ -1,5 +1,6 @@
-"""Prints tables and the names of written files in the terminal."""
+"""Prints lines, tables, names of written files and what to type next; no text is read as markup or moves the cursor."""
 
+import logging
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,21 +8,93 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as TerminalTable
+from rich.text import Text
 
-from jackpot.ui.charts import Section, Table
-from jackpot.ui.terminal.progress import print_line
-from jackpot.ui.terminal.text import plain
+from jackpot.ui.lazy import lazy
+
+with lazy():
+    from jackpot.ui import charts
 
 _MOST_ROWS = 40  # of a table in the terminal; a longer one is a detail
 _TEXT = 24  # width that a column of text needs at least, if it has as much; it breaks between words, characters
+_KEPT = "\n\t"
+_CONTROLS = {  # C0, DEL and C1, with which text moves the cursor, clears the screen or renames the window
+    code: f"⟨{code:02X}⟩" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in _KEPT
+}
 
 
-def show_tables(console: Console, sections: Iterable[Section], show_all: bool = True) -> int:
+def printable(text: str) -> str:
+    r"""Replace control characters but line breaks and tabs by their codes.
+
+    >>> printable("\x1b[2J")
+    '⟨1B⟩[2J'
+    """
+    return text.translate(_CONTROLS)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Return text to print as it is: `printable`, and `[bold]` in it is not read as markup."""
+    return Text(printable(text), style=style)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log messages, which quote servers and paths, without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message as `printable` text."""
+        return printable(super().format(record))
+
+
+def print_line(console: Console, text: str, is_whole: bool = False) -> None:
+    """Print text as it is: no markup, no control characters, no colors for numbers.
+
+    A terminal gets line breaks between words, but for lines that are `is_whole`: commands and files, which are copied.
+    A log gets none, so that a program finds whole lines.
+    """
+    console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)
+
+
+def show_answer(
+    console: Console,
+    verdicts: Iterable[str],
+    sections: Iterable["charts.Section"],
+    show_all: bool,
+    files: Sequence[Path] = (),
+    commands: Mapping[str, str] | None = None,
+) -> None:
+    """Print verdicts, then tables, then the names of written files, then commands.
+
+    Args:
+        verdicts: sentences that answer what the user asked.
+        sections: of their tables those marked `is_detail` are printed only with `show_all`.
+        files: as in `show_files`.
+        commands: as in `show_next`.
+    """
+    for verdict in verdicts:
+        console.print(plain(f"{verdict}\n", style="bold"), highlight=False)
+    if left_out := show_tables(console, sections, show_all):
+        print_line(console, f"--all prints {left_out} more {'table' if left_out == 1 else 'tables'}.")
+    if files:
+        show_files(console, files)
+    show_next(console, commands or {})
+
+
+def show_next(console: Console, commands: Mapping[str, str]) -> None:
+    """Print what to type next: each command, never broken, with what it is for."""
+    if commands:
+        print_line(console, "Next:")
+    for command, purpose in commands.items():
+        line = f"  {command}  # {purpose}"
+        fits = cell_len(line) <= console.width
+        print_line(console, line if fits else f"  {command}\n      # {purpose}", is_whole=True)
+
+
+def show_tables(console: Console, sections: Iterable["charts.Section"], show_all: bool = True) -> int:
     """Print the tables of a page with their notes; return how many were left out.
 
     Left out, but for `show_all`, are those marked `is_detail` and those too long for a terminal.
     """
-    tables = [item for section in sections for item in section.items if isinstance(item, Table)]
+    tables = [item for section in sections for item in section.items if isinstance(item, charts.Table)]
     shown = [one for one in tables if show_all or not (one.is_detail or len(one.rows) > _MOST_ROWS)]
     for item in shown:
         numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text

@@ -1,0 +1,45 @@
+"""Imports modules when they are first used, so that the file of a command can name its work at its top.
+
+`jackpot --help`, a typo and commands that compute nothing then start without torch and transformers.
+"""
+
+import builtins
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class Later:
+    """A module that is imported when one of its names is first read."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
+
+@contextmanager
+def lazy() -> Iterator[None]:
+    """Make every `from FOLDER import MODULE` of the block a `Later`; all that it imports must be modules.
+
+    importlib.util.LazyLoader would not do: whatever walks over sys.modules, as torch does, runs its modules at once.
+    """
+
+    def postpone(name: str, _globals: Any, _locals: Any, modules: Sequence[str], _level: int) -> SimpleNamespace:
+        return SimpleNamespace(**{module: Later(f"{name}.{module}") for module in modules})
+
+    usual, builtins.__import__ = builtins.__import__, postpone
+    try:
+        yield
+    finally:
+        builtins.__import__ = usual
+
+
+def load(module: ModuleType) -> None:
+    """Import all that a module postponed."""
+    for value in list(vars(module).values()):
+        if isinstance(value, Later):
+            import_module(value._name)

@@ -1,0 +1,119 @@
+"""Makes functions commands, and words the mistakes that are made in typing one."""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+
+from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.core.place import place
+from jackpot.ui.lazy import lazy, load
+from jackpot.ui.terminal.output import print_line
+from jackpot.ui.terminal.progress import status
+
+with lazy():
+    from jackpot.config import build, recipes, run
+
+# click's class; typer has a copy of click of its own since 0.24
+NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
+
+
+class Command(TyperCommand):
+    """Words the mistakes of those who know other tools: settings written as options, and things said twice."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Parse what was typed behind the command's name.
+
+        Raises:
+            ConfigError: an unknown option, or one that was given twice.
+        """
+        given = list(args)  # parsing empties `args`
+        try:
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+        except NoSuchOption as error:
+            raise ConfigError(self._unknown_option(ctx, error, given)) from None
+        single = [one.opts[-1] for one in order if one.param_type_name == "option" and not one.multiple]
+        rest = super().parse_args(ctx, args)
+        if twice := _repeated(single):
+            raise ConfigError(f"{' and '.join(twice)} was given twice; give it once")
+        if twice := _repeated([text.partition("=")[0] for text in ctx.params.get("overrides") or []]):
+            print_line(Console(stderr=True), f"{' and '.join(twice)} was given twice; the last one counts")
+        return rest
+
+    def _unknown_option(self, ctx: typer.Context, error: NoSuchOption, given: Sequence[str]) -> str:
+        """Say how the setting of this name is written, or name the options that are like it."""
+        name = error.option_name.lstrip("-").replace("-", "_")
+        settings = (
+            build.similar_settings(name, run.Config) if any(one.name == "overrides" for one in self.params) else []
+        )
+        like = [option for option in error.possibilities or [] if option != "--help"]
+        if settings and not any(option.lstrip("-").startswith(name) for option in like):
+            value = _value_of(error.option_name, given)
+            forms = " or ".join(f"{key}={value}" for key in settings)
+            return f"no option {error.option_name}; settings are written key=value: {forms}"
+        guess = f"; did you mean {' or '.join(like)}?" if like else ";"
+        return f"no option {error.option_name}{guess} jackpot {ctx.info_name} --help lists all"
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
+
+
+def _value_of(option: str, given: Sequence[str]) -> str:
+    """Return the value that was typed for an option; VALUE where there is none."""
+    for text, following in zip(given, [*given[1:], "--"], strict=True):
+        if text.startswith(f"{option}="):
+            return text.partition("=")[2]
+        if text == option and not following.startswith("--"):
+            return following
+    return "VALUE"
+
+
+class Commands(TyperGroup):
+    """Reports an unknown command with the nearest name and a list of all commands."""
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and not ctx.resilient_parsing:
+            raise ConfigError(unknown_name("command", cmd_name, self.list_commands(ctx)))
+        return found
+
+
+def register(
+    app: typer.Typer,
+    function: Callable[..., None],
+    name: str | None = None,
+    on_ranks: bool = False,
+    check: Callable[..., None] | None = None,
+) -> None:
+    """Make a function of `jackpot.ui.commands` a command, whose help text is the function's docstring.
+
+    Args:
+        name: what the user types, where that is not the function's name.
+        on_ranks: several processes that torchrun started may run the command together.
+        check: refuses options that do not fit each other, before torch is imported.
+    """
+    name = name or function.__name__
+
+    @functools.wraps(function)
+    def call(**options: Any) -> None:
+        if not on_ranks and (ranks := place().size) > 1:
+            raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
+
+        if options.get("recipe") and "arm" in options:  # a mistake is reported before torch is imported
+            recipes.resolve(options["recipe"], options["arm"], options["overrides"] or [])
+        if check:
+            check(**options)
+
+        with status(Console(stderr=True), f"loading jackpot {name}"):  # torch alone takes seconds
+            load(sys.modules[function.__module__])
+        function(**options)
+
+    paragraphs = (function.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # as wide as the terminal
+    app.command(name, cls=Command, help=text)(call)
