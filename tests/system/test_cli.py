@@ -336,7 +336,7 @@ def test_every_answer_fits_80_columns(finished_run: FinishedRuns, tmp_path: Path
     answers = {
         ("recipes",): [],
         ("train", "quickstart", "--dry-run"): SMALL,
-        ("plan", "quickstart", "--gpus", "3", "--response-length", "20", "--all"): SMALL,
+        ("plan", "quickstart", "--gpus", "3", "--response-length", "20"): SMALL,
         ("diagnose", run): [],
         ("replay", run): [],
         ("report", run, "--out", str(tmp_path / "page.html")): [],

@@ -8,17 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers.scripts import script
 from transformers import PreTrainedModel
 
+from benchmarks.split_models import compare, decode, read, split_tensors
 from helpers.engines.architectures import VOCAB_SIZE, make_model
 from jackpot.core.errors import ModelError
 
 RANKS, PROMPT = 2, 4
-split_models = script("split_models")
-compare, decode, read, split_tensors = (
-    getattr(split_models, name) for name in ("compare", "decode", "read", "split_tensors")
-)
 SIZES = {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
 
