@@ -11,7 +11,6 @@ import torch
 import torch.multiprocessing as mp
 
 from helpers.learners import (
-    OBRS,
     flat,
     make_learner,
     parameters,
