@@ -27,6 +27,7 @@ from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary, summar
 from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.arms import build_config
 from jackpot.config.changes import fixed_changes, settings_of
+from jackpot.config.corrections import WITH_PROXIMAL
 from jackpot.config.recipes import resolve
 from jackpot.config.run import Config, ShareSchedule
 from tools.toy_models import STUDY_MODELS, make_toy_models
@@ -293,8 +294,11 @@ def recipe_of(arm: str) -> Config:
 
 
 def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of settings that were not there yet when a run finished."""
-    return settings_of(build_config(settings))
+    """Name a correction as today, and add the defaults of settings that were not there yet when a run finished."""
+    objective = settings["objective"]
+    correction = objective["correction"]
+    now = correction | WITH_PROXIMAL.get(correction["name"], {})
+    return settings_of(build_config({**settings, "objective": {**objective, "correction": now}}))
 
 
 def why_to_stop(one: ArmRun, lines: Lines, events: Lines) -> str | None:

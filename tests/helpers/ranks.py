@@ -59,7 +59,7 @@ def run_repair_rank(rank: int, folder: Path) -> None:
     assert result.metrics["correction/clip_frac"].total >= 1.0
     mine = learner(kappa="auto", c1=c1)
     before = 0.99 * result.metrics["obrs/kappa"].value.item()
-    mine._totals.keep({"acceptance": Mean.number(before), "z": Mean.number(1.0)})
+    mine._totals.keep({"obrs/acceptance": Mean.number(before), "obrs/z": Mean.number(1.0)})
     passes = []
     forward = mine._repair._log_probs
     mine._repair._log_probs = lambda batch: passes.append(batch.uids) or forward(batch)

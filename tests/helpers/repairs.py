@@ -21,10 +21,10 @@ def gradient_of_update(learner: JointLearner, parts: Sequence[MicroBatch]) -> tu
     seen: list[Tensor] = []
     step = learner._optimizer.step
 
-    def look(sums, steps_rollout_model):
+    def look(sums, **arguments):
         gradients = [one.grad for one in learner._models["policy"].parameters()]
         seen.append(torch.cat([one.double().flatten().clone() for one in gradients]))
-        return step(sums, steps_rollout_model)
+        return step(sums, **arguments)
 
     learner._optimizer.step = look
     result = learner.update(parts)

@@ -11,7 +11,6 @@ import torch
 import torch.multiprocessing as mp
 
 from helpers.learners import (
-    OBRS,
     flat,
     make_learner,
     parameters,
@@ -60,7 +59,7 @@ def learner_of(kappa, tolerance=0.0, before=None, **changes):
     objective = policy_objective(changes.pop("name", "obrs"), **changes, kappa=kappa, kappa_tolerance=tolerance)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, exact_engines=())
     if before is not None:
-        learner._totals.keep({"acceptance": Mean.number(before), "z": Mean.number(1.0)})
+        learner._totals.keep({"obrs/acceptance": Mean.number(before), "obrs/z": Mean.number(1.0)})
     return learner
 
 
@@ -238,7 +237,7 @@ def test_a_token_without_a_finite_log_prob_skips_the_step_and_its_kappa_is_not_c
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
     assert learner._totals.state_dict() == before
     learner.update(PARTS)
-    assert learner._totals.state_dict()["z"][1] > 1.0 and learner.version.policy == 1
+    assert learner._totals.state_dict()["obrs/z"][1] > 1.0 and learner.version.policy == 1
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
@@ -287,7 +286,7 @@ def test_an_unknown_kappa_of_a_correction_of_ones_own_is_refused():
         kappa = "previous"
 
     with pytest.raises(ConfigError, match=r"unknown kappa 'previous'.*auto, none, prepass"):
-        StepTotals(replace(policy_objective(), correction=Carried(OBRS)))
+        StepTotals(replace(policy_objective(), correction=Carried()))
 
 
 def test_the_rollout_models_gradient_does_not_feel_the_kappa_of_the_policy():

@@ -181,7 +181,7 @@ def test_gpus_without_a_micro_batch_only_share_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])
-def test_batches_that_share_an_update_of_the_weights_are_begun_together(ahead: int, batches: int) -> None:
+def test_batches_between_two_updates_of_the_weights(ahead: int, batches: int) -> None:
     assert batches_at_once(ahead) == batches
 
 

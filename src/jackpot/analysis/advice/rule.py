@@ -62,7 +62,8 @@ NEARLY = 0.95  # share of the greatest worth that counts as a tie
 SURE = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rollout model
 _ORDER = {  # simple corrections with small weights first
-    name: place for place, name in enumerate(("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "dppo"))
+    name: place
+    for place, name in enumerate(("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo"))
 }
 
 Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
@@ -134,12 +135,17 @@ class JudgedCorrection:
     groups: Tensor  # [G, 7] sums over the tokens of each group, the COLUMNS
 
     @property
+    def kind(self) -> str:
+        """Return the name, with the proximal point where that makes another correction of it."""
+        at_point = f"{self.name} {self.settings.get('proximal')}"
+        return at_point if at_point in _ORDER else self.name
+
+    @property
     def simplicity(self) -> tuple[int, bool, int]:
         """Return a sort key: the order of names, masks without noise, few settings that are not the default."""
         others = [name for name in self.settings if name not in ("mask", "target", "proximal")]
         is_noisy = self.name == "obrs" and self.settings.get("mask") != "expected"
-        place = _ORDER.get(f"{self.name} {self.settings.get('proximal')}", _ORDER.get(self.name, len(_ORDER)))
-        return place, is_noisy, len(others)
+        return _ORDER.get(self.kind, len(_ORDER)), is_noisy, len(others)
 
     @property
     def worth(self) -> Estimate:
@@ -305,7 +311,7 @@ def judge(
     elif chosen is None:
         verdict, sentence = "too far", _too_far(found)
     else:
-        verdict, label = ("none needed" if chosen.name == "none" else "correct"), chosen.label
+        verdict, label = ("none needed" if chosen.kind == "none" else "correct"), chosen.label
         settings = {"name": chosen.name, **chosen.settings}
         sentence = _use(chosen, found)
         if costs:
@@ -332,10 +338,10 @@ def _what(one: JudgedCorrection) -> str:
 
 def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
     """Say which correction to use, beside none and the best one of another name."""
-    advice = "No correction is needed" if chosen.name == "none" else f"Use {chosen.label}"
-    others = [one for one in candidates if one.name != chosen.name and one.effective.value >= ENOUGH]
-    none = [one for one in others if one.advisable and one.name == "none"][:1]
-    rest = [one for one in others if one.advisable and one.name != "none"]
+    advice = "No correction is needed" if chosen.kind == "none" else f"Use {chosen.label}"
+    others = [one for one in candidates if one.kind != chosen.kind and one.effective.value >= ENOUGH]
+    none = [one for one in others if one.advisable and one.kind == "none"][:1]
+    rest = [one for one in others if one.advisable and one.kind != "none"]
     best = [max(rest, key=lambda one: one.worth.value)] if rest else []
     against = [f"{one.label}: {one.worth.text}" for one in (*none, *best)]
     if best and best[0].worth.value > chosen.worth.value:

@@ -182,7 +182,7 @@ def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     if setting.name in (*PARTS, *WHOLE_RESPONSE):
         return False
     if setting.name in ("none", "is"):
-        return setting.objective.proximal == "old"
+        return setting.objective.proximal != "new"
     return stale or not setting.aligns_to_new or setting.name == "dppo"  # which has no other default
 
 
