@@ -19,7 +19,7 @@ ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
 
 
 def test_a_share_of_0_is_the_on_policy_run_bit_for_bit_and_one_of_1_is_the_run_without_a_share(tmp_path, finished_run):
-    alone = run(small_config(arm="on_policy"), tmp_path / "on_policy")
+    alone = run(small_config("policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "on_policy")
     share = run(small_config("rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
     ours, theirs = weights(tmp_path / "on_policy", "policy"), weights(tmp_path / "share 0", "policy")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

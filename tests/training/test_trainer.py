@@ -319,7 +319,7 @@ def test_a_prompt_stream_gives_every_prompt_once_an_epoch_and_resumes() -> None:
     assert [prompt.text for prompt in first] != [prompt.text for prompt in second]
     assert len({prompt.uid for prompt in first + second}) == 14
     resumed = PromptStream(Finite(7), "train", seed=3)
-    resumed.load_state_dict({"position": 5})
+    resumed.load_state_dict({"position": 5, "sizes": [7]})
     assert resumed.next(5) == (first + second)[5:10]
 
 

@@ -559,7 +559,7 @@ def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_on_a_run_without_a_rollout_model(tmp_path: Path) -> None:
-    run(small_config("iterations=6", arm="on_policy"), tmp_path / "run")
+    run(small_config("iterations=6", "policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "run")
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path / "run"), "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["verdict"] == "no finding"
 

@@ -38,7 +38,7 @@ from jackpot.analysis.diagnose.limits import (
 _CLOSER = (
     "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate; lower policy.optimizer.learning_rate"
 )
-_ANSWERS = "read answers (`jackpot sample RUN`): is the template or the reward wrong?"
+_ANSWERS = "read answers (`jackpot sample RUN`): the template or the reward may be wrong"
 _OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.filter_groups={}"
 _CORRECT = "set objective.correction=tis or what jackpot replay advises for this run"
 _MORE_TOP = "raise sampling.num_top_log_probs"
