@@ -109,7 +109,8 @@ class Correction:
         Args:
             weights: the weight of every token, after the caps.
             accepted: acceptance mask, bool or float; None accepts every token.
-            capped, capped_c2: bool; None where there is no such cap.
+            capped: bool, where a cap lowered the weight or a band rejected the token; None where there is none.
+            capped_c2: bool, where the cap c2 lowered p_proximal / p_target; None where there is none.
             kappas: None where the weights do not contain kappa.
         """
         mask = inputs.response_mask
