@@ -96,7 +96,7 @@ def test_no_recipe_is_longer_than_thirty_lines():
 
 @pytest.mark.parametrize("framework", sorted(RECIPES))
 def test_a_rejected_token_has_no_gradient(framework, request: pytest.FixtureRequest):
-    coin = {"name": "coin_only"}
+    coin = {"correction": "coin_only"}
     if framework in ("slime", "prime_rl"):  # their rows are shorter: one response each
         rollout, old = (INPUTS[name][0][None] for name in ("rollout_log_probs", "log_probs"))
         mask, advantages = MASKS[0][None], INPUTS["advantages"][0][None]
@@ -141,9 +141,9 @@ def skyrl() -> ModuleType:
 @pytest.mark.parametrize(
     ("correction", "theirs"),
     [
-        ({"name": "none"}, {}),
-        ({"name": "tis", "cap": 2.0}, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}),
-        ({"name": "seq_tis", "cap": 3.0}, {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 3.0}),
+        ({"correction": "none"}, {}),
+        ({"correction": "tis", "cap": 2.0}, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}),
+        ({"correction": "seq_tis", "cap": 3.0}, {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 3.0}),
     ],
 )
 def test_skyrls_loss_with_its_own_tis_is_that_of_the_recipe(skyrl, correction, theirs):
@@ -251,8 +251,8 @@ def openrlhf() -> ModuleType:
 @pytest.mark.parametrize(
     ("correction", "level", "mode", "threshold"),
     [
-        ({"name": "tis", "cap": 2.0}, "token", "clip", [0.0, 2.0]),
-        ({"name": "icepop", "low": 0.5, "high": 2.0}, "token", "mask", [0.5, 2.0]),
+        ({"correction": "tis", "cap": 2.0}, "token", "clip", [0.0, 2.0]),
+        ({"correction": "icepop", "low": 0.5, "high": 2.0}, "token", "mask", [0.5, 2.0]),
     ],
 )
 @pytest.mark.parametrize("token_level_loss", [True, False])
@@ -327,8 +327,8 @@ SETTINGS = {"eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": 3.0, "use_decoup
 @pytest.mark.parametrize(
     ("correction", "theirs"),
     [
-        ({"name": "tis", "cap": 2.0}, {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0}),
-        ({"name": "drop", "cap": 2.0}, {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0}),
+        ({"correction": "tis", "cap": 2.0}, {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0}),
+        ({"correction": "drop", "cap": 2.0}, {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0}),
     ],
 )
 def test_areals_loss_with_its_own_correction_is_that_of_the_recipe(areal, correction, theirs):
@@ -348,7 +348,7 @@ def test_areals_loss_with_its_own_correction_is_that_of_the_recipe(areal, correc
 def test_areals_packed_responses_are_taken_apart(areal):
     """A correction of whole responses weighs each by its own ratio."""
     data, new = packed()
-    recipe("areal", CORRECTION={"name": "seq_tis", "cap": 3.0})
+    recipe("areal", CORRECTION={"correction": "seq_tis", "cap": 3.0})
     ours = areal.grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS)
     given = batch()
     weights = correct(
