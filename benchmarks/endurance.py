@@ -35,12 +35,12 @@ import psutil
 import torch
 import transformers
 
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
-from jackpot.launch.local import launch
+from jackpot.launch.start import launch
 from jackpot.models.load import load_model
-from jackpot.training.run.folder import RunFolder
-from jackpot.training.run.rollouts import list_rollout_files
+from jackpot.training.run_folder.folder import RunFolder
+from jackpot.training.run_folder.rollouts import list_rollout_files
 from jackpot.ui.charts import Chart, Series
 from jackpot.ui.png import write_png
 

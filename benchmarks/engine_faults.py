@@ -24,7 +24,7 @@ from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import launch
+from jackpot.launch.start import launch
 from jackpot.models.load import load_tokenizer
 from jackpot.models.sampling import Draw, draw_tokens
 from jackpot.rollout.engines.base import Request

@@ -23,11 +23,12 @@ import torch
 from interleaved import about, cell, table
 from obrs_overhead import batches_of
 
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
-from jackpot.core.types import Role, Rollout, TokenBatch, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Rollout, TokenBatch, Version
+from jackpot.launch.build import load_trained, make_learner
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_trained, make_learner
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.base import Task

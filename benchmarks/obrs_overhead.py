@@ -26,10 +26,10 @@ from step_task import SHAPES
 from torch.utils.flop_counter import FlopCounterMode
 
 from jackpot.config.arms import build_config
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.types import Rollout, Score, TokenBatch, TrainingSample, Version
+from jackpot.launch.build import load_trained, make_learner
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_trained, make_learner
 from jackpot.models.load import load_tokenizer
 from jackpot.objectives import obrs
 from jackpot.objectives.corrections import CorrectionInputs

@@ -25,7 +25,7 @@ def work(job: dict) -> None:
     """Train the quickstart with the package of one checkout; start-up is all before the loop."""
     sys.path.insert(0, f"{job['checkout']}/src")
     import jackpot
-    from jackpot.launch.local import launch
+    from jackpot.launch.start import launch
 
     assert Path(jackpot.__file__).is_relative_to(job["checkout"])
     try:

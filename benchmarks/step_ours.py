@@ -22,10 +22,10 @@ from transformers import (
 from jackpot.analysis.plan.memory import plan_memory
 from jackpot.analysis.plan.sizes import model_sizes
 from jackpot.config.arms import build_config
+from jackpot.config.config import Config
 from jackpot.config.recipes import parse_override
-from jackpot.config.run import Config
 from jackpot.core.types import Prompt, Score, ScoredRollout
-from jackpot.launch import local
+from jackpot.launch import build, start
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.training.trainer import MetricsLine, Trainer
 
@@ -123,7 +123,7 @@ def settings(job: Job) -> Config:
 def run(job: Job) -> Result:
     """One run. Every step ends where its line of metrics is written; the first two and the last are not counted."""
     config, ends, tokens, flops = settings(job), [], [], []
-    local.make_task = lambda _, tokenizer: Words(tokenizer, shape_of(job))
+    build.make_task = lambda _, tokenizer: Words(tokenizer, shape_of(job))
     memory: list[float] = []
     products = Products()
 
@@ -132,7 +132,7 @@ def run(job: Job) -> Result:
         ends.append(time.process_time())
         flops.append(dict(products.by_dtype))
 
-    trainer: Trainer = local.launch(config, Path(job["folder"]) / f"run-{time.time_ns()}", listen)
+    trainer: Trainer = start.launch(config, Path(job["folder"]) / f"run-{time.time_ns()}", listen)
     learner = trainer._components.learner  # the one place that sees the rollouts of every step
     compute_advantages = learner.compute_advantages
 

@@ -31,7 +31,7 @@ def quickstart(job: Job) -> Any:
 
 def ours(job: Job) -> Result:
     """Train as `jackpot train` does."""
-    from jackpot.launch.local import train_run
+    from jackpot.launch.start import train_run
 
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

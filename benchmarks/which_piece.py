@@ -57,7 +57,7 @@ def action(part: str) -> tuple[Callable[[], object], int]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if part == "replay":
-        from jackpot.analysis.replay.run import replay
+        from jackpot.analysis.replay.replay import replay
 
         path = Path(tempfile.mkdtemp()) / "dump.jsonl"
         log_probs = torch.rand(ROWS, TOKENS).sub(2.0)

@@ -29,11 +29,11 @@ from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import response_batches
 from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.core.statistics import paired_differences
-from jackpot.launch.local import train_run
+from jackpot.launch.start import train_run
 from research.study import (
     ALONE,
     PANELS,

@@ -27,12 +27,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from jackpot.config.config import Config, LoraConfig, OptimizerConfig, Sampling
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config, LoraConfig, OptimizerConfig, Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Prompt, Rollout, Version
-from jackpot.launch.local import train_run
+from jackpot.launch.start import train_run
 from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden
 from jackpot.models.load import DTYPES, eos_token_ids, load_model, load_tokenizer
 from jackpot.models.lora import add_adapter, merged_weights
@@ -248,7 +248,7 @@ def shipped(model: nn.Module, name: str) -> None:
     scheme, dtype = SCHEMES[settings["quantization"]], DTYPES[settings.get("dtype", "fp32")]
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     with closing(engine_of(model, settings)) as engine:
-        rollouts, codes = rollouts_of(engine), engine.capabilities.codes.names
+        rollouts, codes = rollouts_of(engine), engine.capabilities.coded_weights.names
 
         def sent(named: Iterable[tuple[str, Tensor]]) -> Reading:
             engine.update_weights(named, Version(1, 1))

@@ -16,7 +16,7 @@ from typing import Any
 from jackpot.analysis.compare.comparison import Difference
 from jackpot.config.recipes import load_recipe
 from jackpot.core.statistics import Sample
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 from jackpot.ui.charts import Chart, Guide, Series
 from jackpot.ui.error_bars import error_bars
 from jackpot.ui.png import write_png

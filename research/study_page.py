@@ -17,9 +17,9 @@ from jackpot.analysis.plan.cost_model import GPUS, MEAN_PROMPT
 from jackpot.analysis.plan.estimate import Estimator, ShareHours
 from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
 from jackpot.config.build import validated
+from jackpot.config.config import Config
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, resolve
-from jackpot.config.run import Config
 from jackpot.core.files import whole_file
 from jackpot.core.statistics import Sample
 from jackpot.models.cost import forward_cost

@@ -37,7 +37,7 @@ from jackpot.analysis.simulate.distributions import (
     rejected_divergence,
 )
 from jackpot.analysis.simulate.measurements import PairMeasurement
-from jackpot.analysis.simulate.run import synthetic_measurements
+from jackpot.analysis.simulate.simulate import synthetic_measurements
 from jackpot.core.prng import fold_in
 from jackpot.objectives import obrs
 from jackpot.ui.charts import (

@@ -149,7 +149,7 @@ def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
 
 def test_a_correction_does_not_load_the_settings_of_the_trainer():
     program = "import sys, jackpot\njackpot.make_correction('obrs')\n"
-    program += "assert 'jackpot.config.corrections' in sys.modules\nassert 'jackpot.config.run' not in sys.modules"
+    program += "assert 'jackpot.config.corrections' in sys.modules\nassert 'jackpot.config.config' not in sys.modules"
     done = run(program)
     assert done.returncode == 0, done.stderr
 

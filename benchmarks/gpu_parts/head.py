@@ -14,7 +14,7 @@ from gpu_parts.models import head_kernels, make_config
 from gpu_parts.results import NotInstalled, Result, Row
 from torch import Tensor
 
-from jackpot.launch.local import head_options
+from jackpot.launch.head_kernel import head_options
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head, linear_head
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from helpers.paths import ROOT, TESTS
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
 KUBERNETES = list(yaml.safe_load_all((ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()))

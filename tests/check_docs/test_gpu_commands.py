@@ -12,10 +12,9 @@ from helpers.hub import without_hub
 from helpers.paths import ROOT
 from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
+from jackpot.config.config import Config
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
-from jackpot.config.run import Config
 from jackpot.launch.checks import check_start
-from jackpot.launch.local import model_paths
 
 GPUS = {name: found for name in recipe_names() if (found := recipe_notes(name, load_recipe(name)).gpus)}
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/jackpot/config/recipes").glob("*.yaml")]
@@ -60,7 +59,7 @@ def test_the_pages_have_commands_that_start_gpu_recipes() -> None:
 def test_a_published_command_starts_on_enough_gpus(command: str, tmp_path: Path) -> None:
     config, recipe, ranks = started(command, tmp_path)
     assert ranks >= GPUS[recipe].count
-    check_start(config, model_paths(config, None), ranks)
+    check_start(config, config.model_paths(), ranks)
 
 
 CLUSTER = [*(one for one in STARTS if "jackpot launch" in one), kubernetes()]

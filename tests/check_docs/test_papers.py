@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from helpers.paths import ROOT
+from jackpot.config.config import Config
 from jackpot.config.recipes import load_recipe, recipe_files, recipe_names, recipe_notes, resolve
 from jackpot.config.recipes.listing import list_recipe
-from jackpot.config.run import Config
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 PAPERS = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]

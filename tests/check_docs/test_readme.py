@@ -10,8 +10,8 @@ import torch
 from helpers.paths import ROOT
 from jackpot import obrs
 from jackpot.analysis.compare.summary import RunSummary
+from jackpot.config.config import Config
 from jackpot.config.recipes import parse_override, resolve
-from jackpot.config.run import Config
 from jackpot.ui.cli import app
 from research.study import read_summary
 

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.paths import ROOT
 from jackpot.analysis.simulate.candidates import PROMPTS
-from jackpot.analysis.simulate.run import simulate_candidates
+from jackpot.analysis.simulate.simulate import simulate_candidates
 from jackpot.config.recipes import resolve
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"

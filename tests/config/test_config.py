@@ -15,18 +15,17 @@ import torch
 import jackpot
 from helpers.paths import ROOT
 from jackpot.config import build as config_build
+from jackpot.config import config, reference
 from jackpot.config import corrections as config_corrections
 from jackpot.config import objective as config_objective
-from jackpot.config import reference
-from jackpot.config import run as config
 from jackpot.config import tasks as config_tasks
 from jackpot.config.arms import build_config
 from jackpot.config.base import model_classes
 from jackpot.config.build import flat, merge, nest, validated
 from jackpot.config.changes import settings_of
+from jackpot.config.config import Config
 from jackpot.config.published import RecipeNotes
 from jackpot.config.recipes import load_recipe, resolve
-from jackpot.config.run import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
 from jackpot.objectives import advantages, corrections, joint, losses
@@ -666,7 +665,7 @@ def test_every_block_and_every_setting_has_a_docstring(block):
 def test_settings_and_recipes_are_read_without_the_packages_that_take_seconds_to_import():
     modules = (path.relative_to(PACKAGE).with_suffix("").parts for path in sorted((PACKAGE / "config").rglob("*.py")))
     names = [".".join(["jackpot", *parts]).removesuffix(".__init__") for parts in modules]
-    assert "jackpot.config.run" in names and "jackpot.config.recipes" in names
+    assert "jackpot.config.config" in names and "jackpot.config.recipes" in names
     bare = [name for name in names if not name.startswith("jackpot.config.recipes")]
     program = "\n".join(f"import {name}" for name in [*bare, "sys"]) + "\nassert 'yaml' not in sys.modules\n"
     program += "\n".join(f"import {name}" for name in names)

@@ -11,8 +11,8 @@ from pydantic.fields import FieldInfo
 
 from helpers.commands import jackpot
 from jackpot.config.base import model_classes
+from jackpot.config.config import Config
 from jackpot.config.reference import COMMANDS, blocks, find, own_settings, settings
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
 SETTINGS = settings(*COMMANDS)

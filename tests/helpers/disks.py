@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from helpers.runs import small_config
-from jackpot.launch.local import launch
+from jackpot.launch.start import launch
 from jackpot.training.trainer import MetricsLine
 
 OVERRIDES = ("iterations=6", "rollouts.every=1", "checkpoint.keep=1")

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.runs import small_config
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample
-from jackpot.training.run.rollouts import write_rollouts
+from jackpot.training.run_folder.rollouts import write_rollouts
 
 TOP = 12  # entries of each top-k
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from helpers.runs import metrics, weights
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import JackpotError
-from jackpot.core.place import place
-from jackpot.launch.local import train_run
+from jackpot.core.process_rank import process_rank
 from jackpot.launch.ranks import follow_leader, leading
+from jackpot.launch.start import train_run
 
 OnLine = Callable[[dict], None]
 Meanwhile = Callable[[list[BaseProcess]], None]
@@ -85,7 +85,7 @@ def run_ranks(
 
     def work(rank: int) -> None:
         if rank:
-            follow_leader(place())
+            follow_leader(process_rank())
             return
         with leading(config, folder) as build:
             train_run(config, folder, on_line, build=build)

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from helpers.learners import make_learner, policy_objective, smallest_model, write
 from helpers.repairs import gradient_of_update, micro_batches_of
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.clock import Clock
 from jackpot.core.metrics import Mean
 from jackpot.core.types import TrainingSample
-from jackpot.launch.local import make_components
+from jackpot.launch.build import make_components
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import collate

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
-from jackpot.launch.local import train_run
+from jackpot.launch.start import train_run
 from jackpot.models.cost import ForwardCost
-from jackpot.training.run.checkpoint import load_state
+from jackpot.training.run_folder.checkpoint import load_state
 from jackpot.training.trainer import MetricsLine
 
 SMALL = (

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from helpers.engines.reference import tiny_model
 from helpers.learners import VOCAB, cut, write
 from helpers.runs import small_config
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.digest import weights_digest
 from jackpot.core.shards import whole
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
-from jackpot.launch.local import load_models, make_learner
+from jackpot.launch.build import load_models, make_learner
 from jackpot.models.parts import write_index
 from jackpot.training.batching import deal, mini_batches, plain_batches
 from jackpot.training.joint_learner import JointLearner

@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 import transformers
 
+from jackpot.config.config import Config
 from jackpot.config.recipes import load_recipe, resolve
-from jackpot.config.run import Config
-from jackpot.launch.local import launch
+from jackpot.launch.start import launch
 from jackpot.models.load import load_model
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import RunFolder
 
 SMALL = (  # every scenario; iterations take a tenth of a second
     "threads=1",

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from jackpot.core.files import flushed_checksum
 from jackpot.models.load import load_tokenizer
-from jackpot.training.run.checkpoint import Checkpoints
+from jackpot.training.run_folder.checkpoint import Checkpoints
 
 TOKENIZER = load_tokenizer("starter:policy")
 

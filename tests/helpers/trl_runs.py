@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from jackpot.config.config import OptimizerConfig, RolloutModelConfig
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.config.run import OptimizerConfig, RolloutModelConfig
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import TokenBatch
 from jackpot.models.load import load_model, load_tokenizer, starter_path

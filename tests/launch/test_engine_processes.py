@@ -17,11 +17,12 @@ import torch
 from helpers.engines.hosts import fork_engines
 from helpers.led import run_ranks
 from helpers.runs import FinishedRuns, assert_same_run, metrics, read_lines, small_config, weights
-from jackpot.config.run import PlacementConfig
+from jackpot.config.config import PlacementConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Version
+from jackpot.launch.build import make_engines
 from jackpot.launch.engine_processes import own_gpu
-from jackpot.launch.local import make_engines, model_paths, train_run
+from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EngineHost
 from jackpot.rollout.engines.process import ProcessLink, starting
@@ -54,7 +55,7 @@ def assert_close(one: Path, other: Path) -> None:
 def test_both_engines_of_a_run_generate_what_they_do_in_one_process(forked: list[ProcessLink]) -> None:
     config = small_config("placement.engines=2", "engine.draft={lam: 0.3}", "rollout_model.share=0.5")
     here = config.model_copy(update={"placement": PlacementConfig()})
-    paths = model_paths(config, None)
+    paths = config.model_paths()
     with ExitStack() as undo:
         both = [make_engines(one, paths, torch.device("cpu"), Version(3, 4), undo) for one in (here, config)]
         for one, placed in zip(*both, strict=True):
@@ -168,7 +169,7 @@ def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_
     reading, writing = os.pipe()
     if not (leader := os.fork()):
         config = small_config("placement.engines=1", "placement.timeout=120")
-        paths = model_paths(config, None)
+        paths = config.model_paths()
         engine, _ = make_engines(config, paths, torch.device("cpu"), Version(0, 0), ExitStack())
         peer = engine._pool.pool.peers[0]
         os.write(writing, json.dumps([peer._link.child.pid, str(peer.weights["engine"].memory.path)]).encode())

@@ -9,7 +9,9 @@ from jackpot.objectives.kernels.reader import TorchReader
 
 
 def test_a_run_names_the_kernel_that_reads_its_logits_and_sets_tf32(tmp_path, monkeypatch):
-    monkeypatch.setattr("jackpot.launch.local.tile_reader", lambda kernel, device: TorchReader(f"{kernel} on {device}"))
+    monkeypatch.setattr(
+        "jackpot.launch.head_kernel.tile_reader", lambda kernel, device: TorchReader(f"{kernel} on {device}")
+    )
     small = ("iterations=1", "evaluation.problems=8")
     try:
         run(small_config(*small, "head_kernel=compile", "tf32=true"), tmp_path)

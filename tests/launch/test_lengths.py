@@ -8,10 +8,10 @@ from transformers import LlamaConfig
 from helpers.runs import small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.arms import build_config
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
+from jackpot.launch.build import run_task
 from jackpot.launch.checks import prompt_limit
-from jackpot.launch.local import run_task
 from jackpot.models.load import load_tokenizer
 
 RECIPE = {

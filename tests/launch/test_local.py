@@ -3,7 +3,7 @@
 import torch
 
 from helpers.runs import small_config
-from jackpot.launch.local import load_models
+from jackpot.launch.build import load_models
 from jackpot.models.forward import output_layer
 from jackpot.objectives.kernels.linear_head import Fp32Linear
 

@@ -12,9 +12,9 @@ import torch
 from helpers.led import assert_close_runs, run_ranks, sending
 from helpers.runs import FinishedRuns, metrics, read_lines, run, small_config, weights
 from helpers.sharded import compared
+from jackpot.core import cores
 from jackpot.core.errors import ConfigError
-from jackpot.core.place import Place
-from jackpot.launch import local
+from jackpot.core.process_rank import ProcessRank
 from jackpot.launch.ranks import BACKENDS, _own_device
 from training.test_rollback import COLLAPSES, GUARD
 
@@ -125,7 +125,7 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(tmp_path: Path) -> None:
 def test_ranks_with_a_gpu_each_use_nccl_beside_gloo_and_others_gloo_alone(monkeypatch) -> None:
     """What a machine with two GPUs would do; none has run it."""
     taken: list[int] = []
-    second = Place(3, 4, 1, 2)
+    second = ProcessRank(3, 4, 1, 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -133,16 +133,16 @@ def test_ranks_with_a_gpu_each_use_nccl_beside_gloo_and_others_gloo_alone(monkey
     device = _own_device("auto", second)
     assert (device, taken, BACKENDS[device.type]) == (torch.device("cuda", 1), [1], "cpu:gloo,cuda:nccl")
     with pytest.raises(ConfigError, match=r"3 ranks on a machine with 2 GPUs.*--nproc-per-node 2, or device=cpu"):
-        _own_device("cuda", Place(0, 3, 0, 3))
+        _own_device("cuda", ProcessRank(0, 3, 0, 3))
 
 
 def test_ranks_share_out_the_free_cores_of_their_machine(monkeypatch) -> None:
-    monkeypatch.setattr(local, "free_cores", lambda: 9)
+    monkeypatch.setattr(cores, "free_cores", lambda: 9)
     for ranks, wanted in ((1, 9), (4, 2), (16, 1)):
         numbers = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
         for name, number in numbers.items():
             monkeypatch.setenv(name, str(number))
-        assert local.threads(small_config("threads=auto")) == wanted
+        assert cores.pick_threads("auto") == wanted
 
 
 def test_a_group_that_cannot_start_says_why_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.runs import run, small_config, weights
 from jackpot.core.errors import ModelError
-from jackpot.launch.local import load_critic, load_trained, model_paths
+from jackpot.launch.build import load_critic, load_trained
 from jackpot.models.forward import backbone, can_share_prompts, checkpoint_activations, pad_tokens, predicting_hidden
 
 pytestmark = pytest.mark.seconds  # runs, and whole models
@@ -75,7 +75,7 @@ def test_every_model_that_is_trained_is_checkpointed_and_no_other() -> None:
     config = small_config("activation_checkpointing=true", "rollout_model.optimizer=null")
     loaded = {
         role: load_trained(config, role, path, torch.device("cpu"), False)
-        for role, path in model_paths(config, None).items()
+        for role, path in config.model_paths().items()
     }
     assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")

@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from helpers.runs import small_config
 from helpers.token_batches import PROMPTS, RESPONSES, token_batch
-from jackpot.config.run import LoraConfig
+from jackpot.config.config import LoraConfig
 from jackpot.core.types import TokenBatch
-from jackpot.launch.local import load_trained, model_paths
+from jackpot.launch.build import load_trained
 from jackpot.models import fused
 from jackpot.models.forward import checkpoint_activations, response_hidden
 from jackpot.models.fused import RMSNorm, fuse
@@ -184,5 +184,5 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_models_in_training_are_fused() -> None:
     config = small_config()
-    model = load_trained(config, "policy", model_paths(config, None)["policy"], torch.device("cpu"), False)
+    model = load_trained(config, "policy", config.model_paths()["policy"], torch.device("cpu"), False)
     assert fuse(model) == 0 and "forward" in vars(model.model.norm)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from helpers.engines.reference import VOCAB_SIZE, tiny_model
-from jackpot.config.run import LoraConfig
+from jackpot.config.config import LoraConfig
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError
 from jackpot.models.load import load_model
 from jackpot.models.lora import adapter_size, add_adapter, load_adapter, merged_weights, save_model, target_layers

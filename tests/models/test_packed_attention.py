@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from helpers.token_batches import PROMPTS, RESPONSES, token_batch
-from jackpot.config.run import LoraConfig
+from jackpot.config.config import LoraConfig
 from jackpot.core.errors import ModelError
 from jackpot.core.types import TokenBatch
 from jackpot.models import packed_attention, packed_flex

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from helpers.engines.threaded import ThreadedEngine
 from helpers.runs import FinishedRuns, assert_same_run, metrics, run, small_config, weights
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import launch, train_run
+from jackpot.launch.start import launch, train_run
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training import guards
 from jackpot.training.joint_learner import JointLearner
-from jackpot.training.run.checkpoint import load_state
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.checkpoint import load_state
+from jackpot.training.run_folder.folder import RunFolder
 
 AHEAD = ("batch.ahead=1", "rollouts.every=1")
 PATIENCE = 30.0  # seconds until a test gives up

@@ -20,9 +20,9 @@ from helpers.engines.reference import save_tiny_model
 from helpers.runs import FinishedRuns, Killed, run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.answers import AnswerFile
-from jackpot.analysis.evaluate.run import BenchmarkResult, EvaluationProgress, evaluate_model, evaluation_config
+from jackpot.analysis.evaluate.evaluate import BenchmarkResult, EvaluationProgress, evaluate_model, evaluation_config
+from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import Sampling
 from jackpot.config.tasks import RewardConfig
 from jackpot.config.tools import ENDLESS
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
@@ -36,7 +36,7 @@ from jackpot.rollout.evaluate import eval_request, evaluate, generate_and_score
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
-from jackpot.training.run.models import resolve_model_path
+from jackpot.training.run_folder.models import resolve_model_path
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sampling": {"max_new_tokens": 24}}
 

@@ -12,8 +12,8 @@ from helpers.engines.threaded import ThreadedEngine
 from helpers.runs import COST, assert_same_run, run, small_config
 from jackpot.core.clock import Clock
 from jackpot.core.types import Prompt, Score, Version
-from jackpot.launch import local
 from jackpot.launch.engines import make_engine
+from jackpot.models.device import pick_device
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.multi_turn import generate_rollouts, stream_rollouts
@@ -28,7 +28,7 @@ TOKENIZER = load_tokenizer("starter:policy")
 
 
 def threaded(config, path="starter:rollout_model", before_step: Callable[[], None] = lambda: None) -> ThreadedEngine:
-    return ThreadedEngine(make_engine(config.engine, path, local.pick_device(config), Version(0, 0)), before_step)
+    return ThreadedEngine(make_engine(config.engine, path, pick_device(config.device), Version(0, 0)), before_step)
 
 
 @pytest.fixture

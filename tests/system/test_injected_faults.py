@@ -27,10 +27,10 @@ from helpers.engines.hosts import fork_engines
 from helpers.led import run_ranks
 from helpers.runs import assert_equal, metrics, read_lines, saved
 from helpers.soak import SMALL
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 from jackpot.rollout.engines.process import ProcessLink
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 ITERATIONS = int(os.environ.get("JACKPOT_FAULT_ITERATIONS", "10"))

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.plan.cost_model import ACCEPTANCE
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 from jackpot.ui import cli
 from jackpot.ui.terminal.plan import unpriced
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.engines.hosts import forking, make_paced
 from helpers.runs import small_config
 from jackpot.analysis.plan.cost_model import Hours, batches_at_once, overlapped
-from jackpot.launch import local
+from jackpot.launch import start
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.training.joint_learner import JointLearner
 
@@ -49,7 +49,7 @@ def test_a_run_at_known_speeds_takes_as_long_as_is_counted(
         f"placement.engines={engines}",
     )
     ends: list[float] = []
-    local.train_run(config, tmp_path / "run", lambda line: ends.append(time.monotonic()))
+    start.train_run(config, tmp_path / "run", lambda line: ends.append(time.monotonic()))
     measured = statistics.median(after - before for before, after in pairwise(ends[1:-1]))  # without evaluations
 
     longest = [STEP * max(lengths[str(number)]) for number in range(2, ITERATIONS)]

@@ -13,8 +13,8 @@ import pytest
 from helpers.led import Meanwhile, run_ranks
 from helpers.runs import assert_equal, metrics, saved
 from helpers.soak import MOST_LINES, Scenario, unfinished
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("JACKPOT_RANK_KILLS", "4"))

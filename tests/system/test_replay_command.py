@@ -11,7 +11,7 @@ import torch
 from helpers.commands import jackpot
 from helpers.runs import FinishedRuns, run, small_config
 from helpers.synthetic_rollouts import noise, records, write
-from jackpot.analysis.replay.run import replay
+from jackpot.analysis.replay.replay import replay
 
 WHOLE_VOCABULARY = "sampling.num_top_log_probs=32"
 SETTINGS = ("rollouts.every=1", "iterations=2", "batch.prompts=8", "evaluation.every=9", "checkpoint.every=1")

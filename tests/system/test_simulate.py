@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from helpers.runs import SMALL, small_config
 from helpers.texts import write_problems
-from jackpot.analysis.simulate import run as simulation
+from jackpot.analysis.simulate import simulate as simulation
 from jackpot.config.tasks import MathConfig
 from jackpot.ui import cli
 from jackpot.ui.results import write_results

@@ -18,9 +18,9 @@ import torch
 from helpers.paths import TESTS
 from helpers.runs import assert_equal, metrics, weights
 from helpers.soak import SCENARIOS, Soak
-from jackpot.config.run import Config
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import RunFolder
+from jackpot.config.config import Config
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "8"))  # of all scenarios together

@@ -9,9 +9,9 @@ import torch
 
 from helpers.learners import LINEAR, batches, make_learner, smallest_model, write
 from helpers.runs import run, small_config
-from jackpot.config.run import CriticConfig, OptimizerConfig
+from jackpot.config.config import CriticConfig, OptimizerConfig
 from jackpot.core.types import Score
-from jackpot.launch.local import load_critic, make_critic
+from jackpot.launch.build import load_critic, make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.losses import clipped_value_error
 from jackpot.training.critic import Critic

@@ -6,9 +6,9 @@ import pytest
 
 from helpers.runs import assert_same_run, read_lines, run, run_and_copy, small_config
 from jackpot.core.errors import ConfigError
-from jackpot.launch.local import launch
+from jackpot.launch.start import launch
 from jackpot.training.components import RunComponents
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 DRAFTED = ("rollout_model.share=0.0", "engine.draft={tokens: 2}")
 

@@ -8,11 +8,11 @@ import torch
 
 from helpers.runs import metrics, run, small_config
 from helpers.ten_tokens import TOKENS, settings
-from jackpot.analysis.replay.run import replay
-from jackpot.analysis.simulate.run import simulate_candidates
+from jackpot.analysis.replay.replay import replay
+from jackpot.analysis.simulate.simulate import simulate_candidates
 from jackpot.core.errors import ConfigError
 from jackpot.models.load import load_model
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 
 def test_more_top_log_probs_than_tokens_are_refused_and_all_tokens_give_the_exact_z(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
 from jackpot.core.errors import DataError
 from jackpot.rollout.tasks.arithmetic import Arithmetic
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 SETS = ("evaluation.benchmarks=[arithmetic, tool_arithmetic]", "task.max_operand=30")
 

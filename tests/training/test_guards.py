@@ -14,8 +14,8 @@ import torch
 from helpers.engines.reference import EOS, VOCAB_SIZE
 from helpers.learners import make_learner, scored, smallest_model
 from helpers.runs import metrics, run, small_config
+from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
 from jackpot.core.metrics import Sum
@@ -36,7 +36,7 @@ from jackpot.training.guards import (
 )
 from jackpot.training.learner import StepResult
 from jackpot.training.reported_lists import FALSE_ALARM, ReportedLists, SamplingEvidence, check_ids, check_lists
-from jackpot.training.run.checkpoint import load_state
+from jackpot.training.run_folder.checkpoint import load_state
 
 MODEL = smallest_model(1)
 LEARNER = make_learner(smallest_model(0), MODEL)

@@ -34,7 +34,7 @@ from helpers.learners import (
     write,
 )
 from helpers.sums import assert_equal_sums
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.config import OptimizerConfig
 from jackpot.core.types import Version
 from jackpot.objectives.kernels import linear_head
 from jackpot.training.batching import collate

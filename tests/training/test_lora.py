@@ -15,16 +15,18 @@ from helpers.engines.reference import rollout_of
 from helpers.learners import sampled_log_probs
 from helpers.runs import FinishedRuns, metrics, run, small_config, weights
 from jackpot.analysis.plan.sizes import model_sizes
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, EngineError
-from jackpot.core.types import Role, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Version
+from jackpot.launch.build import load_trained, make_components, make_learner
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import launch, load_trained, make_components, make_learner, model_paths
+from jackpot.launch.start import launch
 from jackpot.models.fused import fuse
 from jackpot.models.load import load_model, starter_path
 from jackpot.rollout.engines.base import Engine
 from jackpot.training.components import RunComponents
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import Trainer
 
 POLICY = ("policy.lora.rank=4", "policy.optimizer.learning_rate=3e-3")
@@ -50,7 +52,7 @@ class Finished(NamedTuple):
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     settings, adapted = REGIMES[request.param]
     config, folder = small_config(*settings), tmp_path_factory.mktemp("run")
-    paths, device = model_paths(config, None), torch.device("cpu")
+    paths, device = config.model_paths(), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
     learner = make_learner(config, models, exact_engines=list(models))
     parts = replace(make_components(config, None, None), learner=learner)

@@ -8,10 +8,10 @@ import torch
 
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, train, write
 from helpers.runs import assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.config import OptimizerConfig
 from jackpot.core.types import Score, ScoredRollout
 from jackpot.training.advantages import response_advantages
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 LINEAR = OptimizerConfig(learning_rate=5e3, eps=1e4, max_grad_norm=1e6)  # steps of AdamW that are 0.5 times gradients

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from helpers.learners import ReferenceAdamW
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.config import OptimizerConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.training.optimizer import ModelOptimizer, learning_rate
 

@@ -12,13 +12,13 @@ from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.analysis.diagnose.rules import ENGINE_GAP
-from jackpot.config.engines import cache_numbers
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
+from jackpot.config.engines import cache_format
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
+from jackpot.launch.build import computed_differently
 from jackpot.launch.checks import engine_is_exact
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import computed_differently
 from jackpot.models.quantization.quantizer import E4M3
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.engines.transformers.weights import ModelWeights
@@ -192,7 +192,7 @@ def test_a_cache_that_vllm_truncates_is_named():
     assert computed_differently(small_config("precision=int8", *vllm, "engine.kv_cache_dtype=null")) == []
     assert computed_differently(small_config("precision=int8", *emulated)) == []
     assert ["keys and values", truncated, "fp32"] in computed_differently(small_config(*vllm))
-    assert cache_numbers(config.engine, "cuda") == "fp8"  # whose conversion rounds
+    assert cache_format(config.engine, "cuda") == "fp8"  # whose conversion rounds
 
 
 def test_the_headline_kl_is_that_of_all_engines_that_write():

@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 
 from helpers.ranks import run_rank, step
 from helpers.runs import small_config
-from jackpot.launch.local import make_components
+from jackpot.launch.build import make_components
 
 CASES = {
     "accepted tokens, target new": (

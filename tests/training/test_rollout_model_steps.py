@@ -22,7 +22,7 @@ from helpers.learners import (
     train,
     write,
 )
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.config import OptimizerConfig
 from jackpot.training.gradients import GradientAccumulator
 from jackpot.training.optimizer import ModelOptimizer
 

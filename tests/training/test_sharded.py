@@ -26,7 +26,7 @@ from helpers.sharded import (
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import ModelError
 from jackpot.core.shards import local
-from jackpot.launch.local import load_models
+from jackpot.launch.build import load_models
 from jackpot.models import gathered
 from jackpot.models.load import load_model
 from jackpot.training.batching import deal, plain_batches

@@ -18,14 +18,14 @@ from jackpot.config.recipes import load_recipe
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Rollout, Score
-from jackpot.launch import local
+from jackpot.launch import build, start
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_task
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 ARMS = list(load_recipe("quickstart")["arms"])
 REQUIRED = {
@@ -216,7 +216,7 @@ def test_a_launch_that_fails_closes_every_engine_that_it_made_and_the_task(
 
     monkeypatch.setattr("jackpot.launch.engines.make_engine", make)
     if where != "the second engine":
-        monkeypatch.setattr(local, where, fail)
+        monkeypatch.setattr(start if where == "Trainer" else build, where, fail)
     with pytest.raises(EngineError, match="no more"):
         run(small_config(), tmp_path)
     assert len(engines) == (1 if where == "the second engine" else 2)
@@ -234,7 +234,7 @@ def test_a_trainer_closes_everything_though_an_engine_fails_at_it(
 
     closed: list[Task] = []
     monkeypatch.setattr(Arithmetic, "close", lambda task: closed.append(task))
-    trainer = local.launch(small_config(), tmp_path, lambda line: None)
+    trainer = start.launch(small_config(), tmp_path, lambda line: None)
     engines = {trainer._components.engine, trainer._components.policy_engine}
     closed.clear()  # that of the prompts that the launch looked at
     monkeypatch.setattr(TransformersEngine, "take_events", fail)
@@ -245,7 +245,7 @@ def test_a_trainer_closes_everything_though_an_engine_fails_at_it(
         with pytest.raises(EngineError, match="closed"):
             engine.submit([])
     monkeypatch.undo()
-    local.launch(small_config(), tmp_path, lambda line: None).close()  # the folder is free again
+    start.launch(small_config(), tmp_path, lambda line: None).close()  # the folder is free again
 
 
 @pytest.mark.parametrize("share", ["some", "all"])
@@ -337,6 +337,6 @@ def test_an_empty_data_set_is_refused() -> None:
 def test_the_garbage_collector_does_not_search_what_was_there_before_training(tmp_path: Path) -> None:
     frozen: list[int] = []
     config = small_config("iterations=1", "evaluation.problems=2")
-    with closing(local.launch(config, tmp_path, lambda line: frozen.append(gc.get_freeze_count()))) as trainer:
+    with closing(start.launch(config, tmp_path, lambda line: frozen.append(gc.get_freeze_count()))) as trainer:
         trainer.train()
     assert min(frozen) > 1000 and gc.get_freeze_count() == 0

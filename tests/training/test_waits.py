@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers.learners import LINEAR, batches, make_learner, policy_objective, smallest_model, write
 from helpers.waits import waits
-from jackpot.config.run import CriticConfig
+from jackpot.config.config import CriticConfig
 from jackpot.core.types import ScoredRollout
 from jackpot.models.load import load_value_model
 from jackpot.objectives.kernels import autograd

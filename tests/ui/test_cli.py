@@ -17,7 +17,7 @@ from jackpot.ui.report.inspector import MAX_TOKENS
 
 COMMANDS = sorted(path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py"))
 HEAVY = ("torch", "transformers", "plotly", "matplotlib", "numpy", "pyarrow", "datasets")
-SETTINGS = ("jackpot.config.run",)  # the longest import of what reads a recipe
+SETTINGS = ("jackpot.config.config",)  # the longest import of what reads a recipe
 HELP = (["--help"], ["--version"], ["trian"], ["train", "--help"])
 LIGHT_COMMANDS = (
     ["train", "quickstart", "lam=2"],

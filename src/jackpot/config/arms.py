@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jackpot.config.build import lay, merge, validated
+from jackpot.config.config import Config
 from jackpot.config.published import NOT_SETTINGS
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
 

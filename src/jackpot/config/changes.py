@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from jackpot.config.base import MAY_CHANGE, model_classes
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 
 
 class Change(NamedTuple):

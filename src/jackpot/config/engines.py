@@ -10,8 +10,8 @@ from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
-# Quantizations of an engine with whose codes training computes, by precision.
-CODES: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
+# The quantization of an engine with whose codes training computes, by the precision of training.
+TRAINED_QUANTIZATION: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -214,12 +214,12 @@ def is_quantized(engine: "EngineConfig") -> bool:
     return bool(engine.quantization or engine.kv_cache_dtype)
 
 
-def quantized_numbers(engine: "EngineConfig") -> str:
+def number_formats(engine: "EngineConfig") -> str:
     """Name the number formats of an engine's linear layers and of its cached keys and values."""
     return f"{engine.quantization or engine.dtype}, cache {engine.kv_cache_dtype or engine.dtype}"
 
 
-def cache_numbers(engine: "EngineConfig", device: str) -> str | None:
+def cache_format(engine: "EngineConfig", device: str) -> str | None:
     """Name the number format of an engine's cached keys and values, None for that of its activations.
 
     vLLM truncates them to FP8 on a CPU, where all others, and vLLM on a GPU, round to the nearest (docs/precision.md).
@@ -228,14 +228,16 @@ def cache_numbers(engine: "EngineConfig", device: str) -> str | None:
     return "fp8, truncated by vLLM on a CPU" if truncates else engine.kv_cache_dtype
 
 
-def flow_of(engine: "EngineConfig") -> tuple[str, Dtype] | None:
-    """Return the number formats of an engine of quantized activations, whose every token is computed as training in
-    its flow computes it: `quantized_numbers` and `dtype`. None for other engines, and for other kernels."""
-    is_coded = engine.quantization in CODES.values()
+def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
+    """Return the formats in which an engine and training compute bit-identical tokens: `number_formats` and `dtype`.
+
+    None for engines without quantized activations, and for other kernels.
+    """
+    is_coded = engine.quantization in TRAINED_QUANTIZATION.values()
     attends_alike = isinstance(engine, TransformersEngineConfig) and not engine.draft
     if not (is_coded and attends_alike and engine.attn_implementation == "sdpa"):
         return None
-    return quantized_numbers(engine), engine.dtype
+    return number_formats(engine), engine.dtype
 
 
 EngineConfig = Annotated[
@@ -259,15 +261,17 @@ def check_filters(*engines: EngineConfig, top_p: float, top_k: int) -> None:
         )
 
 
-def check_codes(key: str, engine: EngineConfig, precision: str, quantization: Quantization | None) -> None:
+def check_trained_quantization(
+    key: str, engine: EngineConfig, precision: str, quantization: Quantization | None
+) -> None:
     """Raise ValueError for an engine of rollouts whose codes are not those that training computes with.
 
     Args:
         key: the setting that describes it.
-        precision: of training, a key of `CODES`.
+        precision: of training, a key of `TRAINED_QUANTIZATION`.
         quantization: whose codes these are; None: those of this engine.
     """
-    wanted = quantization or CODES[precision]
+    wanted = quantization or TRAINED_QUANTIZATION[precision]
     if engine.quantization != wanted:
         has_none = engine.name == "sglang_server"
         advice = f"{key}=transformers {key}.quantization={wanted}" if has_none else f"{key}.quantization={wanted}"
@@ -282,7 +286,7 @@ def check_codes(key: str, engine: EngineConfig, precision: str, quantization: Qu
         )
 
 
-def check_placed(*engines: EngineConfig, number: int, ahead: int) -> None:
+def check_engine_processes(*engines: EngineConfig, number: int, ahead: int) -> None:
     """Raise ValueError for what engines in processes of their own cannot do.
 
     Args:

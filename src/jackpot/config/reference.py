@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jackpot.config.base import MAY_CHANGE, Differences, model_classes
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
 

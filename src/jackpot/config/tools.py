@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jackpot.config.base import MAY_CHANGE, AnyNames, Count, Finite, Names, Strict
+from jackpot.config.config import Sampling
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
-from jackpot.config.run import Sampling
 from jackpot.config.tasks import (
     Answers,
     ArithmeticConfig,

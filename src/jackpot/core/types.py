@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from jackpot.core.roles import Role
+
 Finish = Literal["stop", "length", "aborted"]
 RewardError = Literal["timeout", "crash", "invalid"]  # invalid: no number from -1e30 to 1e30
-Role = Literal["policy", "rollout_model", "critic"]
 
 
 class Version(NamedTuple):

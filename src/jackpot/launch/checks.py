@@ -6,11 +6,11 @@ from typing import get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, check_ranks, is_quantized
-from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
-from jackpot.core.types import Role
+from jackpot.core.roles import Role
 from jackpot.models.forward import output_layer
 from jackpot.models.gathered import check_layers
 from jackpot.models.load import load_meta_model

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from jackpot.config.arms import build_config
+from jackpot.config.config import Config
 from jackpot.config.engines import sleeps
-from jackpot.config.run import Config
-from jackpot.core.place import place
-from jackpot.core.types import Role, Version
+from jackpot.core.process_rank import process_rank
+from jackpot.core.roles import Role
+from jackpot.core.types import Version
 from jackpot.launch.engines import EnginePart, engine_parts, make_each
 from jackpot.models.load import DTYPES, load_model
 from jackpot.rollout.engines.base import Engine
@@ -90,7 +91,7 @@ def own_gpu(number: int, shares: bool) -> dict[str, str]:
     """Return what gives an engine a GPU: a rank's where it `shares`, else one without, as far as there are enough."""
     given = os.environ.get(_GPUS)
     gpus = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
-    return {_GPUS: gpus[(number if shares else place().local_size + number) % len(gpus)]}
+    return {_GPUS: gpus[(number if shares else process_rank().local_size + number) % len(gpus)]}
 
 
 def main() -> None:

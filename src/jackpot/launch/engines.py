@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, SGLangServerEngineConfig, VLLMEngineConfig, is_remote
-from jackpot.config.run import Config
-from jackpot.core.types import Role, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_model
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.sglang.server_engine import SGLangServerEngine

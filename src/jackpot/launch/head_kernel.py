@@ -7,10 +7,23 @@ from importlib.util import find_spec
 
 import torch
 
+from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
+from jackpot.models.device import pick_device
+from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.objectives.kernels.reader import EAGER, TileReader, TorchReader
 from jackpot.objectives.kernels.tiles import Tile
 from jackpot.objectives.kernels.topk import BLOCK
+
+
+def head_options(config: Config) -> HeadOptions:
+    """Return how the joint head is computed.
+
+    Raises:
+        ConfigError: as `tile_reader` and `pick_device`.
+    """
+    reader = tile_reader(config.head_kernel, pick_device(config.device))
+    return HeadOptions(reader, config.head_logits_memory * 2**20)
 
 
 def tile_reader(kernel: str, device: torch.device) -> TileReader:

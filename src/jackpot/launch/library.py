@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 from jackpot.core.errors import DataError
-from jackpot.core.place import place
+from jackpot.core.process_rank import process_rank
 from jackpot.launch.engine_processes import make_hosted
-from jackpot.launch.local import train_run
 from jackpot.launch.ranks import follow_leader, leading, run_rank
-from jackpot.launch.ray import train_placed
+from jackpot.launch.ray import train_on_ray
+from jackpot.launch.start import train_run
 from jackpot.rollout.tasks.registry import check_sets
-from jackpot.training.run.folder import RunFolder, run_config
-from jackpot.training.run.models import resolve_model_path
-from jackpot.training.run.rollouts import list_rollout_files, read_columns
+from jackpot.training.run_folder.folder import RunFolder, run_config
+from jackpot.training.run_folder.models import resolve_model_path
+from jackpot.training.run_folder.rollouts import list_rollout_files, read_columns
 from jackpot.training.trainer import OnMetrics
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def train_config(
     Arguments and result are those of `train_run`; where Ray places the run, `on_start` is called at its end.
 
     Raises:
-        JackpotError: as `leading`, `train_run` and `train_placed`.
+        JackpotError: as `leading`, `train_run` and `train_on_ray`.
     """
     if config.placement.launcher == "ray":
-        began, is_finished = train_placed(config, folder, on_metrics, run_rank, make_hosted)
+        began, is_finished = train_on_ray(config, folder, on_metrics, run_rank, make_hosted)
         on_start(began)
         return is_finished
     with leading(config, folder) as build:
@@ -110,7 +110,7 @@ def train(
     config = recipe if isinstance(recipe, Config) else resolve(str(recipe), arm, overrides)
     check_sets(config.evaluation.benchmarks)
     run = Path(folder)
-    if (at := place()).rank > 0:
+    if (at := process_rank()).rank > 0:
         follow_leader(at)
     else:
         train_config(config, run, on_metrics)

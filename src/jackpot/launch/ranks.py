@@ -20,17 +20,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jackpot.config.arms import build_config
+from jackpot.config.config import Config
 from jackpot.config.engines import check_ranks
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, RankError
-from jackpot.core.place import Place, place
-from jackpot.core.types import Role
-from jackpot.launch.local import BuildLearner, build_learner, pick_device, train_run
+from jackpot.core.process_rank import ProcessRank, process_rank
+from jackpot.core.roles import Role
+from jackpot.launch.build import BuildLearner, build_learner
+from jackpot.launch.start import train_run
+from jackpot.models.device import pick_device
 from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
 from jackpot.training.ranks import LedLearner, Ranks, follow
-from jackpot.training.run.checkpoint import load_state
+from jackpot.training.run_folder.checkpoint import load_state
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What moves tensors between ranks, by the device that they compute on. Commands are on the CPU, and use gloo."""
@@ -51,7 +53,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
         ConfigError: settings, or the machine's GPUs, do not fit several ranks.
         RankError: the other ranks cannot be reached.
     """
-    at = place()
+    at = process_rank()
     if at.size == 1:
         yield build_learner
         return
@@ -65,7 +67,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
         ranks.end()
 
 
-def follow_leader(at: Place) -> None:
+def follow_leader(at: ProcessRank) -> None:
     """Follow rank 0 until it ends. Signals that end a run are left to rank 0, which finishes the iteration first.
 
     Raises:
@@ -96,7 +98,7 @@ def run_rank(config: str, run: str) -> tuple[int, bool] | None:
     Raises:
         JackpotError: as `leading`, `train_run` and `follow_leader`.
     """
-    if (at := place()).rank:
+    if (at := process_rank()).rank:
         return follow_leader(at)
     settings, begun = build_config(json.loads(config)), []
     with leading(settings, Path(run)) as build:
@@ -104,7 +106,7 @@ def run_rank(config: str, run: str) -> tuple[int, bool] | None:
     return begun[0], is_finished
 
 
-def _own_device(device: str, at: Place) -> torch.device:
+def _own_device(device: str, at: ProcessRank) -> torch.device:
     """Return the device of this rank: a GPU of its own, where the settings and the machine have GPUs, or the CPU.
 
     From then on `cuda` means that GPU in this process.
@@ -121,7 +123,7 @@ def _own_device(device: str, at: Place) -> torch.device:
     return torch.device("cuda", at.local_rank)
 
 
-def _store(at: Place) -> dist.Store:
+def _store(at: ProcessRank) -> dist.Store:
     """Return what the ranks find each other by. Ranks of one machine talk over its loopback interface."""
     if at.local_size == at.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -136,7 +138,7 @@ def _store(at: Place) -> dist.Store:
     return dist.PrefixStore(f"jackpot/{attempt}", store)
 
 
-def _rendezvous(at: Place) -> dist.Store:
+def _rendezvous(at: ProcessRank) -> dist.Store:
     """Return the store at MASTER_ADDR. Rank 0 listens there alone, where torch would on every interface.
 
     Under torchrun its agent listens instead.
@@ -150,7 +152,7 @@ def _rendezvous(at: Place) -> dist.Store:
 
 
 @contextmanager
-def _joined(store: dist.Store, at: Place, run: Path, timeout: float, backend: str) -> Iterator[Ranks]:
+def _joined(store: dist.Store, at: ProcessRank, run: Path, timeout: float, backend: str) -> Iterator[Ranks]:
     """Set up torch.distributed for the block."""
     try:
         dist.init_process_group(
@@ -189,7 +191,7 @@ def _build_followed(part: dict[str, Any]) -> JointLearner:
 
 def _mesh(config: Config) -> DeviceMesh:
     """Return all ranks, over which the models are sharded."""
-    return init_device_mesh(pick_device(config).type, (dist.get_world_size(),))
+    return init_device_mesh(pick_device(config.device).type, (dist.get_world_size(),))
 
 
 def _first_line(error: BaseException) -> str:

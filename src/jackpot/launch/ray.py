@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core import errors
 from jackpot.core.errors import ConfigError, JackpotError, RankError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.package import install
-from jackpot.core.place import place
+from jackpot.core.process_rank import process_rank
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.hosted import SIGN_SECONDS, EngineHost, Link
 from jackpot.rollout.engines.pool import PeerLost
@@ -196,7 +196,7 @@ class RayLink(Link):
             raise PeerLost(f"its actor was lost: {type(error).__name__}") from error
 
 
-def check_placed(config: Config) -> None:
+def check_started_by_ray(config: Config) -> None:
     """Refuse launcher ray in a process that Ray has not placed.
 
     Raises:
@@ -217,7 +217,7 @@ def _engine_name(number: int) -> str:
     return f"engine actor {number}"
 
 
-def train_placed(
+def train_on_ray(
     config: Config,
     run: Path,
     on_metrics: Callable[[Mapping[str, Any]], None],
@@ -237,13 +237,13 @@ def train_placed(
         RankError: ranks were lost more often than `placement.restarts`.
         JackpotError: rank 0's own, or its nearest class in `core.errors`.
     """
-    if (ranks := place().size) > 1:
+    if (ranks := process_rank().size) > 1:
         raise ConfigError(
             f"placement.launcher is 'ray', and torchrun started {ranks} processes; start the command without torchrun"
         )
     lines = _Lines(run / "metrics.jsonl", on_metrics)
     with _cluster(config) as ray, StopSignal() as stop:
-        group = _place(ray, config)
+        group = _placement_group(ray, config)
         engines = _engines(ray, config, group, make)  # alive for as long as this refers to them
         given = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
         for left in reversed(range(config.placement.restarts + 1)):
@@ -308,7 +308,7 @@ def _cluster(config: Config) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _place(ray: Any, config: Config) -> Any:
+def _placement_group(ray: Any, config: Config) -> Any:
     """Reserve a place for every rank, and every engine that shares none of these, on as few nodes as there is room."""
     has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     gpu = {"GPU": 1} if has_gpus or config.device == "cuda" else {}

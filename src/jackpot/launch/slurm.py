@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from jackpot.config.base import Strict
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
 NOTICE = 300  # seconds before the end of a job's time at which SLURM says so, for a last checkpoint

@@ -10,7 +10,7 @@ Where the hub cannot be reached, earlier downloads are read, and configs of publ
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from math import inf
 from pathlib import Path, PurePath
@@ -36,6 +36,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
 from jackpot.core.errors import DataError, ModelError, unknown_name
+from jackpot.core.roles import Role
 from jackpot.core.stages import stage
 from jackpot.models.forward import check_head
 from jackpot.models.published import is_from_table, published_config
@@ -415,3 +416,15 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
     lines = str(error).strip().splitlines()
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
     return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+
+
+def load_tokenizers(paths: Mapping[Role, str]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that both models share.
+
+    Raises:
+        DataError: the tokenizers differ; names the token.
+    """
+    tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
+    for tokenizer in tokenizers.values():
+        check_same_tokenizer(tokenizers["policy"], tokenizer)
+    return tokenizers["policy"]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from jackpot.config.run import ALL_LINEAR, LoraConfig
+from jackpot.config.config import ALL_LINEAR, LoraConfig
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError, unknown_name
 from jackpot.core.package import install

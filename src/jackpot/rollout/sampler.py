@@ -10,12 +10,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.batch import batches_in_reserve
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.clock import Clock
 from jackpot.core.errors import TrainingError
 from jackpot.core.metrics import Mean, Sum, Sums, add_sums
 from jackpot.core.prng import fold_in, uniforms
-from jackpot.core.types import Prompt, RewardError, Role, Rollout, Score, ScoredRollout
+from jackpot.core.roles import Role
+from jackpot.core.types import Prompt, RewardError, Rollout, Score, ScoredRollout
 from jackpot.models.cost import ForwardCost
 from jackpot.objectives.advantages import all_equal
 from jackpot.rollout.engines.base import Engine, Request

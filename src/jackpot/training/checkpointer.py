@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jackpot.core.errors import CheckpointError
-from jackpot.core.types import Role
+from jackpot.core.roles import Role
 from jackpot.training.components import RunComponents
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import RunFolder
 
 
 class Checkpointer:

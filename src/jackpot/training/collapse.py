@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 
 COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
 IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance

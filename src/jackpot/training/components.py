@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import WeightsError
 from jackpot.core.metrics import Sum, Sums
-from jackpot.core.types import Role, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Version
 from jackpot.models.cost import ForwardCost
 from jackpot.models.quantization.convert import quantize_named
 from jackpot.rollout.engines.base import Engine
@@ -97,7 +98,7 @@ class RunComponents:
 
 def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:
     """Copy all weights of a model into an engine, as `RunComponents.send_weights`; those are of `version`."""
-    dtype, codes = engine.capabilities.dtype, engine.capabilities.codes
+    dtype, codes = engine.capabilities.dtype, engine.capabilities.coded_weights
     digest = WeightsDigest(None if codes else dtype)
     if codes:  # quantized here, once
         numbers = ((name, tensor.to(dtype)) for name, tensor in weights)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from jackpot.config.run import CriticConfig
+from jackpot.config.config import CriticConfig
 from jackpot.core.metrics import Mean, Sums
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
 from jackpot.models.forward import can_pack, response_values

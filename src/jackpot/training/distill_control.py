@@ -2,7 +2,7 @@
 
 import math
 
-from jackpot.config.run import DistillControlConfig
+from jackpot.config.config import DistillControlConfig
 
 LARGEST_ERROR = 0.2  # relative error that one step reacts to
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Mapping
 
-from jackpot.core.types import Prompt, Role
+from jackpot.core.roles import Role
+from jackpot.core.types import Prompt
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
 from jackpot.training.components import RunComponents
 from jackpot.training.guards import EngineCheck
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 
 class Evaluator:

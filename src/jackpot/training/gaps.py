@@ -1,6 +1,6 @@
 """Defines how far an engine's log-probs may be from those of training, by the number formats of both."""
 
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 
 # Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
 # user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.

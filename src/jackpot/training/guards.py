@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackpot.config.run import Config, Sampling
+from jackpot.config.config import Config, Sampling
 from jackpot.core.errors import EngineError, JackpotError, TrainingError
 from jackpot.core.prng import fold_in
-from jackpot.core.types import Role, Rollout, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
@@ -149,11 +150,13 @@ class EngineCheck:
 
     def _precisions(self, engine: Engine) -> list[str]:
         capabilities, config = engine.capabilities, self._config
-        same = capabilities.flow == config.numbers and _NAMES[capabilities.dtype] == config.compute_dtype
-        if same and config.numbers is not None:
+        same = (
+            capabilities.number_formats == config.number_formats and _NAMES[capabilities.dtype] == config.compute_dtype
+        )
+        if same and config.number_formats is not None:
             return precisions(config.compute_dtype, config.compute_dtype, capabilities.device, config.sampling)
         of_engine = "quantized" if capabilities.quantized else _NAMES[capabilities.dtype]
-        of_training = "quantized" if config.numbers else config.precision
+        of_training = "quantized" if config.number_formats else config.precision
         return precisions(of_engine, of_training, capabilities.device, config.sampling)
 
 

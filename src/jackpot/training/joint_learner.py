@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.run import DistillControlConfig, Sampling
+from jackpot.config.config import DistillControlConfig, Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
-from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden
 from jackpot.models.gathered import Gathered, gather
 from jackpot.models.lora import merged_weights, model_writer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.metrics import Mean, Sum, Sums, to_host
-from jackpot.core.types import Role
+from jackpot.core.roles import Role
 from jackpot.models.parts import read_parts
 from jackpot.training.gradients import GradientAccumulator, split_numbers
 from jackpot.training.optimizer import ModelOptimizer

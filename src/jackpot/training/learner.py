@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 from jackpot.core.metrics import Sums
-from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

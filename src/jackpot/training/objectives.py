@@ -2,9 +2,9 @@
 
 import math
 
+from jackpot.config.config import RolloutModelConfig
 from jackpot.config.corrections import KAPPA_TOLERANCE, TargetCorrection, ZCorrection
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.config.run import RolloutModelConfig
 from jackpot.corrections import construct_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
 from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES

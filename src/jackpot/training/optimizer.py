@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from jackpot.config.run import OptimizerConfig
+from jackpot.config.config import OptimizerConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.shards import is_sharded, locals_of, norm, part_like
 

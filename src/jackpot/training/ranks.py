@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 from jackpot.core.errors import CheckpointError, JackpotError, RankError
 from jackpot.core.messages import pack, unpack
-from jackpot.core.types import Role, ScoredRollout, TokenBatch, TrainingSample, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.parts import write_index
 from jackpot.training.batching import deal
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner, StepResult
-from jackpot.training.run.last_commands import LastCommand, describe
+from jackpot.training.run_folder.last_commands import LastCommand, describe
 
 _BEATS = 4  # signs of life of rank 0 within one time-out
 _PIECE = 2**28  # most bytes that are sent at once

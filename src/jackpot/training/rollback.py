@@ -6,12 +6,12 @@ Status: supported.
 from collections.abc import Mapping
 from typing import Any
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import TrainingError
 from jackpot.training.collapse import evaluations, fall_of, problems_of
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import RunFolder
-from jackpot.training.run.rollbacks import Rollback, Rollbacks
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import RunFolder
+from jackpot.training.run_folder.rollbacks import Rollback, Rollbacks
 
 
 class RollbackGuard:

@@ -14,7 +14,8 @@ from typing import Any
 from jackpot.core.clock import Clock
 from jackpot.core.errors import TrainingError, WeightsError
 from jackpot.core.metrics import Sums, add_sums
-from jackpot.core.types import Role, Rollout, TokenBatch, TrainingSample, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Rollout, TokenBatch, TrainingSample, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
@@ -27,8 +28,8 @@ from jackpot.training.interrupt import StopSignal
 from jackpot.training.iteration_metrics import lag_sums, metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
 from jackpot.training.rollback import RollbackGuard
-from jackpot.training.run.folder import RunFolder, measure_of
-from jackpot.training.run.rollouts import write_rollouts
+from jackpot.training.run_folder.folder import RunFolder, measure_of
+from jackpot.training.run_folder.rollouts import write_rollouts
 
 MetricsLine = dict[str, Any]  # one line of metrics.jsonl
 OnMetrics = Callable[[MetricsLine], None]

@@ -2,7 +2,7 @@
 
 import math
 
-from jackpot.training.run.folder import Measure
+from jackpot.training.run_folder.folder import Measure
 
 
 def format_number(value: float | None, form: str = ".3g") -> str:

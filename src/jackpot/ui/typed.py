@@ -11,13 +11,14 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from jackpot.core.errors import ConfigError, unknown_name
-from jackpot.core.place import place
+from jackpot.core.process_rank import process_rank
 from jackpot.ui.lazy import lazy, load
 from jackpot.ui.terminal.output import print_line
 from jackpot.ui.terminal.progress import status
 
 with lazy():
-    from jackpot.config import build, recipes, run
+    from jackpot.config import build, recipes
+    from jackpot.config import config as settings
 
 # click's class; typer has a copy of click of its own since 0.24
 NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
@@ -48,13 +49,12 @@ class Command(TyperCommand):
     def _unknown_option(self, ctx: typer.Context, error: NoSuchOption, given: Sequence[str]) -> str:
         """Say how the setting of this name is written, or name the options that are like it."""
         name = error.option_name.lstrip("-").replace("-", "_")
-        settings = (
-            build.similar_settings(name, run.Config) if any(one.name == "overrides" for one in self.params) else []
-        )
+        takes_settings = any(parameter.name == "overrides" for parameter in self.params)
+        similar = build.similar_settings(name, settings.Config) if takes_settings else []
         like = [option for option in error.possibilities or [] if option != "--help"]
-        if settings and not any(option.lstrip("-").startswith(name) for option in like):
+        if similar and not any(option.lstrip("-").startswith(name) for option in like):
             value = _value_of(error.option_name, given)
-            forms = " or ".join(f"{key}={value}" for key in settings)
+            forms = " or ".join(f"{key}={value}" for key in similar)
             return f"no option {error.option_name}; settings are written key=value: {forms}"
         guess = f"; did you mean {' or '.join(like)}?" if like else ";"
         return f"no option {error.option_name}{guess} jackpot {ctx.info_name} --help lists all"
@@ -102,7 +102,7 @@ def register(
 
     @functools.wraps(function)
     def call(**options: Any) -> None:
-        if not on_ranks and (ranks := place().size) > 1:
+        if not on_ranks and (ranks := process_rank().size) > 1:
             raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
 
         if options.get("recipe") and "arm" in options:  # a mistake is reported before torch is imported

@@ -14,9 +14,9 @@ import torch
 from helpers.paths import TESTS
 from helpers.trl_runs import LINEAR, ROLLOUT_MODEL, arguments, learner_of, movement, walked_beside
 from jackpot.config.build import validated
+from jackpot.config.config import RolloutModelConfig
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.config.run import RolloutModelConfig
 from jackpot.core.errors import CheckpointError, ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.models.load import eos_token_ids, load_model

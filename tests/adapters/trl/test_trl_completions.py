@@ -9,7 +9,7 @@ import torch
 from helpers.trl_runs import ROLLOUT_MODEL, arguments
 from jackpot.analysis.replay.formats import FORMATS
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.run import LIMITS, replay
+from jackpot.analysis.replay.replay import LIMITS, replay
 from jackpot.core.errors import DataError
 
 pytestmark = pytest.mark.trl

@@ -21,7 +21,7 @@ from jackpot.analysis.advice.rule import (
     of_share,
     worth_of,
 )
-from jackpot.analysis.replay.run import replay
+from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.stats import SampledColumns, rule_columns
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from helpers.commands import jackpot
 from helpers.runs import FinishedRuns, run, small_config
 from helpers.texts import text_tokenizer, write_problems
-from jackpot.analysis.evaluate.run import BenchmarkResult, evaluate_model, evaluation_config, evaluation_tasks
+from jackpot.analysis.evaluate.evaluate import BenchmarkResult, evaluate_model, evaluation_config, evaluation_tasks
 from jackpot.config.engines import VLLMEngineConfig
 from jackpot.config.tasks import MathConfig
 from jackpot.core.errors import CheckpointError, ConfigError, DataError

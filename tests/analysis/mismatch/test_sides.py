@@ -16,11 +16,11 @@ from helpers.learners import batches, make_learner, smallest_model, write
 from helpers.runs import FinishedRuns, run, small_config
 from jackpot.analysis.mismatch import learner
 from jackpot.analysis.mismatch.learner import learner_model, learner_scores
-from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
+from jackpot.analysis.mismatch.mismatch import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config, side_name, verdict
 from jackpot.config.build import nest
+from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
-from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig
 from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
 from jackpot.core.types import Rollout, Version

@@ -18,9 +18,9 @@ from jackpot.analysis.plan.estimate import (
     is_large,
 )
 from jackpot.analysis.plan.sizes import LONGEST_PROMPT, PromptLengths, model_sizes, prompt_lengths
+from jackpot.config.config import Config
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.config.recipes.listing import list_recipe
-from jackpot.config.run import Config
 from jackpot.config.tasks import MathConfig
 
 PAPERS = [

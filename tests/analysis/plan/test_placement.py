@@ -13,8 +13,8 @@ from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.placement import PlacedRun, Placement, cheapest, placed_runs, residents
 from jackpot.analysis.plan.sharding import cache_bytes, without_learner
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
+from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 
 GPU = GPUS["H100"]
 

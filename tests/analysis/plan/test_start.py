@@ -14,12 +14,11 @@ from jackpot.analysis.plan.estimate import CostEstimate, FlopShares, MachineEsti
 from jackpot.analysis.plan.sharding import Shard
 from jackpot.analysis.plan.sizes import PromptLengths
 from jackpot.analysis.plan.start import machine, start
+from jackpot.config.config import Config
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
-from jackpot.config.run import Config
 from jackpot.core.errors import CheckpointError, ConfigError, EngineError, JackpotError, ModelError
 from jackpot.launch.checks import check_start
-from jackpot.launch.local import model_paths
 from jackpot.ui.commands.train import train
 
 STATED = {name: recipe_notes(name, load_recipe(name)).gpus for name in recipe_names()}
@@ -54,7 +53,7 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
 def test_what_is_printed_for_every_gpu_recipe_starts() -> None:
     assert len(ON_GPUS) == 15
     for name in ON_GPUS:
-        gpus, paths = STATED[name], model_paths(resolve(name, None, []), None)
+        gpus, paths = STATED[name], resolve(name, None, []).model_paths()
         found = start(name, None, [], None, gpus.count)
         config, ranks = typed(found.command)
         check_start(config, paths, ranks)

@@ -15,9 +15,9 @@ from helpers.trainable import learned
 from jackpot.analysis.plan.tiny import TinyRun, replaced_models, tiny, tiny_run
 from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS, built_in_tokenizer
 from jackpot.config.arms import build_config
+from jackpot.config.config import Config
 from jackpot.config.engines import DraftConfig
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
-from jackpot.config.run import Config
 from jackpot.config.tasks import ColumnsConfig
 from jackpot.core.errors import CheckpointError, DataError, ModelError
 from jackpot.models.load import check_same_tokenizer, load_config, load_tokenizer

@@ -13,8 +13,8 @@ from helpers.runs import FinishedRuns
 from jackpot.analysis.replay.export import export_rollouts
 from jackpot.analysis.replay.formats import FORMATS, WRITABLE, find_format
 from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.replay import LIMITS
 from jackpot.analysis.replay.responses import SavedResponse
-from jackpot.analysis.replay.run import LIMITS
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 
 SETTINGS = ("rollouts.every=1", "iterations=2", "batch.prompts=8")

@@ -19,8 +19,8 @@ from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files
 from jackpot.analysis.replay.formats.records import ReadLimits, torch_file
+from jackpot.analysis.replay.replay import LIMITS, replay
 from jackpot.analysis.replay.responses import SavedResponse
-from jackpot.analysis.replay.run import LIMITS, replay
 from jackpot.core.errors import DataError
 from jackpot.models import scoring
 

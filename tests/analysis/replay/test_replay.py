@@ -10,7 +10,7 @@ import torch
 
 from helpers.synthetic_rollouts import discovered, noise, records, write
 from jackpot.analysis.advice.rule import choose, relative
-from jackpot.analysis.replay.run import ReplayResult, replay
+from jackpot.analysis.replay.replay import ReplayResult, replay
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.ui.views.replay import facts, replay_sections

@@ -8,8 +8,8 @@ import pytest
 
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.replay import LIMITS, replay
 from jackpot.analysis.replay.responses import SavedResponse
-from jackpot.analysis.replay.run import LIMITS, replay
 from jackpot.core.errors import DataError
 
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.runs import small_config
-from jackpot.analysis.replay.run import replay
+from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.simulate import candidates
 from jackpot.analysis.simulate.candidates import PairBench, pair_states, saved_responses
-from jackpot.analysis.simulate.run import simulate_candidates
+from jackpot.analysis.simulate.simulate import simulate_candidates
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.models import scoring

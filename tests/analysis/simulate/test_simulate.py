@@ -27,7 +27,7 @@ from jackpot.analysis.simulate.measurements import (
     share_below,
     token_ratios,
 )
-from jackpot.analysis.simulate.run import EXAMPLE_KL, simulate_families
+from jackpot.analysis.simulate.simulate import EXAMPLE_KL, simulate_families
 from jackpot.analysis.simulate.synthetic import FAMILIES, GapFamily, sample_states
 from jackpot.analysis.simulate.topk import TopKNumbers, topk_numbers, topk_sizes, topk_summary
 

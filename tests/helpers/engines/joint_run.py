@@ -8,12 +8,12 @@ import torch
 
 from helpers.engines.reference import tiny_prompt
 from jackpot.config.arms import build_config
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.digest import weights_digest
 from jackpot.core.metrics import Sums
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Score, TrainingSample, Version
-from jackpot.launch.local import make_learner
+from jackpot.launch.build import make_learner
 from jackpot.models.load import load_model
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request

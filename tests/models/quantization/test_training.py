@@ -10,8 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.engines.architectures import EOS, make_engine, make_model, make_requests
 from helpers.engines.reference import tiny_model, tiny_prompt
+from jackpot.config.config import LoraConfig, OptimizerConfig, Sampling
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import LoraConfig, OptimizerConfig, Sampling
 from jackpot.core.errors import ModelError
 from jackpot.core.types import Version
 from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden
@@ -261,8 +261,8 @@ def test_a_layer_that_reads_weights_of_others_and_an_embedding_that_scales_leave
 def test_an_engine_quantizes_all_of_a_mamba_layer_but_what_it_multiplies_itself():
     with closing(make_engine(make_model("jamba"), quantization="fp8")) as engine:
         rollouts = engine.generate(make_requests([5], group=2, num_new=16))
-        assert rollouts and not any("dt_proj" in name for name in engine.capabilities.codes.names)
-        assert any("mamba.x_proj" in name for name in engine.capabilities.codes.names)
+        assert rollouts and not any("dt_proj" in name for name in engine.capabilities.coded_weights.names)
+        assert any("mamba.x_proj" in name for name in engine.capabilities.coded_weights.names)
 
 
 def test_a_recurrent_state_is_refused_in_bf16_alone():

@@ -10,7 +10,7 @@ import torch
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.messages import pack, unpack
@@ -124,7 +124,7 @@ def test_weights_are_quantized_again_at_every_update(folder, new_folder, quantiz
 @pytest.mark.parametrize("quantization", SCHEMES)
 def test_codes_and_scales_are_held_as_they_came_and_make_the_digest(folder, new_folder, quantization):
     updated, fresh = (make(one, quantization=quantization) for one in (folder, new_folder))
-    new, codes = tiny_model(seed=1), updated.capabilities.codes
+    new, codes = tiny_model(seed=1), updated.capabilities.coded_weights
     named = list(quantize_named(new.named_parameters(), codes.names, codes.scheme))
     assert updated.update_weights(iter(named), NEW) == weights_digest(named, None)
     requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(12)]
@@ -141,7 +141,7 @@ def test_codes_and_scales_are_held_as_they_came_and_make_the_digest(folder, new_
 
 def test_codes_that_do_not_fit_leave_the_old_weights(folder):
     engine, new = make(folder, quantization="fp8"), tiny_model(seed=1)
-    named = dict(quantize_named(new.named_parameters(), engine.capabilities.codes.names, SCHEMES["fp8"]))
+    named = dict(quantize_named(new.named_parameters(), engine.capabilities.coded_weights.names, SCHEMES["fp8"]))
     request = [tiny_request("0")]
     before = engine.generate(request)[0].rollout_log_probs
     name = "model.layers.1.mlp.down_proj.weight"

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from helpers.runs import assert_same_run, run
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.arms import build_config
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 
 
 @pytest.fixture(scope="module")

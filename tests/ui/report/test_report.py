@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from helpers.folders import run_folder, save_tokens, write_lines
 from helpers.runs import FinishedRuns
 from jackpot.core.errors import CheckpointError, DataError
-from jackpot.training.run.folder import run_config
+from jackpot.training.run_folder.folder import run_config
 from jackpot.ui import cli
 from jackpot.ui.charts import Chart, Section, Series, Table
 from jackpot.ui.html import write_page

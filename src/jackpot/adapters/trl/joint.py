@@ -24,10 +24,11 @@ from jackpot.adapters.trl.refusals import refuse_processes, refuse_unmerged, ref
 from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
 from jackpot.adapters.trl.writers import Writers
 from jackpot.config.build import validated
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums
-from jackpot.core.types import Role, TokenBatch, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import TokenBatch, Version
 from jackpot.models.forward import backbone, checkpoint_activations, logit_softcap, output_layer, response_hidden
 from jackpot.models.load import check_same_tokenizer, load_model, load_tokenizer
 from jackpot.models.parts import WHOLE, write_part

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from jackpot.adapters.trl.base import GRPOTrainer, plain_model, without_dropout
 from jackpot.adapters.trl.refusals import refuse_unmerged
 from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
-from jackpot.config.run import Config, Sampling
+from jackpot.config.config import Config, Sampling
 from jackpot.core.errors import ConfigError
-from jackpot.core.types import Role, Rollout, TokenBatch, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Rollout, TokenBatch, Version
 from jackpot.models.forward import can_pack
 from jackpot.models.lora import merged_weights
 from jackpot.models.scoring import list_log_probs

@@ -4,8 +4,7 @@ from transformers import PreTrainedModel
 
 from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.plan.sizes import outline
-from jackpot.config.run import Config
-from jackpot.launch.local import model_paths
+from jackpot.config.config import Config
 from jackpot.models.cost import forward_cost
 
 
@@ -25,5 +24,5 @@ def costs_of_run(config: Config) -> Costs | None:
     """
     if config.rollout_model is None:
         return None
-    paths = model_paths(config, None)
+    paths = config.model_paths()
     return relative_costs(outline(paths["policy"]), outline(paths["rollout_model"]))

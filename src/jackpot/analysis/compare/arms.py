@@ -14,10 +14,10 @@ from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import ArmListener, Lines, StopRule, run_all, runs_at_once
 from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.files import write_whole
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that change answers
 

@@ -11,10 +11,11 @@ from typing import Any
 import transformers
 
 from jackpot.analysis.compare.process import ArmRun
-from jackpot.config.run import Config
-from jackpot.core.cores import free_cores
+from jackpot.config.config import Config
+from jackpot.core.cores import free_cores, pick_threads
 from jackpot.core.errors import JackpotError
-from jackpot.launch.local import pick_device, threads, train_run
+from jackpot.launch.start import train_run
+from jackpot.models.device import pick_device
 from jackpot.training.interrupt import TERMINATIONS
 
 
@@ -42,9 +43,9 @@ def train(run: ArmRun) -> None:
 
 def runs_at_once(configs: Sequence[Config]) -> int:
     """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run."""
-    if any(pick_device(config).type == "cuda" for config in configs):
+    if any(pick_device(config.device).type == "cuda" for config in configs):
         return 1
-    return max(1, free_cores() // max(threads(config) for config in configs))
+    return max(1, free_cores() // max(pick_threads(config.threads) for config in configs))
 
 
 def _end_with_parent() -> None:

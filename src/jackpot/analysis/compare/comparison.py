@@ -10,7 +10,7 @@ from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.errors import ConfigError
 from jackpot.core.statistics import Sample, paired_differences
 from jackpot.training.collapse import two_errors
-from jackpot.training.run.folder import Measure
+from jackpot.training.run_folder.folder import Measure
 
 Unit = Literal["sequences", "tokens", "flops"]
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance

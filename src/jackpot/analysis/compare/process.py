@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.training.interrupt import TERMINATIONS
 
 # Elsewhere than on Linux a process cannot be forked safely once torch is imported, so each run imports it anew.

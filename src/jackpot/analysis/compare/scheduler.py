@@ -9,9 +9,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from jackpot.analysis.compare.process import ArmRun, call_in_process, start_process
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.training.interrupt import TERMINATIONS
-from jackpot.training.run.folder import RunFolder, measure_of
+from jackpot.training.run_folder.folder import RunFolder, measure_of
 
 Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
 POLL_SECONDS = 0.5

@@ -8,11 +8,11 @@ from typing import Any
 
 from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.training.collapse import problems_of
-from jackpot.training.run.environment import Environment
-from jackpot.training.run.folder import Measure, RunFolder, measure_of, run_config
+from jackpot.training.run_folder.environment import Environment
+from jackpot.training.run_folder.folder import Measure, RunFolder, measure_of, run_config
 
 Lines = Sequence[Mapping[str, Any]]
 PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose time counts; evaluations are left out

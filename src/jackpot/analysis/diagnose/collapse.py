@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import diagnose
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.training.collapse import evaluations, fall_of, problems_of
 
 MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from jackpot.analysis.diagnose.learning import why_unknown
 from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
 from jackpot.analysis.diagnose.rules import ENGINE_GAP, RULES
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 
 _SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")  # a path in a suggestion
 
@@ -70,7 +70,7 @@ def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, A
     verdict = "unhealthy" if findings else "no finding" if history.iteration >= LEAST else "too early"
     explained = {name: judgement.explained for name, judgement in judged if judgement.explained}
     summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
-    if config.scheme and (apart := history.computed_differently()) and apart not in summary:
+    if config.trained_quantization and (apart := history.computed_differently()) and apart not in summary:
         summary += f" Engine and training are not in one flow, as precision {config.precision} asks{apart}."
     return Diagnosis(
         verdict=verdict,

@@ -7,8 +7,8 @@ explain it, or "" where they do not: then the value is worse than the settings a
 import math
 from collections.abc import Callable
 
+from jackpot.config.config import Config
 from jackpot.config.corrections import PolicyCorrection, RolloutModelCorrection
-from jackpot.config.run import Config
 
 Explained = Callable[[Config, float], str]
 

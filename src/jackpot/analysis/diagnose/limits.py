@@ -8,8 +8,9 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from jackpot.analysis.diagnose.explained import Explained, unexplained
-from jackpot.config.engines import EngineConfig, flow_of, is_quantized
-from jackpot.config.run import Config, Writer
+from jackpot.config.config import Config
+from jackpot.config.engines import EngineConfig, is_quantized, unified_formats
+from jackpot.core.roles import Writer
 from jackpot.training.collapse import problems_of, two_errors
 from jackpot.training.gaps import LARGEST_GAPS
 
@@ -141,9 +142,10 @@ def rounding(metric: str) -> Limit:
 
     def of(history: MetricHistory, values: Values) -> float | None:
         config, engines = history.config, _engines_of(metric, history.config)
-        flow = flow_of(config.engine)
+        formats = unified_formats(config.engine)
         alike = [
-            bool(flow) and flow_of(one) == flow if config.scheme else not is_quantized(one) for one in engines.values()
+            bool(formats) and unified_formats(one) == formats if config.trained_quantization else not is_quantized(one)
+            for one in engines.values()
         ]
         return max(history.largest_gap(metric, *one) for one in engines.items()) if all(alike) else None
 

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import CheckpointError
-from jackpot.core.types import Prompt, Role, Version
+from jackpot.core.roles import Role
+from jackpot.core.types import Prompt, Version
+from jackpot.launch.build import run_task
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_tokenizers, model_paths, pick_device, run_task
+from jackpot.models.device import pick_device
+from jackpot.models.load import load_tokenizers
 from jackpot.rollout.evaluate import evaluate
-from jackpot.training.run.checkpoint import Checkpoints
-from jackpot.training.run.folder import run_config
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import run_config
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +46,8 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
             f"{run} has no checkpoint yet; the first is written at the first evaluation after training began, at the "
             f"latest at iteration {config.checkpoint.every}"
         )
-    before, after = model_paths(config, None), model_paths(config, checkpoint.folder)
-    tokenizer, device = load_tokenizers(before), pick_device(config)
+    before, after = config.model_paths(), config.model_paths(checkpoint.folder)
+    tokenizer, device = load_tokenizers(before), pick_device(config.device)
     settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and this needs four
     with closing(run_task(config, before, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]

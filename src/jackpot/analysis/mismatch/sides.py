@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import lay, validated
-from jackpot.config.engines import ServerEngineConfig, flow_of, is_quantized
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
+from jackpot.config.engines import ServerEngineConfig, is_quantized, unified_formats
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.gaps import LARGEST_GAPS, precisions
-from jackpot.training.run.models import config_of_run, resolve_model_path
+from jackpot.training.run_folder.models import config_of_run, resolve_model_path
 
 _OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
 Changes = Sequence[Mapping[str, Any]]
@@ -45,7 +45,7 @@ def mismatch_config(
             "engine": {"name": "transformers", "head_dtype": run.head_dtype},
             "autocast": "bf16" if run.precision == "bf16" else None,
         }
-        if run.scheme:
+        if run.trained_quantization:
             how["engine"] |= run.engine.model_dump(include={"dtype", "quantization", "kv_cache_dtype"})
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
@@ -112,8 +112,9 @@ def _settings_name(side: SideConfig) -> str:
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: Sampling, mean_gap: float) -> str:
     """Rate the mean |p - q| in a sentence, by the largest gap that training's own check allows on a kind of device."""
-    in_flow = flow_of(sampler.engine) is not None and flow_of(sampler.engine) == flow_of(learner.engine)
-    if in_flow and device == "cpu" and not learner.autocast:
+    formats = unified_formats(sampler.engine)
+    is_unified = formats is not None and formats == unified_formats(learner.engine)
+    if is_unified and device == "cpu" and not learner.autocast:
         kinds = precisions(sampler.engine.dtype, learner.engine.dtype, device, sampling)
     else:
         kinds = precisions(_precision(sampler), _precision(learner), device, sampling)

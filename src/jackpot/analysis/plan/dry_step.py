@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from jackpot.analysis.plan.sizes import critic_outline
-from jackpot.config.run import Config
-from jackpot.core.types import PackedRow, Role
-from jackpot.launch.local import model_paths, widen
+from jackpot.config.config import Config
+from jackpot.core.roles import Role
+from jackpot.core.types import PackedRow
+from jackpot.launch.build import widen
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -135,7 +136,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
     dry = _DryModels(
         config=config,
         shape=shape,
-        models={role: _outline(config, role, path) for role, path in model_paths(config, None).items()},
+        models={role: _outline(config, role, path) for role, path in config.model_paths().items()},
         reference=_reference(config),
         critic=_critic(config),
     )
@@ -249,8 +250,8 @@ def _fuse(config: Config, model: PreTrainedModel) -> None:
 
 def _prepare(config: Config, model: PreTrainedModel) -> None:
     """Let a model other than the critic compute as in training; on a GPU FP8 products need less than is counted."""
-    if config.scheme:
-        scheme, fp8_cache = SCHEMES[config.scheme], config.engine.kv_cache_dtype == "fp8"
+    if config.trained_quantization:
+        scheme, fp8_cache = SCHEMES[config.trained_quantization], config.engine.kv_cache_dtype == "fp8"
         dtype = DTYPES[config.compute_dtype]
         train_in_codes(model, scheme, config.fp8_backward, fp8_cache, config.device == "cpu", dtype)
     else:
@@ -263,7 +264,7 @@ def _reference(config: Config) -> PreTrainedModel | None:
         return None
     model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
     widen(config, model)
-    if config.scheme:
+    if config.trained_quantization:
         _prepare(config, model)
     return model
 

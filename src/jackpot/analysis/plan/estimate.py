@@ -47,11 +47,10 @@ from jackpot.analysis.plan.sharding import (
     without_learner,
 )
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.published import GpusConfig
-from jackpot.config.run import Config
-from jackpot.core.types import Role
-from jackpot.launch.local import model_paths
+from jackpot.core.roles import Role
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
@@ -218,7 +217,7 @@ class Estimator:
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=response or mean_response(limit), limit=limit)
-        self._costs = {role: _cost(outline(path), sizes[role]) for role, path in model_paths(config, None).items()}
+        self._costs = {role: _cost(outline(path), sizes[role]) for role, path in config.model_paths().items()}
         self._others = _others(config, self.lengths, self._costs["policy"])
 
     @cached_property
@@ -367,7 +366,7 @@ class Estimator:
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
         cost, settings = self._costs[one.role], one.settings
-        weights = engine_weights(settings, model_paths(self._config, None)[one.role])
+        weights = engine_weights(settings, self._config.model_paths()[one.role])
         return EngineSpeed(
             model=cost,
             weight_bytes=weights / cost.parameters,
@@ -411,7 +410,7 @@ def _operation(settings: EngineConfig, gpu: Gpu) -> float:
 
 def _linear(config: Config, gpu: Gpu) -> Linear:
     """Return what quantized linear layers take in training, where the GPU multiplies FP8."""
-    if config.scheme != "fp8" or gpu.fp8 is None:
+    if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
     quantized = _peak(config.compute_dtype, gpu) / gpu.fp8
     return Linear(quantized, quantized if config.fp8_backward == "fp8" else 1.0)

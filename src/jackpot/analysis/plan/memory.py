@@ -16,10 +16,9 @@ from transformers import PreTrainedConfig
 
 from jackpot.analysis.plan.dry_step import MicroBatchShape, dry_step
 from jackpot.analysis.plan.sizes import ModelSize, outline
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, sleeps
-from jackpot.config.run import Config
-from jackpot.core.types import Role
-from jackpot.launch.local import model_paths
+from jackpot.core.roles import Role
 from jackpot.models.forward import keeps_plain_keys
 from jackpot.models.load import DTYPES, load_config
 from jackpot.models.lora import target_layers
@@ -96,7 +95,7 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
     engines: list[tuple[Role, Any]] = [(sampled, config.engine)]
     if sampled != "policy" or config.evaluation.engine:
         engines.append(("policy", config.evaluation.engine or config.engine))
-    paths = model_paths(config, None)
+    paths = config.model_paths()
     return sum(
         engine_weights(settings, paths[role])
         for role, settings in engines
@@ -128,13 +127,13 @@ def _merged_weights(config: Config) -> int:
         4 * sum(layer.weight.numel() for layer in target_layers(outline(path), lora.target_modules).values())
         if (lora := getattr(config, role).lora) and isinstance(engines[role], TransformersEngineConfig)
         else 0
-        for role, path in model_paths(config, None).items()
+        for role, path in config.model_paths().items()
     )
 
 
 def _generation(config: Config, prompt_tokens: int) -> int:
     """Count what a transformers engine holds at most: its cache, the distributions of a step, and the responses."""
-    paths = model_paths(config, None)
+    paths = config.model_paths()
     sampled = paths.get("rollout_model", paths["policy"])
     engines = [(config.engine, sampled, config.batch.rollouts)]
     evaluated = config.evaluation.problems * config.evaluation.k

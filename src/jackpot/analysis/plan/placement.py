@@ -11,8 +11,8 @@ from typing import NamedTuple
 from jackpot.analysis.plan.cost_model import GPUS, Hours
 from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.sharding import Blocks, Shard, shard, without_learner
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, ServerEngineConfig, VLLMEngineConfig
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 
 AHEAD = (0, 1, 3, 7)  # values of batch.ahead that are compared; an even one takes as long as the one before it

@@ -17,10 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from jackpot.analysis.plan.cost_model import Gpu
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights
 from jackpot.analysis.plan.sizes import ModelSize, outline
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
-from jackpot.config.run import Config
-from jackpot.core.types import Role
-from jackpot.launch.local import model_paths
+from jackpot.core.roles import Role
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
 from jackpot.models.gathered import BUCKET
@@ -112,7 +111,7 @@ def blocks(config: Config) -> Blocks:
     Raises:
         ModelError: as `load_meta_model`.
     """
-    models = {role: outline(path) for role, path in model_paths(config, None).items()}
+    models = {role: outline(path) for role, path in config.model_paths().items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
     return Blocks(
         layer=max(_layer(model) for model in models.values()),
@@ -144,7 +143,7 @@ def _layer(model: PreTrainedModel) -> int:
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
     """Return the needs of the rollout engine, and of the evaluation engine where it is another, by setting."""
-    paths, settings = model_paths(config, None), config.evaluation.engine
+    paths, settings = config.model_paths(), config.evaluation.engine
     role: Role = "rollout_model" if "rollout_model" in paths else "policy"
     needs = {"engine": needs_of(config, role, config.engine, prompt_tokens)}
     if settings is not None or role != "policy":
@@ -158,7 +157,7 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
     """Return the needs of an engine with `settings` that holds the model of `role`."""
-    path = model_paths(config, None)[role]
+    path = config.model_paths()[role]
     return EngineNeeds(
         role=role,
         settings=settings,

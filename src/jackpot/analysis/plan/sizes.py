@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from jackpot.analysis.plan.cost_model import MEAN_PROMPT
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.config.tasks import MathConfig
 from jackpot.core.errors import DataError
-from jackpot.core.types import Role
+from jackpot.core.roles import Role
+from jackpot.launch.build import run_task
 from jackpot.launch.checks import check_vocabulary
-from jackpot.launch.local import load_tokenizers, model_paths, run_task
-from jackpot.models.load import hub_answers, load_config, load_meta_model, resolve_path
+from jackpot.models.load import hub_answers, load_config, load_meta_model, load_tokenizers, resolve_path
 from jackpot.models.lora import adapter_size
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import find_sources
@@ -35,7 +35,7 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
     Raises:
         ModelError: no model there, or LoRA on a target module that it does not have.
     """
-    sizes = {role: _size(config, role, path) for role, path in model_paths(config, None).items()}
+    sizes = {role: _size(config, role, path) for role, path in config.model_paths().items()}
     if config.critic:
         count = sum(parameter.numel() for parameter in critic_outline(config).parameters())
         sizes["critic"] = ModelSize(count, count)
@@ -85,7 +85,7 @@ def prompt_lengths(config: Config) -> PromptLengths:
         DataError, ModelError: something is here and cannot be read.
     """
     try:
-        paths = model_paths(config, None)
+        paths = config.model_paths()
         tokenizer = load_tokenizers(paths)
         check_vocabulary({role: outline(path) for role, path in paths.items()}, tokenizer)
         with closing(run_task(config, paths, tokenizer)) as task:
@@ -119,7 +119,7 @@ def _is_elsewhere(config: Config) -> bool:
     on_hub = isinstance(config.task, MathConfig) and not all(
         source.is_local for source in find_sources(config.task.sources("train"), "train")
     )
-    paths = model_paths(config, None).values()
+    paths = config.model_paths().values()
     return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
 
 

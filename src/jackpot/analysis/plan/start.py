@@ -8,15 +8,14 @@ from typing import NamedTuple
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate
 from jackpot.analysis.plan.sharding import degree, engine_needs
+from jackpot.config.config import Config
 from jackpot.config.engines import check_ranks, is_remote, sleeps
 from jackpot.config.names import run_folder
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import resolve
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
-from jackpot.core.place import place
+from jackpot.core.process_rank import process_rank
 from jackpot.launch.checks import check_start
-from jackpot.launch.local import model_paths
 
 MACHINE = 8  # most GPUs of one machine; on more than one, Ray places engines beside the ranks
 NO_MACHINE = (
@@ -43,7 +42,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
     """
     config = resolve(recipe, arm, overrides)
     program, added = _placed(config, gpus)
-    check_start(resolve(recipe, arm, [*overrides, *added]), model_paths(config, None), gpus)
+    check_start(resolve(recipe, arm, [*overrides, *added]), config.model_paths(), gpus)
     if added and run is None:  # a folder is named after settings: it stays that of the plan
         run = run_folder(recipe, arm, overrides, config.seed)
     words = [recipe, *(["--arm", arm] if arm else []), *overrides, *added, *(["--run", str(run)] if run else [])]
@@ -60,7 +59,7 @@ def _placed(config: Config, gpus: int) -> tuple[list[str], list[str]]:
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     torchrun = ["torchrun", "--nproc-per-node", str(gpus), "-m", "--", "jackpot"]
-    if place().size > 1:
+    if process_rank().size > 1:
         return torchrun, []
     engines = [config.engine, config.evaluation.engine or config.engine]
     has_own = config.placement.engines or all(is_remote(one) for one in engines)

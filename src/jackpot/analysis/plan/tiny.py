@@ -35,8 +35,8 @@ from transformers import PreTrainedConfig
 from jackpot.analysis.plan.tiny_models import END, LARGE, SMALL, built_in_tokenizer, own_tokenizer, save_tiny
 from jackpot.config.batch import BatchConfig
 from jackpot.config.build import merge, validated
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
-from jackpot.config.run import Config
 from jackpot.config.tasks import DataConfig, MathConfig
 from jackpot.core.errors import ModelError
 from jackpot.core.files import checkpoint_error_in, write_whole

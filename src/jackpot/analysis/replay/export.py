@@ -16,8 +16,8 @@ from jackpot.analysis.replay.formats.base import DumpWriter, SavedIteration
 from jackpot.analysis.replay.formats.records import DumpRecord
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 from jackpot.core.files import cause_of, whole_file
-from jackpot.training.run.folder import run_config
-from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, list_rollout_files
+from jackpot.training.run_folder.folder import run_config
+from jackpot.training.run_folder.rollouts import RolloutFile, UnreadableRollouts, list_rollout_files
 
 _ROWS = 64  # responses in memory at once
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jackpot.config.config import Config
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective

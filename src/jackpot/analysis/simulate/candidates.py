@@ -22,14 +22,15 @@ from jackpot.analysis.replay.settings import settings_of
 from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs
 from jackpot.analysis.simulate.measurements import PairMeasurement, mean_point, measure_pair, share_below
 from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
+from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.launch.build import run_task
 from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_tokenizers, pick_device, run_task
-from jackpot.models.load import load_meta_model, load_model
+from jackpot.models.device import pick_device
+from jackpot.models.load import load_meta_model, load_model, load_tokenizers
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.objectives.metrics import mismatch
@@ -95,7 +96,7 @@ class PairBench:
         outlines = {role: load_meta_model(path) for role, path in paths.items()}
         check_vocabulary(outlines, self._tokenizer)
         self._task: Task = run_task(config, paths, self._tokenizer)
-        self._device = pick_device(config)
+        self._device = pick_device(config.device)
         self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
 
     def measure(self, name: str, policy: str, rollout_model: str) -> tuple[Candidate, PairMeasurement]:

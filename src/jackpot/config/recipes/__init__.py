@@ -12,9 +12,9 @@ import yaml
 
 from jackpot.config.arms import build_config
 from jackpot.config.build import merge, nest, validated
+from jackpot.config.config import Config
 from jackpot.config.published import PublishedRow, RecipeNotes
 from jackpot.config.recipe_names import recipe_names
-from jackpot.config.run import Config
 from jackpot.core.errors import ConfigError, unknown_name
 
 _FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML has it, is ten times as fast

@@ -96,7 +96,7 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) ->
     return conversion
 
 
-class Codes(NamedTuple):
+class CodedWeights(NamedTuple):
     """The weights that an engine takes as codes and scales, as `quantize_named` yields them."""
 
     names: tuple[str, ...]

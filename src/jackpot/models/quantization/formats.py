@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from jackpot.config.engines import EngineConfig, cache_numbers
+from jackpot.config.engines import EngineConfig, cache_format
 from jackpot.models.quantization.convert import quantized_names
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES, Grid
 
@@ -30,7 +30,7 @@ class SideFormats:
     def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
         """Return the formats of an engine on a kind of device."""
         own = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
-        return cls(**own, kv_cache_dtype=cache_numbers(engine, device), autocast=autocast)
+        return cls(**own, kv_cache_dtype=cache_format(engine, device), autocast=autocast)
 
 
 class LayerDifference(NamedTuple):

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Rollout, Version
-from jackpot.models.quantization.convert import Codes, Conversion
+from jackpot.models.quantization.convert import CodedWeights, Conversion
 from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
@@ -40,9 +40,10 @@ class Capabilities:
     max_model_len: int  # largest length of a prompt and its response together, tokens
     quantized: bool  # True where the engine samples from another distribution than that of the weights it was sent:
     # it computes with other numbers, or accepts drafts with lam below 1
-    flow: str | None = None  # number formats of linear layers and cache, where training with `precision:
-    # fp8` and the same ones computes bit for bit the same on a CPU, but for rounding in the output layer
-    codes: Codes | None = None  # weights that the trainer sends as codes and scales; None: it sends all as numbers
+    # Number formats of linear layers and cache, where training with the same ones (`precision: fp8`) computes bit for
+    # bit the same on a CPU, but for rounding in the output layer
+    number_formats: str | None = None
+    coded_weights: CodedWeights | None = None  # those that are sent as codes and scales; None: all are sent as they are
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on: "cpu", "cuda"
     sleeps: bool = False  # True where `sleep` releases memory
@@ -89,8 +90,8 @@ class Engine(ABC):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights and return the `weights_digest`, in `capabilities.dtype`, of the weights received.
 
-        All weights of `capabilities.codes` may come as two tensors, codes and scales. Then every tensor comes in the
-        dtype in which it is held, and the digest takes each in its own.
+        All weights of `capabilities.coded_weights` may come as two tensors, codes and scales. Then every tensor comes
+        in the dtype in which it is held, and the digest takes each in its own.
 
         An engine that stores weights in another form (fused, quantized) computes the digest of the tensors from which
         that form was made. The trainer compares the digest with that of the weights it sent. Tokens generated later

@@ -7,7 +7,7 @@ from torch import Size, Tensor
 
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
-from jackpot.models.quantization.convert import Codes
+from jackpot.models.quantization.convert import CodedWeights
 from jackpot.models.quantization.quantizer import LARGEST
 from jackpot.rollout.engines.base import Capabilities, Request
 
@@ -52,7 +52,9 @@ def check_scores(rollouts: Sequence[Rollout], temperature: float, capabilities: 
             )
 
 
-def check_weights(sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size], codes: Codes | None = None) -> None:
+def check_weights(
+    sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size], codes: CodedWeights | None = None
+) -> None:
     """Raise EngineError unless every parameter is sent exactly once and in its shape.
 
     Args:
@@ -64,7 +66,7 @@ def check_weights(sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size]
         wrong = sorted(name for name in as_codes | taken if as_codes.get(name) != taken.get(name))
         raise EngineError(
             f"{len(wrong)} weights were sent as codes that this engine does not take, or not as the codes that it "
-            f"takes, such as {wrong[0]}; send those of capabilities.codes, or all weights as numbers"
+            f"takes, such as {wrong[0]}; send those of capabilities.coded_weights, or all weights as numbers"
         )
     if as_codes:
         shapes = {**shapes, **codes.shapes(shapes)}

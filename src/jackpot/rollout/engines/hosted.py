@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 from jackpot.core.errors import EngineError, JackpotError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
-from jackpot.models.quantization.convert import Codes
+from jackpot.models.quantization.convert import CodedWeights
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import ASLEEP, check_scores, check_weights
@@ -101,7 +101,7 @@ class EngineHost:
 def _described(engine: Engine) -> dict[str, Any]:
     capabilities = engine.capabilities
     names = {"dtype": str(capabilities.dtype).removeprefix("torch.")}
-    names |= {"codes": capabilities.codes and tuple(capabilities.codes)}
+    names |= {"coded_weights": capabilities.coded_weights and tuple(capabilities.coded_weights)}
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__} | names
     gpu = gpu_name(torch.device(capabilities.device))
     return {"capabilities": facts, "events": engine.take_events(), "gpu": gpu}
@@ -368,7 +368,7 @@ class EnginePool:
         return dict(self._engines)
 
     def replace(
-        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: Codes | None = None
+        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
     ) -> str:
         """Replace the newest weights of one engine; return the digest of what hosts hold.
 
@@ -505,7 +505,7 @@ class PooledEngine(BackgroundEngine):
         """
         self._check_open()
         self._in_flight.check_empty()
-        digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.codes)
+        digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.coded_weights)
         self._version, self._is_asleep = version, False
         return digest
 
@@ -529,5 +529,5 @@ def _parsed(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[list[Roll
 
 
 def _capabilities(given: dict[str, Any]) -> Capabilities:
-    codes = given["codes"] and Codes(tuple(given["codes"][0]), given["codes"][1])
-    return Capabilities(**given | {"dtype": getattr(torch, given["dtype"]), "codes": codes})
+    coded = given["coded_weights"] and CodedWeights(tuple(given["coded_weights"][0]), given["coded_weights"][1])
+    return Capabilities(**given | {"dtype": getattr(torch, given["dtype"]), "coded_weights": coded})

@@ -16,7 +16,7 @@ with lazy():
     from jackpot.analysis.compare import arms as comparing
     from jackpot.analysis.compare import process, scheduler
     from jackpot.config import recipes
-    from jackpot.training.run import folder as run_folder
+    from jackpot.training.run_folder import folder as run_folder
     from jackpot.ui import numbers, results
     from jackpot.ui.views import comparison as views
 

@@ -15,7 +15,7 @@ from jackpot.ui.terminal.output import plain, show_next, show_table
 
 with lazy():
     from jackpot.analysis.diagnose import diagnose as diagnosing
-    from jackpot.training.run import folder as run_folder
+    from jackpot.training.run_folder import folder as run_folder
     from jackpot.ui.report import summary
 
 

@@ -18,7 +18,7 @@ from jackpot.ui.terminal.output import print_line, show_next, show_table
 from jackpot.ui.terminal.progress import progress
 
 with lazy():
-    from jackpot.analysis.evaluate import run as evaluating
+    from jackpot.analysis.evaluate import evaluate as evaluating
     from jackpot.config import recipes
     from jackpot.core import statistics
     from jackpot.rollout import pass_at_k

@@ -12,7 +12,7 @@ from jackpot.ui.lazy import lazy
 
 with lazy():
     from jackpot.config import names, recipes
-    from jackpot.launch import checks, local
+    from jackpot.launch import checks
     from jackpot.launch import slurm as cluster
 
 
@@ -62,5 +62,5 @@ def launch(
     if servers:
         placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
         config = recipes.resolve(recipe, arm, [*given, *cluster.server_settings(config, job), *placeholders])
-    checks.check_start(config, local.model_paths(config, None), nodes * job.ranks)
+    checks.check_start(config, config.model_paths(), nodes * job.ranks)
     typer.echo(text, nl=False)

@@ -14,7 +14,8 @@ from jackpot.ui.terminal.output import show_answer
 from jackpot.ui.terminal.progress import status
 
 with lazy():
-    from jackpot.analysis.mismatch import run, sides
+    from jackpot.analysis.mismatch import mismatch as measuring
+    from jackpot.analysis.mismatch import sides
     from jackpot.config import recipes
     from jackpot.ui import results
     from jackpot.ui.views import mismatch as views
@@ -74,7 +75,7 @@ def mismatch(
     given_sides = [[recipes.parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
     config = sides.mismatch_config(model, *given_sides, [*changes, *map(recipes.parse_override, overrides or [])])
     with status(console, "starting") as listen:
-        found = run.measure_mismatch(config, listen)
+        found = measuring.measure_mismatch(config, listen)
     folder = out or results.default_folder("mismatch", model)
     sections = views.mismatch_sections(found)
     files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))

@@ -15,10 +15,10 @@ from jackpot.ui.terminal.progress import status
 with lazy():
     from jackpot.analysis.plan import cost_model, placement, sizes
     from jackpot.analysis.plan import estimate as estimating
+    from jackpot.config import config as run_settings
     from jackpot.config import published, recipes
-    from jackpot.config import run as run_settings
-    from jackpot.launch import checks, local
-    from jackpot.training.run import folder as run_folder
+    from jackpot.launch import checks
+    from jackpot.training.run_folder import folder as run_folder
     from jackpot.ui import results
     from jackpot.ui.terminal import placements
 
@@ -56,7 +56,7 @@ def plan(
     response, source = _response(config, run, response_length)
     acceptance, accepted = _acceptance(run)
     sources = {"response": source, "acceptance": accepted}
-    checks.check_start(config, local.model_paths(config, None), 1)
+    checks.check_start(config, config.model_paths(), 1)
     named = recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
     machine = published.GpusConfig.model_validate(
         {"kind": kind or (named.kind if named else "H100"), "count": gpus or (named.count if named else 8)}

@@ -13,7 +13,8 @@ from jackpot.ui.terminal.output import print_line, show_answer, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
-    from jackpot.analysis.replay import results, run
+    from jackpot.analysis.replay import replay as replaying
+    from jackpot.analysis.replay import results
     from jackpot.analysis.replay.formats import records
     from jackpot.config import recipes
     from jackpot.ui import charts
@@ -57,15 +58,17 @@ def replay(
     """
     console = Console(stderr=as_json)
     limits = records.ReadLimits(
-        response_tokens=max_response_tokens or run.LIMITS.response_tokens,
-        file_bytes=run.LIMITS.file_bytes if max_file_gb is None else int(max_file_gb * 1e9),
+        response_tokens=max_response_tokens or replaying.LIMITS.response_tokens,
+        file_bytes=replaying.LIMITS.file_bytes if max_file_gb is None else int(max_file_gb * 1e9),
     )
     with status(console, "reading", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
             show(f"read {responses:,} responses")
 
-        found = run.replay(path, form, recipes.split_names(corrections), model, temperature, every, listen, limits)
+        found = replaying.replay(
+            path, form, recipes.split_names(corrections), model, temperature, every, listen, limits
+        )
     if as_json:
         typer.echo(json.dumps(saving.to_json(results.result_numbers(found)), indent=2, allow_nan=False))
     else:

@@ -16,7 +16,7 @@ from jackpot.ui.terminal.progress import status
 
 with lazy():
     from jackpot.analysis.simulate import candidates
-    from jackpot.analysis.simulate import run as simulating
+    from jackpot.analysis.simulate import simulate as simulating
     from jackpot.config import recipes
     from jackpot.ui import results
     from jackpot.ui.views import simulation, simulation_pairs

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from jackpot.core.errors import ConfigError, JackpotError
-from jackpot.core.place import place
+from jackpot.core.process_rank import process_rank
 from jackpot.ui.arguments import Arm, Overrides, Recipe
 from jackpot.ui.lazy import lazy
 from jackpot.ui.terminal.output import print_line, show_next, show_table
@@ -24,13 +24,13 @@ with lazy():
     from jackpot.analysis.plan import sharding, sizes
     from jackpot.analysis.plan import start as starting
     from jackpot.analysis.plan import tiny as shrinking
+    from jackpot.config import config as run_settings
     from jackpot.config import names, published, recipes
-    from jackpot.config import run as run_settings
-    from jackpot.launch import checks, library, local
+    from jackpot.launch import checks, library
     from jackpot.launch import ranks as launched
     from jackpot.rollout.tasks import registry
     from jackpot.training import collapse
-    from jackpot.training.run import folder as run_files
+    from jackpot.training.run_folder import folder as run_files
     from jackpot.ui import numbers
     from jackpot.ui.terminal import plan as plans
 
@@ -79,7 +79,7 @@ def train(
 
     Status: supported. On CPUs alone: nothing has run on a GPU yet. docs/index.md says what of it is experimental.
     """
-    if (at := place()).rank > 0:
+    if (at := process_rank()).rank > 0:
         if not dry_run:
             launched.follow_leader(at)
         return
@@ -95,7 +95,7 @@ def train(
             _train_and_show(console, small.config, folder)
     elif dry_run:
         ranks = max(at.size, config.placement.ranks)
-        checks.check_start(config, local.model_paths(config, None), ranks)
+        checks.check_start(config, config.model_paths(), ranks)
         run_files.RunFolder(folder).check(config)
         needs = _plan(console, config, recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus, folder, ranks)
         typed = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]))

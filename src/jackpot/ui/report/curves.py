@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from jackpot.analysis.diagnose.rules import RULES
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.ui.charts import COLORS, Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import MeanLine, downsample, mean_line, rounded
 from jackpot.ui.report.metric_layout import LAYOUT, LOGARITHMIC, CombinedChart, Entry, FirstOf

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jackpot.training.run.rollouts import RolloutFile, UnreadableRollouts, best_rollouts, flat_column, read_columns
+from jackpot.training.run_folder.rollouts import (
+    RolloutFile,
+    UnreadableRollouts,
+    best_rollouts,
+    flat_column,
+    read_columns,
+)
 from jackpot.ui.charts import Table
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.runs import Run

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import flat
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import DataError
-from jackpot.training.run.folder import RunFolder, is_evaluation, run_config
+from jackpot.training.run_folder.folder import RunFolder, is_evaluation, run_config
 
 _NOT_OF_THE_ARM = ("seed", "threads", "description")
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
-from jackpot.training.run.folder import measure_of
+from jackpot.training.run_folder.folder import measure_of
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
 from jackpot.ui.numbers import measured

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import ModelError
 from jackpot.models.load import resolve_path
 

@@ -9,7 +9,7 @@ from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.placement import AHEAD, PlacedRun, cheapest
 from jackpot.analysis.plan.sharding import ENGINES_SHARE
 from jackpot.analysis.plan.sizes import PromptLengths
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.ui.terminal.output import print_line, show_table
 from jackpot.ui.terminal.plan import GB, unpriced
 

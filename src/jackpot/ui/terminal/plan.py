@@ -12,11 +12,11 @@ from jackpot.analysis.plan.placement import residents
 from jackpot.analysis.plan.sharding import RankMemory
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
+from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, ServerEngineConfig
-from jackpot.config.run import Config
-from jackpot.core.place import place
-from jackpot.core.types import Role
-from jackpot.launch.local import model_paths, pick_device
+from jackpot.core.process_rank import process_rank
+from jackpot.core.roles import Role
+from jackpot.models.device import pick_device
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
 from jackpot.ui.terminal.output import print_line, show_table
@@ -40,7 +40,7 @@ def show_plan(
     """
     batch = config.batch
     correction = config.objective.correction
-    places = residents(config, max(place().size, config.placement.ranks))
+    places = residents(config, max(process_rank().size, config.placement.ranks))
     rows = {
         "policy": f"{config.policy.path}, {sizes['policy'].parameters:,} parameters",
         "rollout model": "the policy itself"
@@ -48,7 +48,7 @@ def show_plan(
         else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
         + ("" if config.rollout_model.optimizer else ", frozen"),
         "trained": _trained(config, sizes),
-        **({"memory": _peak(memory, pick_device(config).type == "cuda")} if memory else {}),
+        **({"memory": _peak(memory, pick_device(config.device).type == "cuda")} if memory else {}),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
@@ -112,7 +112,7 @@ def _processes(config: Config) -> str:
     """Say how many processes train, as torchrun started this one or Ray will."""
     if config.placement.launcher == "ray":
         return f"Ray places {config.placement.ranks} ranks and {config.placement.engines} engines, each in its process"
-    if (ranks := place().size) == 1:
+    if (ranks := process_rank().size) == 1:
         return "1, which has one GPU; torchrun --nproc-per-node N -m jackpot train shares the training out to N"
     return f"{ranks} ranks; rank 0 generates, evaluates and writes, all of them train"
 
@@ -264,9 +264,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
         said.append(
             f"Assumed: prompts of {prompts.mean:,.0f} tokens, at most {prompts.longest:,}. Why: {prompts.assumed}."
         )
-    from_table = [
-        path for path in dict.fromkeys(model_paths(config, None).values()) if is_from_table(load_config(path))
-    ]
+    from_table = [path for path in dict.fromkeys(config.model_paths().values()) if is_from_table(load_config(path))]
     if from_table:
         said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
     return said

@@ -12,7 +12,7 @@ from jackpot.analysis.compare.comparison import (
 )
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.statistics import Sample, student_t
-from jackpot.training.run.folder import Measure
+from jackpot.training.run_folder.folder import Measure
 from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.numbers import amount, measured, with_error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jackpot.analysis.mismatch.lengths import LengthRow
 from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MismatchNumbers, TokenBand
-from jackpot.analysis.mismatch.run import MismatchPair, MismatchResult
+from jackpot.analysis.mismatch.mismatch import MismatchPair, MismatchResult
 from jackpot.core.statistics import Estimate
 from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite
 from jackpot.ui.numbers import format_number

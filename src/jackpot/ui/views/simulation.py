@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM
 from jackpot.analysis.simulate.measurements import HIGH_ACCEPTANCE, GapCurve, GapPoint, TokenRatios
-from jackpot.analysis.simulate.run import SimulatedPair, SimulationViews
+from jackpot.analysis.simulate.simulate import SimulatedPair, SimulationViews
 from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
 from jackpot.ui.charts import (
     DASHED,

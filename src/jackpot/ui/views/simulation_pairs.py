@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jackpot.analysis.simulate.candidates import Candidate
-from jackpot.analysis.simulate.run import PairSimulation
+from jackpot.analysis.simulate.simulate import PairSimulation
 from jackpot.ui.charts import Section, Table, as_details
 from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables

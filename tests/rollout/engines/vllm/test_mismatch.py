@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
 from helpers.engines.servers import VLLMServer, save_untied, started
-from jackpot.analysis.mismatch.run import MismatchPair, measure_mismatch
+from jackpot.analysis.mismatch.mismatch import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
 from jackpot.models.load import load_tokenizer, starter_path
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.conformance import NEW
 from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
-from jackpot.config.run import Sampling
+from jackpot.config.config import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.types import Rollout, Version
 from jackpot.models.quantization.convert import quantize_named
@@ -55,7 +55,7 @@ def test_numbers_are_those_of_the_definition_and_after_an_update_those_of_a_fres
     try:
         for place, weights, as_codes in ((folder, None, False), (new_folder, new, False), (new_folder, new, True)):
             if weights:
-                named, codes, dtype = list(weights.named_parameters()), engine.capabilities.codes, torch.float32
+                named, codes, dtype = list(weights.named_parameters()), engine.capabilities.coded_weights, torch.float32
                 assert (codes is not None) == (quantization == "int8_w8a8")
                 if codes and as_codes:
                     named, dtype = list(quantize_named(named, codes.names, codes.scheme)), None

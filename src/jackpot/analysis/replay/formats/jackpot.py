@@ -8,7 +8,7 @@ from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.jsonl import COLUMNS
 from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, parquet_rows
 from jackpot.analysis.replay.responses import NEEDED
-from jackpot.training.run.rollouts import UnreadableRollouts, open_rollout_file
+from jackpot.training.run_folder.rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
 _COLUMNS = ("iteration", "sampled_by", *COLUMNS)

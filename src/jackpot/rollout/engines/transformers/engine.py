@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized, quantized_numbers
+from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized, number_formats
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
@@ -86,13 +86,14 @@ class TransformersEngine(Engine):
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         self._draft_counts = DraftCounts()
+        attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
         self._capabilities = Capabilities(
             vocab_size=output_layer(model).out_features,
             num_top_log_probs=output_layer(model).out_features,
             max_model_len=min(int(context), drafter.capabilities.max_model_len) if drafter else int(context),
             quantized=is_quantized(settings) or is_relaxed,
-            flow=quantized_numbers(settings) if model.config._attn_implementation in (EXACT, EXACT_FP8) else None,
-            codes=self._weights.codes,
+            number_formats=number_formats(settings) if attends_exactly else None,
+            coded_weights=self._weights.coded_weights,
             dtype=self._weights.dtype,
             device=model.device.type,
             sleeps=settings.enable_sleep_mode,

@@ -11,7 +11,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import widen_head
-from jackpot.models.quantization.convert import Codes, quantize_linears, scales_suffix
+from jackpot.models.quantization.convert import CodedWeights, quantize_linears, scales_suffix
 from jackpot.models.quantization.linear import QuantizedLinear
 from jackpot.models.quantization.quantizer import SCHEMES
 from jackpot.rollout.engines.base import quantized_event
@@ -41,7 +41,7 @@ class ModelWeights:
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._quantized: dict[str, QuantizedLinear] = {}  # layer by the name of its weight
         self._buffers: dict[str, Tensor] = {}  # codes and scales by the names under which they are sent
-        self.codes: Codes | None = None  # weights taken as codes too
+        self.coded_weights: CodedWeights | None = None  # weights taken as codes too
         if quantization is not None:
             try:
                 conversion = quantize_linears(model, SCHEMES[quantization])
@@ -50,8 +50,8 @@ class ModelWeights:
             sizes = {name: shape.numel() for name, shape in self._shapes.items()}
             self.events.append(quantized_event(quantization, conversion, sizes))
             self._quantized = {name: model.get_submodule(name.removesuffix(".weight")) for name in conversion.converted}
-            self.codes = Codes(conversion.converted, quantization)
-            suffix = scales_suffix(self.codes.scheme)
+            self.coded_weights = CodedWeights(conversion.converted, quantization)
+            suffix = scales_suffix(self.coded_weights.scheme)
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
             self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}
         self._parameters = dict(model.named_parameters())
@@ -81,8 +81,8 @@ class ModelWeights:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
         sent = list(named_tensors)
-        check_weights(sent, self._shapes, self.codes)
-        as_codes = self.codes is not None and self.codes.are_in(sent)
+        check_weights(sent, self._shapes, self.coded_weights)
+        as_codes = self.coded_weights is not None and self.coded_weights.are_in(sent)
         for name, shape in self._released.items():
             tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
             tensor.data = tensor.new_empty(shape)

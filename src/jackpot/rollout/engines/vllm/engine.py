@@ -165,7 +165,7 @@ class VLLMEngine(ThreadEngine):
             engine._check_open()
             engine._in_flight.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
-        check_weights(sent, self._shapes, self.capabilities.codes)
+        check_weights(sent, self._shapes, self.capabilities.coded_weights)
         digest = self._call(lambda: self._replace_weights(sent))
         for engine in followers:
             engine._update_draft(sent)
@@ -269,7 +269,7 @@ class VLLMEngine(ThreadEngine):
             num_top_log_probs=model.get_vocab_size(),
             max_model_len=model.max_model_len - (reserved_tokens(self._draft) if self._draft else 0),
             quantized=is_quantized(settings) or bool(model.quantization),
-            codes=self._weight_format.codes,
+            coded_weights=self._weight_format.coded_weights,
             dtype=self._dtype,
             device=self._device.type,
             sleeps=settings.enable_sleep_mode,
@@ -317,7 +317,7 @@ class VLLMEngine(ThreadEngine):
         and scales too, before any quantization."""
         if self._is_asleep:
             self._llm.wake_up(["weights"])
-        if (codes := self._weight_format.codes) and codes.are_in(sent):
+        if (codes := self._weight_format.coded_weights) and codes.are_in(sent):
             digest = WeightsDigest(None)
             converted = digest.watch(sent)
         else:

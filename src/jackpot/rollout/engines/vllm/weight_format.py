@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from jackpot.core.errors import EngineError
-from jackpot.models.quantization.convert import Codes, quantize_named, quantized_names
+from jackpot.models.quantization.convert import CodedWeights, quantize_named, quantized_names
 from jackpot.models.quantization.quantizer import BLOCK, SCHEMES, dequantize, quantize
 from jackpot.rollout.engines.base import quantized_event
 
@@ -89,9 +89,11 @@ class WeightFormat:
         )
 
     @property
-    def codes(self) -> Codes | None:
+    def coded_weights(self) -> CodedWeights | None:
         """Return the weights that vLLM takes as codes and scales; None where it takes numbers."""
-        return Codes(tuple(sorted(self.quantized_names)), self.quantization) if self.quantization_config else None
+        return (
+            CodedWeights(tuple(sorted(self.quantized_names)), self.quantization) if self.quantization_config else None
+        )
 
     @property
     def quant_method(self) -> str | None:

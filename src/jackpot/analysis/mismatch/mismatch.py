@@ -19,15 +19,16 @@ from jackpot.analysis.mismatch.lengths import LengthRow, compare_lengths
 from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
+from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.config.run import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
+from jackpot.core.cores import pick_threads
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import load_tokenizers, pick_device, threads
-from jackpot.models.load import DTYPES, load_meta_model
+from jackpot.models.device import pick_device
+from jackpot.models.load import DTYPES, load_meta_model, load_tokenizers
 from jackpot.models.quantization.formats import LayerDifference, SideFormats, layer_differences, layer_formats
 from jackpot.models.routing import expert_layers
 from jackpot.rollout.engines.base import Capabilities, Request
@@ -83,8 +84,8 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
         ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
         EngineError: an engine that cannot do what was requested, or a truncated sampler that cannot be compared.
     """
-    torch.set_num_threads(threads(config))
-    device, first = pick_device(config), config.samplers[0].path
+    torch.set_num_threads(pick_threads(config.threads))
+    device, first = pick_device(config.device), config.samplers[0].path
     paths = {"policy": first} | {side.path: side.path for side in (*config.samplers, *config.learners)}
     tokenizer = load_tokenizers(paths)
     check_vocabulary({role: load_meta_model(path) for role, path in paths.items()}, tokenizer)
@@ -235,7 +236,7 @@ def _pair(
     config: MismatchConfig,
 ) -> MismatchPair:
     tokens = [list(map(token_mismatch, responses.sides, read)) for responses, read in zip(sampled, scored, strict=True)]
-    responses, measure, device = sampled[0], MismatchSums(), pick_device(config).type
+    responses, measure, device = sampled[0], MismatchSums(), pick_device(config.device).type
     for side, one in zip(responses.sides, tokens[0], strict=True):
         measure.add(side.uid, one)
     numbers = measure.numbers()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import DataError
 from jackpot.core.files import whole_file
 from jackpot.core.types import TrainingSample

@@ -10,9 +10,9 @@ import yaml
 
 from helpers.runs import FinishedRuns, assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.core.errors import CheckpointError
-from jackpot.launch.local import launch
+from jackpot.launch.start import launch
 from jackpot.models.load import starter_path
-from jackpot.training.run.checkpoint import load_state
+from jackpot.training.run_folder.checkpoint import load_state
 
 REGIMES = {
     "joint": (),

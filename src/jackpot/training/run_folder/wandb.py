@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from jackpot.config.changes import settings_of
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
 from jackpot.core.files import write_whole
 from jackpot.core.package import install

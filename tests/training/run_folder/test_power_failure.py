@@ -12,7 +12,7 @@ from helpers.runs import run, small_config
 from helpers.tensors import save
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import write_whole
-from jackpot.training.run.checkpoint import Checkpoints
+from jackpot.training.run_folder.checkpoint import Checkpoints
 
 
 class Disk:

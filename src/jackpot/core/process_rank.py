@@ -8,8 +8,8 @@ from jackpot.core.errors import ConfigError
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-class Place(NamedTuple):
-    """Holds the numbers of a process, its rank, and of the processes that train one run together."""
+class ProcessRank(NamedTuple):
+    """The rank of a process, and how many processes train one run together."""
 
     rank: int  # 0 leads
     size: int  # ranks of the run
@@ -17,17 +17,17 @@ class Place(NamedTuple):
     local_size: int  # ranks on this machine
 
 
-def place() -> Place:
-    """Return the place of this process; (0, 1, 0, 1) where no launcher started several.
+def process_rank() -> ProcessRank:
+    """Return the rank of this process; (0, 1, 0, 1) where no launcher started several.
 
     Raises:
         ConfigError: the variables do not fit each other.
     """
     given = {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
     if given.get("WORLD_SIZE", "1") == "1":
-        return Place(0, 1, 0, 1)
+        return ProcessRank(0, 1, 0, 1)
     try:
-        found = Place(*(int(given[name]) for name in _NAMES))
+        found = ProcessRank(*(int(given[name]) for name in _NAMES))
     except (KeyError, ValueError):
         found = None
     if found is None or not (0 <= found.rank < found.size and 0 <= found.local_rank < found.local_size <= found.size):

@@ -22,7 +22,7 @@ from jackpot.analysis.simulate.measurements import (
 )
 from jackpot.analysis.simulate.synthetic import FAMILIES, VOCABULARY, GapFamily, sample_states
 from jackpot.analysis.simulate.topk import TopKSummary
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
 
 SWEEP_STATES = 32  # states at each gap of a family

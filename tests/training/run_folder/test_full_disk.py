@@ -15,10 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from helpers.disks import OVERRIDES, largest_file
 from helpers.paths import TESTS
 from helpers.runs import FinishedRuns, Killed, contents, metrics, run, small_config, weights
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError
-from jackpot.launch.local import launch
-from jackpot.training.run.folder import RunFolder
+from jackpot.launch.start import launch
+from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import MetricsLine
 
 NO_CHECKPOINT = 300_000  # bytes: the policy has 1.1 million, everything else less than this

@@ -19,9 +19,9 @@ from helpers.runs import Killed, contents, small_config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.package import version
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample
-from jackpot.training.run.environment import Environment, commit
-from jackpot.training.run.folder import RunFolder, run_config
-from jackpot.training.run.rollouts import thin_rollouts, write_rollouts
+from jackpot.training.run_folder.environment import Environment, commit
+from jackpot.training.run_folder.folder import RunFolder, run_config
+from jackpot.training.run_folder.rollouts import thin_rollouts, write_rollouts
 
 
 def opened(path: Path, iteration: int = -1) -> RunFolder:

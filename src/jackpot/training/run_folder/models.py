@@ -3,10 +3,10 @@
 import logging
 from pathlib import Path
 
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError
-from jackpot.training.run.checkpoint import Checkpoints, CorruptCheckpoint
-from jackpot.training.run.folder import run_config
+from jackpot.training.run_folder.checkpoint import Checkpoints, CorruptCheckpoint
+from jackpot.training.run_folder.folder import run_config
 
 _log = logging.getLogger(__name__)
 

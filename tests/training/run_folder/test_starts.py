@@ -11,10 +11,10 @@ import yaml
 
 from helpers.runs import FinishedRuns, assert_same_run, contents, metrics, run, small_config, weights
 from jackpot.config.changes import changeable
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError
-from jackpot.launch.local import launch
-from jackpot.training.run.folder import RunFolder, run_config
+from jackpot.launch.start import launch
+from jackpot.training.run_folder.folder import RunFolder, run_config
 from jackpot.training.trainer import MetricsLine
 
 BOTH = ["policy", "rollout_model"]

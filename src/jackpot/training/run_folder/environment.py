@@ -12,7 +12,7 @@ from typing import Any
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import write_whole
 from jackpot.core.package import version
-from jackpot.core.place import place
+from jackpot.core.process_rank import process_rank
 
 FORMAT = 2  # number of the run folder's format, which rises when older versions could not continue a newer folder
 
@@ -94,7 +94,7 @@ def _environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "ranks": place().size,
+        "ranks": process_rank().size,
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jackpot.core.errors import ConfigError
-from jackpot.core.place import Place, place
+from jackpot.core.process_rank import ProcessRank, process_rank
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -18,12 +18,12 @@ def given(monkeypatch: pytest.MonkeyPatch, *numbers: str | None) -> None:
 @pytest.mark.parametrize("numbers", [(None, None, None, None), ("0", "1", "0", "1"), (None, "1", None, None)])
 def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch, numbers: tuple) -> None:
     given(monkeypatch, *numbers)
-    assert place() == Place(0, 1, 0, 1)
+    assert process_rank() == ProcessRank(0, 1, 0, 1)
 
 
 def test_several_processes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, "5", "8", "1", "4")
-    assert place() == Place(rank=5, size=8, local_rank=1, local_size=4)
+    assert process_rank() == ProcessRank(rank=5, size=8, local_rank=1, local_size=4)
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_several_processes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
 def test_numbers_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, numbers: tuple) -> None:
     given(monkeypatch, *numbers)
     with pytest.raises(ConfigError, match=r"the environment has .*WORLD_SIZE=.* start it with torchrun"):
-        place()
+        process_rank()

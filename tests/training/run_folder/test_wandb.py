@@ -15,7 +15,7 @@ import pytest
 from helpers.runs import read_lines, run, small_config
 from jackpot.config.changes import settings_of
 from jackpot.core.errors import ConfigError
-from jackpot.training.run.folder import RunFolder
+from jackpot.training.run_folder.folder import RunFolder
 
 has_wandb = importlib.util.find_spec("wandb") is not None
 needs_wandb = pytest.mark.skipif(not has_wandb, reason="wandb is not installed; make test-all installs it")

@@ -10,8 +10,8 @@ import pytest
 from helpers.runs import FinishedRuns, assert_same_run, metrics, run, small_config
 from jackpot.analysis.evaluate.sample import sample_answers
 from jackpot.core.errors import CheckpointError
-from jackpot.launch.local import launch
-from jackpot.training.run.folder import RunFolder
+from jackpot.launch.start import launch
+from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import MetricsLine
 
 BOTH = ["policy", "rollout_model"]
@@ -158,7 +158,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: 
         if not ignore_errors:
             raise OSError(39, "Directory not empty", str(path))
 
-    monkeypatch.setattr("jackpot.training.run.checkpoint.shutil.rmtree", busy)
+    monkeypatch.setattr("jackpot.training.run_folder.checkpoint.shutil.rmtree", busy)
     lines = run(small_config("checkpoint.every=1", "checkpoint.keep=1"), tmp_path)
     assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
     assert [line["files/failed"] for line in lines] == [0, 0, 0, 1, 2]  # after 2 and 3; a line comes first

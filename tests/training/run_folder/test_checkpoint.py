@@ -14,7 +14,7 @@ from helpers.kill_points import Kill
 from helpers.runs import Killed
 from helpers.tensors import TOKENIZER, OneTensor, save
 from jackpot.core.errors import CheckpointError, RankError
-from jackpot.training.run.checkpoint import Checkpoints, CorruptCheckpoint, load_state
+from jackpot.training.run_folder.checkpoint import Checkpoints, CorruptCheckpoint, load_state
 
 
 def flip(path: Path) -> None:

@@ -29,19 +29,20 @@ from jackpot.config.build import flat, lay, validated
 from jackpot.config.changes import changeable, changes
 from jackpot.config.engines import ServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
+from jackpot.core.cores import pick_threads
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import checkpoint_error_in, hold_lock, write_whole
 from jackpot.core.statistics import CONFIDENCE
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
-from jackpot.launch.local import pick_device, threads
+from jackpot.models.device import pick_device
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import eval_request, generate_and_score
 from jackpot.rollout.pass_at_k import EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets, make_task
-from jackpot.training.run.models import config_of_run, resolve_model_path
+from jackpot.training.run_folder.models import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
 OWN = "own"  # the benchmark that is the held-out problems of the model's run
@@ -183,8 +184,8 @@ def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
 
 def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo: ExitStack) -> Engine:
     """Make the engine, and refuse at once a prompt for which its context has no room."""
-    torch.set_num_threads(threads(config))
-    engine = make_engine(config.engine, path, pick_device(config), Version(0, 0))
+    torch.set_num_threads(pick_threads(config.threads))
+    engine = make_engine(config.engine, path, pick_device(config.device), Version(0, 0))
     undo.callback(engine.close)
     context = engine.capabilities.max_model_len
     for one in sets:

@@ -31,14 +31,14 @@ import yaml
 
 from jackpot.config.arms import build_config
 from jackpot.config.changes import Change, changes, falling_rates, fixed_changes, settings_of
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
 from jackpot.core.package import version
-from jackpot.training.run.environment import Environment
-from jackpot.training.run.superseded import Superseded
-from jackpot.training.run.tensorboard import event_file_name, event_files, metrics_record, restart_records
-from jackpot.training.run.wandb import WandbRun, wandb_module
+from jackpot.training.run_folder.environment import Environment
+from jackpot.training.run_folder.superseded import Superseded
+from jackpot.training.run_folder.tensorboard import event_file_name, event_files, metrics_record, restart_records
+from jackpot.training.run_folder.wandb import WandbRun, wandb_module
 
 if TYPE_CHECKING:
     from jackpot.rollout.evaluate import Evaluation

@@ -30,10 +30,10 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.arms import build_config
 from jackpot.config.changes import fixed_changes, settings_of
-from jackpot.config.run import Config
+from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError, RankError
 from jackpot.core.files import PARTIAL, cause_of, checkpoint_error_in, checksum, flush_file, flush_folder
-from jackpot.core.types import Role
+from jackpot.core.roles import Role
 from jackpot.training.learner import Learner
 
 _CHECKSUMS = "checksums.json"

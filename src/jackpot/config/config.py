@@ -4,6 +4,7 @@ A recipe is the YAML form of `Config`, with `arms: {name: overrides}` added. Ove
 """
 
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -23,19 +24,19 @@ from jackpot.config.base import (
 from jackpot.config.batch import BatchConfig
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
 from jackpot.config.engines import (
-    CODES,
+    TRAINED_QUANTIZATION,
     DraftConfig,
     Dtype,
     EngineConfig,
     Quantization,
     TransformersEngineConfig,
-    check_codes,
+    check_engine_processes,
     check_filters,
-    check_placed,
     check_sleep,
+    check_trained_quantization,
     is_quantized,
     is_remote,
-    quantized_numbers,
+    number_formats,
     server_urls,
     sleeps,
 )
@@ -44,10 +45,10 @@ from jackpot.config.placement import PlacementConfig
 from jackpot.config.safety import CheckpointConfig, GuardConfig, RolloutsConfig
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 from jackpot.config.tracking import TrackingConfig
+from jackpot.core.roles import Role, Writer
 from jackpot.objectives.constants import HEAD_LOGITS_MEMORY, TEMPERATURE
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Writer = Literal["policy", "rollout_model"]
 
 
 class Sampling(Strict):
@@ -388,6 +389,13 @@ class Config(Strict):
         """Return whether there is a rollout model with anything left to do in an iteration."""
         return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
 
+    def model_paths(self, checkpoint: Path | None = None) -> dict[Role, str]:
+        """Return where each trained model is read from: the paths in the settings, or the folders of a checkpoint."""
+        paths: dict[Role, str] = {"policy": self.policy.path}
+        if self.rollout_model is not None:
+            paths["rollout_model"] = self.rollout_model.path
+        return {role: str(checkpoint / role) for role in paths} if checkpoint else paths
+
     @property
     def shares_gpus(self) -> bool:
         """Return whether engine processes are on the GPUs of the ranks, and sleep while these train."""
@@ -397,18 +405,18 @@ class Config(Strict):
     @property
     def compute_dtype(self) -> Dtype:
         """Return the number format of what training computes outside of quantized linear layers."""
-        return self.engine.dtype if self.scheme else self.precision
+        return self.engine.dtype if self.trained_quantization else self.precision
 
     @property
-    def scheme(self) -> Quantization | None:
+    def trained_quantization(self) -> Quantization | None:
         """Return the quantization of the engine whose codes training computes with; None where it does not."""
-        return self.engine.quantization if self.precision in CODES else None
+        return self.engine.quantization if self.precision in TRAINED_QUANTIZATION else None
 
     @property
-    def numbers(self) -> str | None:
+    def number_formats(self) -> str | None:
         """Name the number formats of linear layers and of keys and values in training; None where none is
         quantized."""
-        return quantized_numbers(self.engine) if self.scheme else None
+        return number_formats(self.engine) if self.trained_quantization else None
 
     @property
     def kl_metric(self) -> str:
@@ -482,7 +490,7 @@ class Config(Strict):
                 f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
                 f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
             )
-        check_placed(*engines, number=self.placement.engines, ahead=self.batch.ahead)
+        check_engine_processes(*engines, number=self.placement.engines, ahead=self.batch.ahead)
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
         check_sleep(*engines, are_two=are_two, draft=bool(self.draft))
 
@@ -530,10 +538,12 @@ class Config(Strict):
                 f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, "
                 f"or leave fp8_backward out"
             )
-        if self.precision not in CODES:
+        if self.precision not in TRAINED_QUANTIZATION:
             return
         for key, engine in ({"engine": self.engine} | self.writing_engines).items():
-            check_codes(key, engine, self.precision, None if key == "engine" else self.engine.quantization)
+            check_trained_quantization(
+                key, engine, self.precision, None if key == "engine" else self.engine.quantization
+            )
 
     def _check_top_k(self) -> None:
         for key, instead in (("normalizer", "exact"), ("divergence", "binary")):

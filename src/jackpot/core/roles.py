@@ -1,0 +1,6 @@
+"""The names of the models that a run trains. Standard library only."""
+
+from typing import Literal
+
+Role = Literal["policy", "rollout_model", "critic"]
+Writer = Literal["policy", "rollout_model"]  # those that can generate rollouts

@@ -1,0 +1,137 @@
+"""Starts a run in its folder: a new one, or one that stands there, from its newest checkpoint or after a rollback."""
+
+import gc
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from jackpot.config.config import Config
+from jackpot.core.cores import pick_threads
+from jackpot.core.types import Role
+from jackpot.launch.build import BuildLearner, computed_differently, make_components
+from jackpot.launch.head_kernel import head_options
+from jackpot.launch.ray import check_started_by_ray
+from jackpot.models.device import pick_device
+from jackpot.models.quantization.product import product_name
+from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.folder import RunFolder
+from jackpot.training.run_folder.rollbacks import Rollbacks
+from jackpot.training.trainer import OnMetrics, Trainer
+
+_log = logging.getLogger(__name__)
+
+
+def train_run(
+    config: Config,
+    path: Path,
+    on_metrics: OnMetrics,
+    on_start: Callable[[int], None] = lambda iteration: None,
+    build: BuildLearner | None = None,
+) -> bool:
+    """Train a new run in `path`, or the one that stands there, and start it again after each rollback.
+
+    Args:
+        on_metrics: called with every line of metrics.jsonl once it is written.
+        on_start: called with the iteration that a start continues after, -1 for a new run.
+        build: as in `make_components`.
+
+    Returns:
+        Whether the run has reached its last iteration; False where a signal ended it early.
+
+    Raises:
+        JackpotError: as `launch` and `Trainer.train`.
+    """
+    while (is_finished := _one_start(config, path, on_metrics, on_start, build)) is None:
+        gc.collect()  # models and engines of this start, before the next one loads its own
+    return is_finished
+
+
+def _one_start(
+    config: Config,
+    path: Path,
+    on_metrics: OnMetrics,
+    on_start: Callable[[int], None],
+    build: BuildLearner | None,
+) -> bool | None:
+    """Do what `train_run` does, up to the next rollback; None where the run goes back."""
+    with closing(launch(config, path, on_metrics, build)) as trainer:
+        on_start(trainer.iteration)
+        is_finished = trainer.train()
+        return None if trainer.rolls_back else is_finished
+
+
+def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
+    """Build the trainer of a new run in `path`, or of the run that stands there, from its newest intact checkpoint.
+
+    A pending rollback is carried out: checkpoints that it leaves behind move to superseded/.
+
+    Args:
+        on_metrics: called with every line of metrics.jsonl once it is written.
+        build: as in `make_components`.
+
+    Raises:
+        CheckpointError: the folder is in use, is damaged, or holds a run with other settings or without an intact
+            checkpoint.
+        ModelError, DataError, ConfigError: models, tokenizers or settings do not fit each other.
+    """
+    check_started_by_ray(config)
+    folder = RunFolder(path)
+    with ExitStack() as undo:
+        undo.callback(folder.close)
+        folder.lock()
+        undo.callback(folder.give_up)
+        folder.check(config)
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
+        rollbacks = Rollbacks(path)
+        pending = rollbacks.pending
+        if pending:
+            folder.supersede(checkpoints.after(pending.back_to))
+        found, corrupt = checkpoints.find()
+        if found:
+            found.check_settings(config)
+        state = found.state if found else None
+        slower = scaled_rates(config, rollbacks.rate_factor)
+        components = replace(make_components(slower, found.folder if found else None, state, build), config=config)
+        undo.callback(components.close)
+        torch.set_num_threads(folder.start(config, pick_threads(config.threads), state["iteration"] if state else -1))
+        torch.backends.cuda.matmul.allow_tf32 = config.tf32
+        if (kernel := head_options(config).reader.name) != "eager":
+            folder.event(state["iteration"] if state else 0, {"event": "head_kernel", "kernel": kernel})
+        if config.trained_quantization:
+            codes = SCHEMES[config.trained_quantization].weights.codes
+            event = {"event": f"{config.precision}_training", "product": product_name(pick_device(config), codes)}
+            folder.event(state["iteration"] if state else 0, event | {"backward": config.fp8_backward})
+        if layers := computed_differently(config):
+            folder.event(state["iteration"] if state else 0, {"event": "computed_differently", "layers": layers})
+        for one in corrupt:
+            names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
+            folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
+            checkpoints.set_aside(one.folder)
+        if pending and state:
+            folder.event(state["iteration"], {"event": "rollback", "number": len(rollbacks.all)} | pending.facts)
+            rollbacks.complete()
+            _log.warning(
+                "iteration %d: the run goes back here from iteration %d, with learning rates times %g: %s",
+                *(state["iteration"], pending.back_from, pending.rate_factor, pending.why),
+            )
+        trainer = Trainer(components, folder, state, on_metrics)
+        undo.pop_all()
+    return trainer
+
+
+def scaled_rates(config: Config, factor: float) -> Config:
+    """Return the settings of a run with the learning rate of every trained model times `factor`."""
+    changes = {}
+    for role in get_args(Role):
+        settings = getattr(config, role)
+        if settings is not None and settings.optimizer is not None:
+            rate = settings.optimizer.learning_rate * factor
+            optimizer = settings.optimizer.model_copy(update={"learning_rate": rate})
+            changes[role] = settings.model_copy(update={"optimizer": optimizer})
+    return config.model_copy(update=changes)
