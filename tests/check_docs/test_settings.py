@@ -13,7 +13,7 @@ def test_the_page_of_settings_is_current() -> None:
     )
 
 
-def test_the_number_of_settings_is_the_one_that_the_page_of_old_names_states() -> None:
+def test_the_page_of_old_names_counts_the_settings() -> None:
     count = runpy.run_path(str(ROOT / "benchmarks" / "count_settings.py"))["count_settings"]
     keys, settings = count()
     stated = re.search(r"counts (\d+) keys", (ROOT / "docs" / "renamed.md").read_text())

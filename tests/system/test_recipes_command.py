@@ -61,7 +61,7 @@ def test_the_list_says_which_rows_cannot_run_yet() -> None:
     assert lines_with(text, "Not from a paper: jackpot_bf16, tis_bf16")
 
 
-def test_one_recipe_in_full_has_the_sources_of_its_settings_and_of_its_bases() -> None:
+def test_one_recipe_in_full_has_sources_and_bases() -> None:
     text = printed("joint_8b")
     assert "meant for 8 x H100" in text
     assert lines_with(text, "policy: {path: Qwen/Qwen3-8B-Base}  # source: Jackpot 5, Setup")
