@@ -1,16 +1,14 @@
-"""docs/settings.md is what `jackpot config --markdown` prints."""
+"""docs/settings.md is what `python -m tools.reference_pages` writes."""
 
 import re
 import runpy
 
 from helpers.paths import ROOT
-from jackpot.ui.commands.config import settings_page
+from tools.reference_pages import settings_page
 
 
 def test_the_page_of_settings_is_current() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), (
-        "jackpot config --markdown > docs/settings.md"
-    )
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), "python -m tools.reference_pages"
 
 
 def test_the_page_of_old_names_counts_the_settings() -> None:

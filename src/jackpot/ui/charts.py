@@ -1,7 +1,6 @@
 """Describes charts, tables and sections as data, without drawing them.
 
-`png.py` draws charts with matplotlib; `html.py` puts them into a page where plotly draws them. None stands for an
-unknown number, and a line has a gap there.
+`html.py` puts them into a page where plotly draws them. None stands for an unknown number, and a line has a gap there.
 """
 
 import math

@@ -21,6 +21,11 @@ class Collapse:
     first_sign: str  # earliest unhealthy metric and its first iteration; empty without one
     why: str  # a phrase for tables
 
+    @property
+    def sentence(self) -> str:
+        """Return why the run collapsed, and its first sign."""
+        return self.why + (f"; first sign: {self.first_sign}" if self.first_sign else "")
+
 
 def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
     """Return when and why a run collapsed; None where it did not.

@@ -150,7 +150,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
-    """Return the sections of the page by the names of their pictures."""
+    """Return the sections of the page by their names."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "

@@ -62,7 +62,7 @@ def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
 
 
 def mismatch_sections(found: MismatchResult) -> dict[str, Section]:
-    """Return the sections of the page by the names of their pictures."""
+    """Return the sections of the page by their names."""
     details = {"tokens": _token_section(found.pairs)}
     if found.pairs[0].lengths:
         details["lengths"] = _length_section(found.pairs)
