@@ -1,11 +1,12 @@
 """The base class of every block of settings, and the types of numbers and names that the blocks share."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 # A cap, clip or limit. None is .inf, which JSON does not have: folders of runs say null.
 Bound = Annotated[
@@ -56,6 +57,14 @@ def model_classes(annotation: Any) -> list[type[BaseModel]]:
         return [annotation] if issubclass(annotation, BaseModel) else []
     parts = getattr(annotation, "__args__", ())
     return list(dict.fromkeys(cls for part in parts for cls in model_classes(part)))
+
+
+def fields_below(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted key of every setting and block below a class of settings, with its field."""
+    for name, field in kind.model_fields.items():
+        yield above + name, field
+        for cls in model_classes(field.annotation):
+            yield from fields_below(cls, f"{above}{name}.")
 
 
 def by_name(default: str) -> BeforeValidator:
