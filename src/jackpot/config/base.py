@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-# A cap, clip or limit. None is .inf, which JSON does not have: folders of runs say null.
-Bound = Annotated[
-    Annotated[float, Field(gt=0.0)] | None, AfterValidator(lambda value: math.inf if value is None else value)
-]
+# A cap, clip or limit. null is .inf, which JSON does not have: folders of runs say null.
+NULL_IS_INFINITE = BeforeValidator(lambda value: math.inf if value is None else value)
+Bound = Annotated[float, Field(gt=0.0), NULL_IS_INFINITE]
 NonNegative = Annotated[float, Field(ge=0.0, lt=float("inf"))]
 Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -46,10 +46,11 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
             value = {kind: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
             old = {_kind(value) or "name": old}
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        kind = _kind(value) if both else None
-        renamed = kind is not None and value[kind] != old.get(kind)
-        merged[key] = merge(old, value) if both and not renamed else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            kind = _kind(value)
+            if kind is None or value[kind] == old.get(kind):
+                value = merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -228,9 +229,9 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
-        keyed = isinstance(here, Mapping) and part in here
-        indexed = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
-        if keyed or indexed:
+        if isinstance(here, Mapping) and part in here:
+            here = here[part]
+        elif isinstance(here, list | tuple) and isinstance(part, int) and part < len(here):
             here = here[part]
         elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
             continue  # a union's tag

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jackpot.config.base import MAY_CHANGE, Differences, model_classes
+from jackpot.config.base import MAY_CHANGE, NULL_IS_INFINITE, Differences, model_classes
 from jackpot.config.build import similar_settings
 from jackpot.config.config import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
@@ -242,7 +242,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if annotation is bool:
         return ["true", "false"]
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
-    return [" ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()]
+    number = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
+    return [number, "null"] if NULL_IS_INFINITE in metadata else [number]
 
 
 def _plain_values(field: FieldInfo) -> list[str]:
