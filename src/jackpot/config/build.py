@@ -118,9 +118,7 @@ def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill every block of `Differences` from the other block, unless it names its class or source."""
-    marks = {
-        key: mark for key, field in fields_below(kind) for mark in field.metadata if isinstance(mark, Differences)
-    }
+    marks = {key: mark for key, field in fields_below(kind) for mark in field.metadata if isinstance(mark, Differences)}
     for key, mark in marks.items():
         block, base = _at(settings, key), _at(settings, mark.key)
         if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
@@ -229,10 +227,9 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
-        if isinstance(here, Mapping) and part in here:
-            here = here[part]
-        elif isinstance(here, list | tuple) and isinstance(part, int) and part < len(here):
-            here = here[part]
+        items = dict(enumerate(here)) if isinstance(here, list | tuple) else here
+        if isinstance(items, Mapping) and part in items:
+            here = items[part]
         elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
             continue  # a union's tag
         path.append(str(part))
