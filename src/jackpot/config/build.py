@@ -227,7 +227,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
-        items = dict(enumerate(here)) if isinstance(here, list | tuple) else here
+        items = dict[str | int, Any](enumerate(here)) if isinstance(here, list | tuple) else here
         if isinstance(items, Mapping) and part in items:
             here = items[part]
         elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
