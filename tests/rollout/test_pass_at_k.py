@@ -10,7 +10,6 @@ from jackpot.core.errors import DataError
 from jackpot.rollout.pass_at_k import (
     ResponseOutcomes,
     estimate_mean,
-    mean_at_k,
     pass_at_k,
     pass_probabilities,
     reported_ks,
@@ -52,7 +51,7 @@ def test_pass_at_k_agrees_with_the_product_form_where_the_binomials_are_huge() -
 def test_pass_at_one_is_mean_at_k_and_pass_at_n_is_whether_any_is_right() -> None:
     right = np.array([0, 1, 5, 6, 6, 2])
     passes = pass_at_k(right, 6)
-    assert passes[1] == mean_at_k(right, 6)
+    assert passes[1] == estimate_mean(right / 6)
     assert passes[6].value == pytest.approx(5 / 6)
     assert list(passes) == [1, 2, 4, 6]
 
@@ -72,7 +71,10 @@ def test_a_k_beyond_the_answers_is_refused_and_says_how_many_there_are(k: int) -
 
 def test_one_response_a_problem_gives_wilsons_interval() -> None:
     """The bounds solve |m - mean| = t sqrt(m (1 - m) / n), with Student's t of 39 degrees of freedom from a table."""
-    found, n = mean_at_k(np.array([1] * 6 + [0] * 34), 1), 40 * 41 / 42  # two problems of the same spread are added
+    found, n = (
+        estimate_mean(np.array([1.0] * 6 + [0.0] * 34)),
+        40 * 41 / 42,
+    )  # two problems of the same spread are added
     for bound in (found.low, found.high):
         assert abs(bound - 0.15) == pytest.approx(2.0227 * math.sqrt(bound * (1 - bound) / n), rel=1e-3)
 
@@ -80,7 +82,7 @@ def test_one_response_a_problem_gives_wilsons_interval() -> None:
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (2, 4.3027), (5, 2.5706), (29, 2.0452)])
 def test_few_problems_have_students_quantile(degrees: int, quantile: float) -> None:
     """All wrong: N is the number of problems, and the upper bound t^2 / (N + t^2)."""
-    found = mean_at_k(np.zeros(degrees + 1, dtype=np.int64), 4)
+    found = estimate_mean(np.zeros(degrees + 1, dtype=np.int64) / 4)
     assert (found.value, found.low) == (0.0, 0.0)
     assert found.high == pytest.approx(quantile**2 / (degrees + 1 + quantile**2), rel=0.02)
 
@@ -88,7 +90,7 @@ def test_few_problems_have_students_quantile(degrees: int, quantile: float) -> N
 def test_the_interval_of_many_problems_is_the_normal_one() -> None:
     draw = np.random.default_rng(5)
     right = draw.binomial(8, draw.uniform(size=2000))
-    found = mean_at_k(right, 8)
+    found = estimate_mean(right / 8)
     error = np.std(right / 8) / math.sqrt(2000)
     assert standard_error(right / 8) == pytest.approx(error, rel=0.005)
     assert found.low == pytest.approx(found.value - 1.96 * error, abs=0.05 * error)
@@ -102,7 +104,7 @@ def test_the_interval_of_30_problems_holds_the_truth_about_as_often_as_it_says(
     """600 sets of problems whose accuracy is known; a percentile bootstrap holds the first truth in 77 of 100 sets."""
     draw = np.random.default_rng(11)
     chances = draw.beta(truth * spread, (1.0 - truth) * spread, size=(600, 30))
-    found = [mean_at_k(right, k) for right in draw.binomial(k, chances)]
+    found = [estimate_mean(right / k) for right in draw.binomial(k, chances)]
     held = sum(one.low <= truth <= one.high for one in found) / len(found)
     assert 0.91 <= held <= 0.995
 
@@ -118,10 +120,10 @@ def test_the_interval_lies_within_0_and_1_holds_the_mean_and_mirrors() -> None:
 
 
 def test_a_single_problem_has_no_interval_and_none_is_refused() -> None:
-    one = mean_at_k(np.array([3]), 4)
+    one = estimate_mean(np.array([3]) / 4)
     assert (one.value, one.low, one.high) == (0.75, None, None)
     with pytest.raises(DataError, match="no problems"):
-        mean_at_k(np.zeros(0, dtype=np.int64), 4)
+        estimate_mean(np.zeros(0))
 
 
 def test_a_summary_without_a_verdict_has_rewards_alone() -> None:

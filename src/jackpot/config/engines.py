@@ -149,7 +149,7 @@ class ServerEngineConfig(_Engine):
 
     @model_validator(mode="after")
     def _check_folder(self) -> "ServerEngineConfig":
-        far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname)]
+        far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname or "")]
         if self.weights_folder is None and far:
             raise ValueError(
                 f"weights_folder is null, but {', '.join(far)} may be another machine, which cannot read this one's "
@@ -233,11 +233,10 @@ def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
 
     None for engines without quantized activations, and for other kernels.
     """
-    is_coded = engine.quantization in TRAINED_QUANTIZATION.values()
-    attends_alike = isinstance(engine, TransformersEngineConfig) and not engine.draft
-    if not (is_coded and attends_alike and engine.attn_implementation == "sdpa"):
+    if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
         return None
-    return number_formats(engine), engine.dtype
+    attends_alike = engine.attn_implementation == "sdpa" and not engine.draft
+    return (number_formats(engine), engine.dtype) if attends_alike else None
 
 
 EngineConfig = Annotated[

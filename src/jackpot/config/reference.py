@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jackpot.config.base import MAY_CHANGE, Differences, model_classes
+from jackpot.config.base import MAY_CHANGE, NULL_IS_INFINITE, Differences, model_classes
+from jackpot.config.build import similar_settings
 from jackpot.config.config import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
@@ -149,14 +150,12 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
 
 
 def _near(key: str, known: Sequence[str]) -> str:
-    """Return a guess of what an unknown key means: other keys that end the same way, or that are spelled alike."""
-    last = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    close = same or get_close_matches(key, known, n=5)
-    if not close:
-        ends = {name.rpartition(".")[2] for name in known}
-        close = [name for name in known if name.rpartition(".")[2] in get_close_matches(last, ends, n=2)]
-    return f"; did you mean {_either(close[:6])}?" if close else "."
+    """Return a guess of what an unknown key means: keys of the same last name, or that are spelled alike."""
+    near = similar_settings(key, known) or get_close_matches(key, known, n=5)
+    if not near:
+        names = get_close_matches(key.rpartition(".")[2], {other.rpartition(".")[2] for other in known}, n=2)
+        near = [other for other in known if other.rpartition(".")[2] in names][:6]
+    return f"; did you mean {_either(near)}?" if near else "."
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +242,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if annotation is bool:
         return ["true", "false"]
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
-    return [" ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()]
+    number = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
+    return [number, "null"] if NULL_IS_INFINITE in metadata else [number]
 
 
 def _plain_values(field: FieldInfo) -> list[str]:

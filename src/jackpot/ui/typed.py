@@ -50,7 +50,7 @@ class Command(TyperCommand):
         """Say how the setting of this name is written, or name the options that are like it."""
         name = error.option_name.lstrip("-").replace("-", "_")
         takes_settings = any(parameter.name == "overrides" for parameter in self.params)
-        similar = build.similar_settings(name, settings.Config) if takes_settings else []
+        similar = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
         like = [option for option in error.possibilities or [] if option != "--help"]
         if similar and not any(option.lstrip("-").startswith(name) for option in like):
             value = _value_of(error.option_name, given)
