@@ -1,8 +1,8 @@
 """Finds the peak memory of one training step by running it on fake tensors, which have shapes and no storage.
 
 The largest micro-batch goes through scoring, forward, the split of the rollout model's gradient and backward, on the
-modules that the learner itself uses. Of a large model three layers and two tiles of the output layer are run; what
-stands for the others holds as many bytes for as long (`_MiddleLayers`, `_head`), and the peak is the same.
+modules that the learner itself uses. Two tiles of the output layer are run; what stands for the others holds as many
+bytes for as long (`_head`), and the peak is the same.
 """
 
 import logging
@@ -29,7 +29,6 @@ from jackpot.launch.build import widen
 from jackpot.models.forward import (
     backbone,
     can_pack,
-    can_share_prompts,
     checkpoint_activations,
     head_logits,
     logit_softcap,
@@ -154,78 +153,13 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _iteration(dry: _DryModels, tracker: MemoryTracker) -> int:
     """Score and train once; later iterations need no more memory."""
     for model in dry.all:
-        has_cache = dry.shape.prompts < dry.shape.rows and not can_pack(model) and can_share_prompts(model)
-        if dry.accumulates and not has_cache:
-            _shorten(model, tracker)
         _give_memory(model)
+
     lasting = tracker.alive
     _score(dry)
     _train(dry)
     gradients = sum(parameter.nbytes for parameter in dry.trained)
     return max(0, tracker.peak - lasting - gradients)
-
-
-class _MiddleLayers(nn.Module):
-    """Stands for all layers of a model but the first two and the last, where they are alike.
-
-    In forward it allocates what they keep for backward, as much for each as the second layer does. Their parameters
-    are one parameter, so that gradients and optimizer count it.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], tracker: MemoryTracker) -> None:
-        super().__init__()
-        self._count, self._tracker = len(layers), tracker
-        self._before = self._kept = 0  # bytes alive after the first layer, bytes that the second one keeps
-        trained = sum(weight.numel() for layer in layers for weight in layer.parameters() if weight.requires_grad)
-        self.trained = nn.Parameter(torch.empty(trained, device="meta"), requires_grad=trained > 0)
-
-    def watch(self, first: nn.Module, second: nn.Module) -> None:
-        """Measure in each forward pass what the second layer keeps."""
-
-        def after_first(*_: Any) -> None:
-            self._before = self._tracker.alive
-
-        def after_second(*_: Any) -> None:
-            self._kept = self._tracker.alive - self._before
-
-        first.register_forward_hook(after_first)
-        second.register_forward_hook(after_second)
-
-    def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return _Keep.apply(states, self.trained, self._count * max(0, self._kept))
-
-
-class _Keep(torch.autograd.Function):
-    """Passes states on, keeps `size` bytes until backward is done, and makes the gradient of `trained` there."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, trained: nn.Parameter, size: int) -> Tensor:
-        ctx.save_for_backward(torch.empty(size, dtype=torch.uint8))
-        ctx.trained = trained
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.trained.requires_grad and ctx.trained.grad is None:
-            ctx.trained.grad = torch.empty_like(ctx.trained)
-        return gradient, None, None
-
-
-def _shorten(model: PreTrainedModel, tracker: MemoryTracker) -> None:
-    """Put `_MiddleLayers` in the place of layers that are alike, where each is a module of its own in a list.
-
-    Gradients have to be there already, for middle layers would make theirs one after the other, and no cache of
-    prompts may be shared between layers.
-    """
-    body = backbone(model)
-    layers, kinds = getattr(body, "layers", None), getattr(model.config.get_text_config(), "layer_types", None)
-    shapes = {tuple(weight.shape for weight in layer.parameters()) for layer in layers or ()}
-    if not isinstance(layers, nn.ModuleList) or len(layers) <= 4 or len(shapes) > 1 or len(set(kinds or ())) > 1:
-        return
-    first, second, *middle, last = layers
-    rest = _MiddleLayers(middle, tracker)
-    rest.watch(first, second)
-    body.layers = nn.ModuleList([first, second, rest, last])
 
 
 def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
