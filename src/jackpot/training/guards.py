@@ -18,8 +18,8 @@ from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
-from jackpot.training.gaps import LARGEST_GAPS, precisions
 from jackpot.training.learner import Scorer, StepResult
+from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update

@@ -1,7 +1,7 @@
 """The joint learner trains policy and rollout model, in one process or as one of several ranks.
 
 It runs the forward and backward passes of an optimizer step. What stands before a step is in `old_policy` (log-probs
-before the first update on a rollout batch) and `step_totals` (sums that the correction needs first); the step of the
+before the first update on a rollout batch) and `kappa` (sums that the correction needs first); the step of the
 optimizers is in `joint_optimizer`; the objective is pure and stands in `objectives.joint`.
 
 An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
@@ -46,16 +46,13 @@ from jackpot.objectives.joint import (
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
 from jackpot.objectives.obrs import known_z
-from jackpot.training.advantages import response_advantages
+from jackpot.training.advantages import Critic, response_advantages
 from jackpot.training.batching import batch_to
-from jackpot.training.critic import Critic
-from jackpot.training.distill_control import next_distill_weight
-from jackpot.training.gradients import GradientSplit
-from jackpot.training.joint_optimizer import JointOptimizer
-from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
-from jackpot.training.kept_weights import KeptWeights
+from jackpot.training.joint_optimizer import GradientSplit, JointOptimizer, next_distill_weight
+from jackpot.training.kappa import BeforeBackward, HiddenNorms, KappaRepair, PolicyPass, StepTotals
 from jackpot.training.learner import Learner, StepResult
 from jackpot.training.old_policy import (
+    KeptWeights,
     MicroBatch,
     OldPolicySnapshot,
     by_rollout,
@@ -65,7 +62,6 @@ from jackpot.training.old_policy import (
 )
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
-from jackpot.training.step_totals import BeforeBackward, StepTotals
 
 _Result = TypeVar("_Result")
 _MOMENTS = "moments"  # folder of a checkpoint

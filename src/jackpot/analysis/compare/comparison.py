@@ -9,7 +9,7 @@ from typing import Literal
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.errors import ConfigError
 from jackpot.core.statistics import Sample, paired_differences
-from jackpot.training.collapse import two_errors
+from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
 Unit = Literal["sequences", "tokens", "flops"]
