@@ -109,6 +109,7 @@ class Critic:
             The sum (scalar, with gradient), to be divided by the number of tokens of the optimizer step; and metrics.
         """
         mask, old, returns = batch.response_mask, batch.values, batch.returns
+        assert old is not None and returns is not None, "`compute_advantages` has given them to every sample"
         values = self.values(batch)
         errors, is_clipped = clipped_value_error(values, old, returns, self._config.clip)
         numerator = torch.where(mask, errors, 0.0).sum()

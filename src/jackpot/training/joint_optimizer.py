@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jackpot.config.config import DistillControlConfig
-from jackpot.core.metrics import Mean, Sum, Sums, to_host
+from jackpot.core.metrics import Mean, Sum, Sums, entry_of, to_host
 from jackpot.core.roles import Role
 from jackpot.core.shards import local
 from jackpot.models.parts import read_parts
@@ -25,7 +25,7 @@ NON_FINITE = "non-finite gradient"
 # `policy.ess_scaling`.
 EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
     "response": lambda sums: sums["mismatch/sequence_ess"].value,
-    "token": lambda sums: sums["correction/weight"].effective_share,
+    "token": lambda sums: entry_of(sums, "correction/weight", Mean).effective_share,
 }
 
 
@@ -53,11 +53,12 @@ class JointOptimizer:
         rollout_model_each_step: bool,
         ess_scaling: str | None = None,
     ) -> None:
-        self._optimizers, self._regularized = dict(optimizers), regularized
+        self._optimizers: dict[Role, ModelOptimizer] = dict(optimizers)
+        self._regularized = regularized
         self._share = EFFECTIVE_SHARES[ess_scaling] if ess_scaling else None
-        rollout_model = self._optimizers.get("rollout_model")
-        waits = rollout_model is not None and not rollout_model_each_step
-        self._accumulator = GradientAccumulator(rollout_model) if waits else None
+        self._accumulator: GradientAccumulator | None = None
+        if "rollout_model" in optimizers and not rollout_model_each_step:
+            self._accumulator = GradientAccumulator(optimizers["rollout_model"])
 
     def steps(self, role: Role) -> int:
         """Return the number of steps that a model has taken; 0 for one that is not trained."""
@@ -81,27 +82,31 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained = [role for role in self._optimizers if f"{role}/loss" in sums]
-        active = [role for role in trained if role != "rollout_model" or not self._accumulator]
-        counts = {role: sums[f"{role}/loss"].count for role in active}
-        norms = {role: self._prepare(role, counts[role]) for role in active}
+        totals = {role: entry_of(sums, f"{role}/loss", Mean).count for role in trained}
+        counts: dict[Role, Tensor] = dict(totals)
+        if self._accumulator:
+            counts.pop("rollout_model", None)
+        norms = {role: self._prepare(role, count) for role, count in counts.items()}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
-        if self._accumulator and "rollout_model" in trained:
-            is_finite = self._accumulator.add(sums["rollout_model/loss"].count, is_finite)
+
+        if self._accumulator and "rollout_model" in totals:
+            is_finite = self._accumulator.add(totals["rollout_model"], is_finite)
             if steps_rollout_model:
-                active.append("rollout_model")
                 counts["rollout_model"] = self._accumulator.pop()
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
-        reading = {f"{role}/grad_norm": Mean.number(norms[role]) for role in active}
-        reading |= {f"{role}/denominator": Sum.number(counts[role]) for role in active}
+
+        reading: Sums = {f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()}
+        reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
         reading["tokens"] = Sum.number(sampled_tokens)
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
-        denominators = {role: float(metrics.pop(f"{role}/denominator").total) for role in active}
-        tokens = float(metrics.pop("tokens").total)
+        denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
+        tokens = float(metrics.pop("tokens").value)
         metrics |= split_numbers(metrics)
+
         events = []
-        for role in active:
-            optimizer, why = self._optimizers[role], self._reason_to_skip(role, metrics, tokens, denominators[role])
-            scale = 1.0
+        for role in counts:
+            optimizer, scale = self._optimizers[role], 1.0
+            why = self._reason_to_skip(role, metrics, tokens, denominators[role])
             if role == "policy" and self._share and not why:
                 share = float(self._share(metrics))  # NaN where no sample has a weight
                 scale = math.sqrt(share) if share > 0.0 else 0.0
@@ -145,16 +150,16 @@ class JointOptimizer:
         AdamW would move the weights by its momentum even on a zero gradient.
         """
         accumulates = role == "rollout_model" and self._accumulator is not None  # it holds finite gradients only
-        if metrics["health/non_finite_steps"].total > 0 and not accumulates:
+        if metrics["health/non_finite_steps"].value > 0 and not accumulates:
             return NON_FINITE
         if (count if accumulates else tokens) == 0:
             return "no token"
         if role == "policy" and not self._regularized:
-            if not metrics["policy/largest_advantage"].largest > 0:
+            if not metrics["policy/largest_advantage"].value > 0:
                 return "all groups have equal rewards"
-            if not metrics["policy/largest_kept_advantage"].largest > 0:
+            if not metrics["policy/largest_kept_advantage"].value > 0:
                 return "all tokens with an advantage were rejected"
-        return "the gradient is zero" if metrics[f"{role}/grad_norm"].total == 0.0 else None
+        return "the gradient is zero" if metrics[f"{role}/grad_norm"].value == 0.0 else None
 
 
 class GradientAccumulator:
@@ -162,8 +167,8 @@ class GradientAccumulator:
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
-        self._saved: list[Tensor] | None = None
-        self._count: Tensor | float = 0.0
+        self._saved: list[Tensor] = []  # none before the first step
+        self._count = torch.zeros((), dtype=torch.float64)
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
         """Add the gradient of one optimizer step and its denominator, and clear it in the parameters.
@@ -200,7 +205,9 @@ class GradientAccumulator:
         """
         for parameter, grad in zip(self._parameters, self._saved, strict=True):
             parameter.grad = grad
-        count, self._saved, self._count = self._count, None, 0.0
+        count = self._count
+        self._saved = []
+        self._count = torch.zeros((), dtype=torch.float64)
         return count
 
 
@@ -239,15 +246,15 @@ def split_numbers(sums: Sums) -> Sums:
     Args:
         sums: on the CPU, over all micro-batches and ranks.
     """
-    parts = {name: sums.pop(f"{_SPLIT}/{name}", None) for name in ("ppo", "distill", "product")}
-    if parts["ppo"] is None:
+    if f"{_SPLIT}/ppo" not in sums:
         return {}
-    ppo, distill, product = (float(part.total) for part in parts.values())
-    first, second, count = math.sqrt(ppo), math.sqrt(distill), float(sums["rollout_model/loss"].count) or 1.0
+    ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
+    count = float(entry_of(sums, "rollout_model/loss", Mean).count) or 1.0
+    both = math.sqrt(ppo) * math.sqrt(distill)
     values = {
-        "rollout_model/ppo_grad_norm": first / count,
-        "rollout_model/distill_grad_norm": second / count,
-        "rollout_model/grad_cosine": product / (first * second) if first * second else math.nan,
+        "rollout_model/ppo_grad_norm": math.sqrt(ppo) / count,
+        "rollout_model/distill_grad_norm": math.sqrt(distill) / count,
+        "rollout_model/grad_cosine": product / both if both else math.nan,
     }
     return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
 

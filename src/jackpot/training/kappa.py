@@ -51,11 +51,6 @@ class BeforeBackward(NamedTuple):
     are_provisional: bool  # they are those of a step before; this step's are known after its backward passes
     seconds: float  # wall-clock of their own forward passes
 
-    @property
-    def are_final(self) -> bool:
-        """Return whether nothing that a backward pass finds changes them."""
-        return self.totals is not None and not self.are_provisional
-
 
 class StepTotals:
     """Finds the totals of an optimizer step in the cheapest way that its correction allows.
@@ -187,11 +182,12 @@ class KappaRepair:
         final = [replace(one, correction=self._objective.correction.apply(one.terms.inputs, totals)) for one in passes]
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
+        norms = [old.norms for old in passes if old.norms is not None]  # of all, as no correction was final
         worth = [
-            torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * old.norms)
-            for delta, old in zip(deltas, passes, strict=True)
+            torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * of_pass)
+            for delta, old, of_pass in zip(deltas, passes, norms, strict=True)
         ]
-        error, flags = _to_repair(worth, [old.norms for old in passes], self._objective.kappa_tolerance)
+        error, flags = _to_repair(worth, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
         numbers = torch.cat([torch.stack([scale, any_rank_repairs]), flags]).tolist()  # waits for the device
         torch._foreach_mul_(locals_of(one.grad for one in self._parameters if one.grad is not None), numbers[0])
@@ -254,10 +250,10 @@ def _to_repair(worth: Sequence[Tensor], norms: Sequence[Tensor], tolerance: floa
         The error if none is read again, a scalar, 0 where no cap touches a token; and whether this rank's sequences are
         among the fewest of all ranks that have to be.
     """
-    squares = torch.cat([one.double().sum(-1).square() for one in worth])
+    squares = torch.cat([of_pass.double().sum(-1).square() for of_pass in worth])
     of_all = all_gather(squares).sort().values
-    norm = Sum(sum(one.double().square().sum() for one in norms))
-    unit = MARGIN**2 / all_reduce_sums({"norms": norm})["norms"].total
+    norm = sum((of_pass.double().square().sum() for of_pass in norms), start=squares.new_zeros(()))
+    unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
     errors = torch.where(of_all == 0, 0.0, of_all.cumsum(0) * unit).sqrt()  # if this one and all smaller ones are left
     least = torch.where(errors <= tolerance, torch.inf, of_all).min()
     return errors[-1], ~(squares < least) & (squares != 0)

@@ -75,13 +75,15 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
     Args:
         problems: number of problems in each evaluation.
     """
-    best, last_good, since = 0.0, -1, []
+    best, last_good = 0.0, -1
+    since: list[tuple[int, float]] = []
     for iteration, accuracy in evaluated:
         by_chance = best - two_errors(problems, best)
         if accuracy < COLLAPSED_BELOW * best and accuracy < by_chance:
             since.append((iteration, accuracy))
             if len(since) == IN_A_ROW:
-                return Fall(*since[0], best, last_good)
+                first_low, fallen_to = since[0]
+                return Fall(first_low, fallen_to, best, last_good)
         else:
             since, best = [], max(best, accuracy)
             last_good = iteration if accuracy >= by_chance else last_good

@@ -7,6 +7,7 @@ by a copy of the weights that generated them, when the model has moved on.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,7 @@ def _keys(uids: Iterable[str]) -> Tensor:
     return key_tensor([fold_in(uid) for uid in uids])
 
 
-def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> bool:
+def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGuard[OldLogProbs]:
     """Return whether old log-probs determine acceptance and Z, so that the current policy does not change them."""
     return old is not None and objective.target == "old"
 

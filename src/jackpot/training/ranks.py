@@ -56,7 +56,9 @@ class Ranks:
     def __init__(self, run: Path, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # twice: a rank may begin to wait while rank 0 waits for the reply of another one
-        self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        self._waiting = group
         self._run, self._last = run, LastCommand(run, self.rank)
         self._is_idle = True
         self._turn, self._ended = threading.Lock(), threading.Event()  # who may send to the ranks that wait
@@ -272,7 +274,7 @@ def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
     """Do what a command says with a rank's own learner."""
     match name:
         case "score":
-            return learner.score(**part | {"sampling": Sampling(**part["sampling"])})
+            return learner.score(part["role"], part["batches"], Sampling(**part["sampling"]), part["kept"])
         case "save":
             try:
                 return {"files": learner.save(Path(part["folder"]), part["roles"])}

@@ -46,18 +46,21 @@ class RollbackGuard:
         Raises:
             TrainingError: it has collapsed and cannot go back; an event says so.
         """
-        newest = evaluations([line])
+        settings, newest = self._settings, evaluations([line])
         self._evaluated += newest
-        fall = fall_of(self._evaluated, problems_of([line], self._config)) if self._settings and newest else None
+        if settings is None or not newest:
+            return False
+        fall = fall_of(self._evaluated, problems_of([line], self._config))
         if fall is None:
             return False
+
         if self.order(line["iteration"], fall.last_good, f"the policy has collapsed: {fall.why}"):
             return True
         done = len(self._rollbacks.all)
         cause = (
             f"after {done} rollbacks, as many as guard.rollback.times allows; lower the learning rate or "
             f"guard.rollback.factor, or change objective.correction"
-            if done >= self._settings.times
+            if done >= settings.times
             else f"and there is no checkpoint up to iteration {fall.last_good}, where it was still good"
         )
         why = f"the policy has collapsed, {fall.why}, {cause}"

@@ -72,7 +72,7 @@ class Trainer:
             folder.event,
             self._check_engines,
         )
-        self._engine_checks = {
+        self._engine_checks: dict[Role, EngineCheck] = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
         count, since = (state["non_finite"], state["non_finite_since"]) if state else (0, 0)

@@ -247,7 +247,8 @@ class RunFolder:
             self.warn(iteration, {"event": "environment_changed"} | shown)
         if config.tracking.wandb:
             try:
-                self._wandb = WandbRun(config, self.path, self.read("metrics.jsonl"))
+                lines = self.read("metrics.jsonl")
+                self._wandb = WandbRun(config.tracking.wandb, settings_of(config), self.path, lines)
             except ConfigError as error:
                 if not before:
                     raise

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+# tensorboard has no stubs of the classes that protobuf makes when it is imported
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from jackpot.config.changes import settings_of
-from jackpot.config.config import Config
+from jackpot.config.tracking import WandbConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.files import write_whole
 from jackpot.core.package import install
@@ -47,8 +47,8 @@ def event_file_name(folder: Path) -> str:
     TensorBoard reads files in the order of their names, so a clock that was set back counts on from the newest file.
     """
     names = [path.name.removeprefix(_PREFIX) for path in event_files(folder)]
-    times = [match[0] for name in names if (match := re.match(r"\d{10}", name))]
-    seconds = max([time.time(), *(float(one) + 1.0 for one in times)])
+    times = [float(match[0]) for name in names if (match := re.match(r"\d{10}", name))]
+    seconds = max([time.time(), *(written + 1.0 for written in times)])
     return f"{_PREFIX}{seconds:017.6f}.{platform.node()}.{os.getpid()}"
 
 
@@ -111,7 +111,7 @@ class WandbRun:
     """Begins the W&B run of a run folder, or continues it, and sends it lines of metrics.jsonl.
 
     Args:
-        config: with `tracking.wandb`.
+        settings: all of the run, which W&B shows.
         folder: the run folder; its name is that of the run.
         lines: of metrics.jsonl so far, which a new W&B run gets first.
 
@@ -119,8 +119,10 @@ class WandbRun:
         ConfigError: nobody is logged in, W&B refuses the run, or it cannot be reached.
     """
 
-    def __init__(self, config: Config, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        wandb, tracking = wandb_module(), config.tracking.wandb
+    def __init__(
+        self, tracking: WandbConfig, settings: Mapping[str, Any], folder: Path, lines: Sequence[Mapping[str, Any]]
+    ) -> None:
+        wandb = wandb_module()
         record = folder / "wandb" / "run_id"
         name = record.read_text().strip() if lines and record.exists() else ""
         project = f"{tracking.entity or ''}/{tracking.project}/"
@@ -134,7 +136,7 @@ class WandbRun:
                 id=name.removeprefix(project),
                 name=folder.resolve().name,
                 dir=folder,
-                config=settings_of(config),
+                config=settings,
                 mode="offline" if tracking.mode == "offline" else None,  # None: WANDB_MODE, else online
                 resume="allow",
                 reinit="create_new",
