@@ -1,4 +1,4 @@
-"""What each rank does in test_ranks.py and test_kappa_repair.py."""
+"""What each rank does in test_ranks.py and test_kappa.py."""
 
 from pathlib import Path
 

@@ -35,11 +35,11 @@ KAPPA = (
         "kappa_is_the_one_of_the_whole_step",
         "a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported",
     ),
-    "training/test_kappa_repair.py::test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice",
-    "training/test_kappa_repair.py::test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step_before",
+    "training/test_kappa.py::test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice",
+    "training/test_kappa.py::test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step_before",
 )
 REPAIR = tuple(
-    f"training/test_kappa_repair.py::test_{name}"
+    f"training/test_kappa.py::test_{name}"
     for name in (
         "weights_that_differ_by_rounding_alone_are_not_repaired",
         "the_error_is_estimated_as_the_equation_says",
@@ -77,7 +77,7 @@ MIXED = tuple(
         "each_engine_is_compared_with_its_own_model_and_only_exact_ones_have_fill_ins",
     )
 )
-NOT_CARRIED = "training/test_kappa_repair.py::test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried"
+NOT_CARRIED = "training/test_kappa.py::test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried"
 FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         ["models/drafts.py::verify", "models/drafts.py::tokens_per_verification"], ("models/test_drafts.py",)
@@ -123,10 +123,10 @@ FORMULAS = {  # "file::function": tests
         ("objectives/test_joint.py", "objectives/test_regularizers.py"),
     ),
     "objectives/joint.py::rollout_model_loss": ("objectives/test_joint.py",),
-    "training/step_totals.py::StepTotals.before_backward": KAPPA,
+    "training/kappa.py::StepTotals.before_backward": KAPPA,
     **dict.fromkeys(
         [
-            f"training/kappa_repair.py::{name}"
+            f"training/kappa.py::{name}"
             for name in ("KappaRepair.apply", "KappaRepair._repair", "KappaRepair._backward", "_delta", "_to_repair")
         ],
         REPAIR,
@@ -146,9 +146,9 @@ FORMULAS = {  # "file::function": tests
     "training/components.py::RunComponents.next_writers": (
         "training/test_drafted_runs.py::test_who_generates_or_drafts_next_needs_new_weights",
     ),
-    "training/gradients.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
-    "training/gradients.py::GradientSplit._measure": (ROLLOUT_MODEL_STEPS,),
-    "training/gradients.py::split_numbers": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::GradientSplit._measure": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::split_numbers": (ROLLOUT_MODEL_STEPS,),
     "training/optimizer.py::ModelOptimizer.reduce": ("training/test_optimizer.py",),
     **dict.fromkeys(
         [

@@ -36,7 +36,7 @@ from jackpot.rollout.evaluate import eval_request, evaluate, generate_and_score
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
-from jackpot.training.run_folder.models import resolve_model_path
+from jackpot.training.run_folder.checkpoint import resolve_model_path
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sampling": {"max_new_tokens": 24}}
 

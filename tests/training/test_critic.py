@@ -14,7 +14,7 @@ from jackpot.core.types import Score
 from jackpot.launch.build import load_critic, make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.losses import clipped_value_error
-from jackpot.training.critic import Critic
+from jackpot.training.advantages import Critic
 from jackpot.training.optimizer import ModelOptimizer
 from objectives.test_advantages import gae_by_recursion
 

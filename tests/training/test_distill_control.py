@@ -8,7 +8,7 @@ import pytest
 from helpers.learners import batches, make_learner, rollout_model_objective, smallest_model, train, write
 from helpers.runs import metrics, run, small_config
 from jackpot.config.config import DistillControlConfig, OptimizerConfig
-from jackpot.training.distill_control import next_distill_weight
+from jackpot.training.joint_optimizer import next_distill_weight
 
 KL, ACCEPTANCE = "mismatch/kl_policy_rollout", "obrs/acceptance"
 POLICY = smallest_model(0)

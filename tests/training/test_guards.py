@@ -24,7 +24,6 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training import advantages, reported_lists
 from jackpot.training.batching import micro_batches
-from jackpot.training.gaps import CPU_FP32, precisions
 from jackpot.training.guards import (
     EngineCheck,
     NonFiniteGuard,
@@ -35,6 +34,7 @@ from jackpot.training.guards import (
     sample_rollouts,
 )
 from jackpot.training.learner import StepResult
+from jackpot.training.limits import CPU_FP32, precisions
 from jackpot.training.reported_lists import FALSE_ALARM, ReportedLists, SamplingEvidence, check_ids, check_lists
 from jackpot.training.run_folder.checkpoint import load_state
 

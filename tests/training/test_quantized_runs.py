@@ -22,8 +22,8 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.quantization.quantizer import E4M3
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.engines.transformers.weights import ModelWeights
-from jackpot.training.gaps import CPU_FP32, LARGEST_GAPS
 from jackpot.training.guards import check_gap
+from jackpot.training.limits import CPU_FP32, LARGEST_GAPS
 
 ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "evaluation.engine=transformers")
 

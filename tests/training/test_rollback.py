@@ -9,10 +9,9 @@ import pytest
 from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.core.errors import CheckpointError, TrainingError
 from jackpot.launch.start import train_run
-from jackpot.training.collapse import fall_of
-from jackpot.training.rollback import RollbackGuard
+from jackpot.training.limits import fall_of
+from jackpot.training.rollback import Rollback, RollbackGuard, Rollbacks
 from jackpot.training.run_folder.folder import RunFolder, run_config
-from jackpot.training.run_folder.rollbacks import Rollback, Rollbacks
 from jackpot.training.trainer import MetricsLine
 
 # A hundred times the quickstart's learning rate: nothing is right after one iteration.

@@ -23,7 +23,7 @@ from helpers.learners import (
     write,
 )
 from jackpot.config.config import OptimizerConfig
-from jackpot.training.gradients import GradientAccumulator
+from jackpot.training.joint_optimizer import GradientAccumulator
 from jackpot.training.optimizer import ModelOptimizer
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)

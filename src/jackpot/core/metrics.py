@@ -7,7 +7,7 @@ A metric is never averaged twice: it is carried as sums and becomes a number onc
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -229,6 +229,7 @@ _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)
 
 Metric = Mean | ClusteredMean | Sum | Max | EffectiveSampleSize | Histogram
 Sums = dict[str, Metric]
+EntryKind = TypeVar("EntryKind", bound=Metric)
 
 
 # how each field of a kind adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum
@@ -296,6 +297,13 @@ def all_gather(values: Tensor) -> Tensor:
         return values
     missing = max_over_ranks(len(values)) - len(values)
     return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, missing))))
+
+
+def entry_of(sums: Mapping[str, Metric], name: str, kind: type[EntryKind]) -> EntryKind:
+    """Return the entry of a name, which is of this kind."""
+    entry = sums[name]
+    assert isinstance(entry, kind), f"{name} is a {type(entry).__name__}, and no {kind.__name__}"
+    return entry
 
 
 def _has_ranks() -> bool:

@@ -57,8 +57,8 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
+from jackpot.training.advantages import Critic
 from jackpot.training.components import RunComponents
-from jackpot.training.critic import Critic
 from jackpot.training.joint_learner import JointLearner, LearnerOptions
 from jackpot.training.learner import Learner
 from jackpot.training.objectives import policy_objective, rollout_model_objective

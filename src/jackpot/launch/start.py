@@ -19,9 +19,9 @@ from jackpot.launch.ray import check_started_by_ray
 from jackpot.models.device import pick_device
 from jackpot.models.quantization.product import product_name
 from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.training.rollback import Rollbacks
 from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
-from jackpot.training.run_folder.rollbacks import Rollbacks
 from jackpot.training.trainer import OnMetrics, Trainer
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.errors import ConfigError
 from jackpot.core.statistics import Sample, paired_differences
-from jackpot.training.collapse import two_errors
+from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance

@@ -10,7 +10,7 @@ from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError
-from jackpot.training.collapse import problems_of
+from jackpot.training.limits import problems_of
 from jackpot.training.run_folder.environment import Environment
 from jackpot.training.run_folder.folder import Measure, RunFolder, measure_of, run_config
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.config.config import Config
-from jackpot.training.collapse import evaluations, fall_of, problems_of
+from jackpot.training.limits import evaluations, fall_of, problems_of
 
 MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 

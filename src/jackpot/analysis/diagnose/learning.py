@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from jackpot.analysis.diagnose.limits import MetricHistory, OfRun, Values, at_start
-from jackpot.training.collapse import COLLAPSED_BELOW
+from jackpot.training.limits import COLLAPSED_BELOW
 
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where the task has no verdict
 REWARDS = "reward/mean"

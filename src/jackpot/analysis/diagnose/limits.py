@@ -11,8 +11,7 @@ from jackpot.analysis.diagnose.explained import Explained, unexplained
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, is_quantized, unified_formats
 from jackpot.core.roles import Writer
-from jackpot.training.collapse import problems_of, two_errors
-from jackpot.training.gaps import LARGEST_GAPS
+from jackpot.training.limits import LARGEST_GAPS, problems_of, two_errors
 
 LEAST = 5  # fewest values of a metric for a median
 AVERAGED = 20  # iterations over which acceptance and Z are compared

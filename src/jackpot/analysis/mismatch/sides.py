@@ -10,8 +10,8 @@ from jackpot.config.engines import ServerEngineConfig, is_quantized, unified_for
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
-from jackpot.training.gaps import LARGEST_GAPS, precisions
-from jackpot.training.run_folder.models import config_of_run, resolve_model_path
+from jackpot.training.limits import LARGEST_GAPS, precisions
+from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
 _OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
 Changes = Sequence[Mapping[str, Any]]

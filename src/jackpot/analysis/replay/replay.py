@@ -22,8 +22,8 @@ from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
 from jackpot.analysis.replay.stats import EndGaps
 from jackpot.config.config import Config
 from jackpot.core.errors import DataError, JackpotError
+from jackpot.training.run_folder.checkpoint import resolve_model_path
 from jackpot.training.run_folder.folder import run_config
-from jackpot.training.run_folder.models import resolve_model_path
 
 MOST_WARNINGS = 20  # kinds of warnings that are kept as text; all are counted
 MOST_CHARACTERS = 400  # of a warning, which may quote what the file has

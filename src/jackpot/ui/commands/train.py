@@ -29,7 +29,7 @@ with lazy():
     from jackpot.launch import checks, library
     from jackpot.launch import ranks as launched
     from jackpot.rollout.tasks import registry
-    from jackpot.training import collapse
+    from jackpot.training import limits
     from jackpot.training.run_folder import folder as run_files
     from jackpot.ui import numbers
     from jackpot.ui.terminal import plan as plans
@@ -220,7 +220,7 @@ def _show_result(
     what = "Sampled accuracy on {} held-out problems, percent ± standard error"
     if not is_accuracy:
         what = "Mean reward of sampled responses on {} held-out problems ± standard error"
-    show_table(console, what.format(collapse.problems_of(lines, config)), columns, rows, columns[1:])
+    show_table(console, what.format(limits.problems_of(lines, config)), columns, rows, columns[1:])
     for line in _cost(lines, config):
         print_line(console, line)
     print_line(console, f"Run folder: {folder}")

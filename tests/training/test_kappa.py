@@ -26,9 +26,8 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.corrections.base import Kappas, measure_overlap
-from jackpot.training.kappa_repair import _delta
+from jackpot.training.kappa import StepTotals, _delta
 from jackpot.training.old_policy import MicroBatch
-from jackpot.training.step_totals import StepTotals
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL, num_top_log_probs=2)  # kappa is about 4
