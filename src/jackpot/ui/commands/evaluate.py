@@ -123,8 +123,10 @@ def _show(console: Console, results: Sequence["evaluating.BenchmarkResult"], fol
 
 def _percent(estimate: "statistics.Interval") -> str:
     """Format a share in percent, with its interval if it has one."""
-    interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
-    return f"{100 * estimate.value:.1f}{interval}"
+    percent = f"{100 * estimate.value:.1f}"
+    if estimate.low is None or estimate.high is None:
+        return percent
+    return f"{percent} ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
 
 
 def _sentences(found: "pass_at_k.EvaluationSummary") -> Iterator[str]:
