@@ -33,12 +33,6 @@ def test_an_unknown_benchmark_is_refused_before_a_plan_is_made() -> None:
         train("quickstart", ["evaluation.benchmarks=[gsm9k]"], None, None, dry_run=True, tiny=False)
 
 
-def test_the_command_behind_a_plan_trains_into_the_folder_that_was_given(tmp_path: Path) -> None:
-    shown = jackpot("train", "quickstart", "--arm", "none", "--run", "my run", "--dry-run", cwd=tmp_path).stdout
-    assert "jackpot train quickstart --arm none --run 'my run'  # train\n" in shown
-    assert "jackpot train quickstart --arm none --tiny  # " in shown  # its folder would be refused to the other
-
-
 def text_of(*arguments: str, cwd: Path) -> str:
     result = jackpot(*arguments, cwd=cwd)
     assert result.returncode == 0, result.stderr
