@@ -15,13 +15,13 @@ Number = float | None
 
 
 def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, Number]:
-    """Return mean, low and high of the values at one place, or three None without values.
+    """Return mean, low and high of the values at an x, or three None without values.
 
     The bar reaches from the smallest to the largest value of fewer than `FEW_SEEDS` seeds, else one standard deviation
     of the sample to both sides.
 
     Args:
-        values: of those seeds that have a number there.
+        values: of those seeds that have a number at it.
         seeds: number of all seeds.
     """
     if not values:
