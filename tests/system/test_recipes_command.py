@@ -31,7 +31,7 @@ def test_the_list_has_one_row_a_recipe_and_fits_a_terminal() -> None:
     assert next(line for line in lines[3:] if line.strip()).split()[0] == "quickstart"
 
 
-def test_one_recipe_in_full_has_sources_and_bases() -> None:
+def test_one_recipe_in_full_has_the_sources_of_its_settings() -> None:
     text = printed("joint_8b")
     assert "meant for 8 x H100" in text
     assert lines_with(text, "policy: {path: Qwen/Qwen3-8B-Base}  # source: Jackpot 5, Setup")

@@ -36,7 +36,7 @@ class Series:
     def color(self) -> str:
         """Return the color as #RRGGBB."""
         color, (level, part) = COLORS[self.number % len(COLORS)], SHADES[self.shade % len(SHADES)]
-        parts = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+        parts = (int(color[start : start + 2], 16) for start in (1, 3, 5))
         return "#" + "".join(f"{round(one + (level - one) * part):02X}" for one in parts)
 
     @property

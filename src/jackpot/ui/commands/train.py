@@ -199,9 +199,12 @@ def _show_result(
     """
     evaluated = [line for line in lines if run_files.measure_of(line) is not None]
     first, last = evaluated[0], evaluated[-1]
-    measure = run_files.measure_of(last)
-    is_accuracy = measure == "accuracy"
+    is_accuracy = run_files.measure_of(last) == "accuracy"
+    measure: run_files.Measure = "accuracy" if is_accuracy else "reward"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+
+    # what is shown, by the metric and how that is measured
+    shown: dict[str, tuple[str, run_files.Measure]]
     shown = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
     for name in map(registry.set_name, config.evaluation.benchmarks):
         if (metric := f"eval/{name}/mean_at_k") in last:
