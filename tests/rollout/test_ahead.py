@@ -74,7 +74,7 @@ def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: 
     assert state["prompts"]["position"] == 16  # nothing is begun that no iteration will train on
 
 
-def test_dynamic_sampling_writes_its_further_rounds_with_the_same_weights(tmp_path: Path) -> None:
+def test_dynamic_sampling_has_the_same_weights_in_all_rounds(tmp_path: Path) -> None:
     run(small_config(*AHEAD, "batch.filter_groups.max_num_gen_batches=4"), tmp_path)
     lines = metrics(tmp_path)[1:]
     assert max(line["sampling/gen_batches"] for line in lines[1:]) > 1
@@ -151,7 +151,7 @@ def assert_bounded_and_killed_equal(home: Path, ahead: int, kills: Sequence[int]
         assert_equal_ends(home / "whole", home / f"{kill}")
 
 
-def test_several_batches_ahead_are_trained_on_once_within_the_bound_and_survive_a_kill(tmp_path: Path) -> None:
+def test_several_batches_ahead_are_within_the_bound_at_a_kill(tmp_path: Path) -> None:
     assert_bounded_and_killed_equal(tmp_path, 3, [3])  # between two weight updates
 
 
@@ -192,7 +192,7 @@ def test_when_a_run_waits_for_its_batches_changes_nothing(tmp_path: Path) -> Non
     assert all(torch.equal(mine[name], other[name]) for name in mine) and rows(ours) == rows(theirs)
 
 
-def test_what_was_written_ahead_is_checked_by_the_weights_that_wrote_it(tmp_path: Path, monkeypatch) -> None:
+def test_rollouts_are_checked_by_the_weights_that_wrote_them(tmp_path: Path, monkeypatch) -> None:
     """At this learning rate weights of another iteration would be taken for a broken engine."""
     monkeypatch.setattr(guards, "CHECKED_TOKENS", 64)
     run(small_config(*FAST, "batch.ahead=2", "iterations=5"), tmp_path)
@@ -214,9 +214,7 @@ class Deaf(TransformersEngine):
         return digest
 
 
-def test_an_engine_that_kept_its_old_weights_is_found_before_its_batch_is_trained_on(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_an_engine_that_kept_its_old_weights_is_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Deaf)
     with pytest.raises(EngineError, match="other weights"):
         run(small_config(*FAST, "batch.ahead=3"), tmp_path)
@@ -254,7 +252,7 @@ class Overlap:
             assert self.trains.wait(PATIENCE)
 
 
-def test_the_engine_writes_the_next_batch_while_the_learner_trains(whole, tmp_path: Path, monkeypatch) -> None:
+def test_the_engine_generates_while_the_learner_trains(whole, tmp_path: Path, monkeypatch) -> None:
     overlap = Overlap(monkeypatch)
     run(small_config(*AHEAD), tmp_path)
     assert len(overlap.during) == 4 and all(count > 0 for count in overlap.during[:3])
@@ -266,7 +264,7 @@ def test_the_engine_writes_the_next_batch_while_the_learner_trains(whole, tmp_pa
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_while_a_batch_is_being_written_ends_the_run_cleanly(signals: int, tmp_path: Path, monkeypatch) -> None:
+def test_ctrl_c_while_a_batch_is_written_ends_the_run_cleanly(signals: int, tmp_path: Path, monkeypatch) -> None:
     """The first one after the iteration, with a checkpoint; the second one at once."""
     overlap = Overlap(monkeypatch)
     train = JointLearner.train

@@ -94,7 +94,7 @@ def test_waiting_and_scoring_are_timed_apart(watched) -> None:
     assert seconds["score"] + seconds["rollout"] <= elapsed
 
 
-def test_responses_come_as_they_end_and_nobody_has_to_ask_for_them() -> None:
+def test_responses_come_as_they_end_without_being_asked_for() -> None:
     config = small_config(ONE_GROUP)
     task = make_task(config.task, TOKENIZER)
     requests = [

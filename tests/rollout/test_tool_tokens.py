@@ -60,7 +60,7 @@ def test_the_batch_has_tool_tokens_between_sampled_ones():
     ],
     ids=str,
 )
-def test_losses_and_both_gradients_are_those_of_the_float64_reference(changes, budget):
+def test_losses_and_gradients_are_those_of_float64(changes, budget):
     """K = V makes Z exact, and the reference leaves the tool's tokens out of every sum and of every count."""
     learner = learner_for(**changes)
     [step] = batches(ITEMS, budget=budget)
@@ -114,7 +114,7 @@ def test_coins_of_tool_tokens_are_thrown_away():
         assert torch.equal(*(result.metrics[name].total for result in results))
 
 
-def test_the_columns_of_a_tool_token_are_zero_and_the_others_follow_from_the_text_before_them():
+def test_the_columns_of_a_tool_token_are_zero():
     """In the second of two steps, whose anchors went through padding and back."""
     results = train(learner_for(), batches(ITEMS, mini_batch_size=len(ITEMS) // 2, budget=60))
     traces = {uid: trace for result in results for uid, trace in result.traces.items()}
