@@ -49,12 +49,15 @@ def whole(finished_run: FinishedRuns) -> tuple[Path, Path]:
     return finished_run(*AHEAD), finished_run(*AHEAD, kill_after=3)
 
 
-@pytest.mark.parametrize("overrides", [(), ("batch.mini_batch_size=8",), ("rollout_model.update=iteration",)])
+FEW = ("batch.prompts=2", "batch.group_size=2", "sampling.max_new_tokens=8", "evaluation.problems=2")
+
+
+@pytest.mark.parametrize("overrides", [(), ("batch.mini_batch_size=2",), ("rollout_model.update=iteration",)])
 def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    run(small_config(*AHEAD, *overrides, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path)
+    run(small_config(*AHEAD, *FEW, *overrides, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path)
     after = [0, *(load_state(tmp_path / "checkpoints" / f"step-{n}")["version"][1] for n in range(1, 5))]
     lines, steps = metrics(tmp_path), after[1]
-    assert steps == (1 if overrides != ("batch.mini_batch_size=8",) else 2) and after == [n * steps for n in range(5)]
+    assert steps == (1 if overrides != ("batch.mini_batch_size=2",) else 2) and after == [n * steps for n in range(5)]
     for iteration, batch in rows(tmp_path).items():
         written = after[max(0, iteration - 2)]
         assert {version[1] for row in batch for version in row["versions"]} == {written}
@@ -64,10 +67,9 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
         assert (lines[iteration]["mismatch/engine_gap"] is None) == is_stale
 
 
-def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: Path) -> None:
+def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, finished_run: FinishedRuns) -> None:
     ahead, _ = whole
-    run(small_config("rollouts.every=1"), tmp_path)
-    assert prompts(ahead) == prompts(tmp_path)
+    assert prompts(ahead) == prompts(finished_run("rollouts.every=1"))
     assert [len(batch) for batch in rows(ahead).values()] == [16] * 4
     assert all(row["uid"].startswith(f"{iteration}/") for iteration, batch in rows(ahead).items() for row in batch)
     state = load_state(ahead / "checkpoints" / "last")
@@ -100,8 +102,7 @@ def test_a_killed_run_trains_on_what_was_written_ahead(whole, tmp_path: Path) ->
 
 # Several batches ahead
 
-TINY = ("batch.prompts=2", "batch.group_size=2", "sampling.max_new_tokens=8", "evaluation.problems=2")
-TINY += ("iterations=6", "evaluation.every=3", "checkpoint.every=1", "rollouts.every=1")
+TINY = (*FEW, "iterations=6", "evaluation.every=3", "checkpoint.every=1", "rollouts.every=1")
 
 
 def lag_of(iteration: int, ahead: int) -> int:
@@ -243,12 +244,12 @@ class Overlap:
         monkeypatch.setattr("jackpot.launch.engines.make_engine", self.make)
 
     def make(self, *arguments: Any) -> ThreadedEngine:
-        number = len(self.engines)
-        self.engines.append(ThreadedEngine(make_engine(*arguments), lambda: self.hold(number)))
+        index = len(self.engines)
+        self.engines.append(ThreadedEngine(make_engine(*arguments), lambda: self.hold(index)))
         return self.engines[-1]
 
-    def hold(self, number: int) -> None:
-        if number == 0 and self.engines[0].finished >= 8 + 16:  # the first evaluation and the first batch
+    def hold(self, index: int) -> None:
+        if index == 0 and self.engines[0].finished >= 8 + 16:  # the first evaluation and the first batch
             assert self.trains.wait(PATIENCE)
 
 

@@ -157,8 +157,8 @@ def test_what_a_reward_function_prints_is_no_answer(says):
 
 
 def test_a_function_that_keeps_memory_makes_no_other_fail():
-    with closing(reward_fn_of("helpers.reward_functions:says", timeout=PATIENCE)) as one:
-        scores = one.scores([answer(f"leak {number}") for number in range(9)])  # 2.7 GB, and the limit is 2 GiB
+    with closing(reward_fn_of(own("says", timeout=PATIENCE, memory=0.2))) as one:
+        scores = one.scores([answer(f"leak {number}") for number in range(9)])  # 270 MiB, and the limit is 205 MiB
     assert scores == [score(1.0, False)] * 9
 
 
@@ -450,16 +450,12 @@ def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
             process.kill()
 
 
-def test_idle_reward_workers_end_with_a_parent_that_is_killed(parent):
-    processes = processes_of(parent)
-    parent.kill()
-    wait_until(lambda: not any(map(is_alive, processes)))
-
-
-def test_ctrl_c_does_not_end_a_reward_worker(parent):
+def test_idle_workers_outlive_ctrl_c_and_end_with_their_parent(parent):
     processes = processes_of(parent)
     assert all(os.getpgid(process) == process for process in processes)  # a terminal's signal does not reach them
     for process in processes:
         os.kill(process, signal.SIGINT)
     parent.stdin.write("fine\n")
     assert processes_of(parent) == processes
+    parent.kill()
+    wait_until(lambda: not any(map(is_alive, processes)))

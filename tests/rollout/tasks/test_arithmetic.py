@@ -1,8 +1,5 @@
 """Arithmetic: which problems exist, which split they belong to, and what counts as a right answer."""
 
-import os
-import subprocess
-import sys
 from itertools import permutations
 
 import pytest
@@ -62,22 +59,10 @@ def test_the_order_of_the_numbers_does_not_change_the_split():
 def test_problems_follow_from_split_and_index_in_any_order(task):
     forward = [task.operands("test", index) for index in range(20)]
     assert [task.operands("test", index) for index in reversed(range(20))] == forward[::-1]
-    program = (
-        "from jackpot.config.tasks import ArithmeticConfig\n"
-        "from jackpot.rollout.tasks.arithmetic import Arithmetic\n"
-        "print([Arithmetic(None, ArithmeticConfig()).operands('test', index) for index in range(20)])"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert printed.strip() == str(forward)
 
 
 def test_the_first_problems_never_change(task):
+    """In any process: Python's own `hash` of a text is another one in each."""
     assert [task.prompt("train", index).text for index in range(3)] == ["10+23+1=", "29+9=", "33+2+18="]
     assert [task.prompt("test", index).text for index in range(3)] == ["36+7=", "25+36=", "28+19="]
 

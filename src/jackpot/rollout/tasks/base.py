@@ -95,8 +95,8 @@ class Task(ABC):
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
     """Decode a response for a task: special tokens removed, spaces left as they are."""
-    settings = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    return tokenizer.batch_decode([token_ids.tolist()], **settings)[0]
+    text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)  # one text of one list of tokens, which the library's type does not say
 
 
 def decoded_response(
