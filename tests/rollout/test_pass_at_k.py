@@ -26,7 +26,7 @@ def by_subsets(samples: int, right: int, k: int) -> float:
 
 
 @pytest.mark.parametrize("samples", range(1, 9))
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(samples: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int) -> None:
     for k in range(1, samples + 1):
         expected = [by_subsets(samples, right, k) for right in range(samples + 1)]
         assert pass_probabilities(samples, k) == pytest.approx(expected, abs=1e-15)
@@ -39,16 +39,17 @@ def test_pass_at_k_is_unbiased() -> None:
         assert np.dot(chances, pass_probabilities(samples, k)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
 
 
-def test_pass_at_k_agrees_with_the_product_form_where_the_binomials_are_huge() -> None:
+def test_pass_at_k_is_the_product_form_of_huge_binomials() -> None:
     """The product of Chen et al.'s figure 3, in logarithms; C(4096, 2048) has no float."""
     samples, k = 4096, 2048
+    probabilities = pass_probabilities(samples, k)
     for right in (0, 1, 5, 40, 2047, 2048, 4096):
         left = [math.log1p(-k / i) for i in range(samples - right + 1, samples + 1) if i > k]
         expected = 1.0 if samples - right < k else -math.expm1(math.fsum(left))
-        assert pass_probabilities(samples, k)[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
+        assert probabilities[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
-def test_pass_at_one_is_mean_at_k_and_pass_at_n_is_whether_any_is_right() -> None:
+def test_pass_at_one_is_the_mean_and_pass_at_n_the_share_of_any() -> None:
     right = np.array([0, 1, 5, 6, 6, 2])
     passes = pass_at_k(right, 6)
     assert passes[1] == estimate_mean(right / 6)
@@ -64,7 +65,7 @@ def test_k_goes_up_by_powers_of_two_and_ends_at_all_answers(samples: int, ks: li
 
 
 @pytest.mark.parametrize("k", [0, -1, 5])
-def test_a_k_beyond_the_answers_is_refused_and_says_how_many_there_are(k: int) -> None:
+def test_a_k_beyond_the_answers_is_refused_with_their_number(k: int) -> None:
     with pytest.raises(DataError, match=rf"pass@{k} was asked for, but there are 4 answers .* 1 to 4"):
         pass_probabilities(4, k)
 
@@ -98,9 +99,7 @@ def test_the_interval_of_many_problems_is_the_normal_one() -> None:
 
 
 @pytest.mark.parametrize(("truth", "spread", "k"), [(0.03, 2.0, 4), (0.1, 0.5, 16), (0.2, 2.0, 1), (0.97, 2.0, 4)])
-def test_the_interval_of_30_problems_holds_the_truth_about_as_often_as_it_says(
-    truth: float, spread: float, k: int
-) -> None:
+def test_the_interval_of_30_problems_covers_what_it_says(truth: float, spread: float, k: int) -> None:
     """600 sets of problems whose accuracy is known; a percentile bootstrap holds the first truth in 77 of 100 sets."""
     draw = np.random.default_rng(11)
     chances = draw.beta(truth * spread, (1.0 - truth) * spread, size=(600, 30))
@@ -109,7 +108,7 @@ def test_the_interval_of_30_problems_holds_the_truth_about_as_often_as_it_says(
     assert 0.91 <= held <= 0.995
 
 
-def test_the_interval_lies_within_0_and_1_holds_the_mean_and_mirrors() -> None:
+def test_the_interval_lies_within_0_and_1_and_mirrors() -> None:
     draw = np.random.default_rng(3)
     for values in (draw.beta(0.1, 1.0, size=20), np.full(20, 0.3), np.ones(5), np.array([0.0, 1.0])):
         one, other = estimate_mean(values), estimate_mean(1.0 - values)

@@ -3,7 +3,7 @@
 Status: supported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ from jackpot.rollout.tasks.data import find_source, is_place, source_name
 from jackpot.rollout.tasks.environment import EnvironmentTask
 from jackpot.rollout.tasks.math import Math, make_benchmark
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {  # by name, called with a tokenizer and the task's settings
     "arithmetic": Arithmetic,
     "environment": EnvironmentTask,
     "math": Math,
