@@ -226,5 +226,5 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
 
 def test_a_batch_without_a_usable_rollout_gets_no_advantages():
     config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
-    critic = make_critic(config, load_critic(config, None, torch.device("cpu")))
+    critic = make_critic(config, {"critic": load_critic(config, config.policy.path, torch.device("cpu"))})
     assert critic.batches([]) == [] == critic.compute_advantages([], {})

@@ -55,7 +55,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     paths, device = config.model_paths(), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
     learner = make_learner(config, models, exact_engines=list(models))
-    parts = replace(make_components(config, None, None), learner=learner)
+    parts = replace(make_components(config), learner=learner)
     run_folder = RunFolder(folder)
     run_folder.start(config, 1, -1)
     assert Trainer(parts, run_folder, None, lambda line: None).train()
@@ -152,6 +152,6 @@ def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(finished_run: 
     first = finished_run("iterations=2", *POLICY)
     start = first / "checkpoints" / "last" / "policy"
     config = small_config(*POLICY, f"policy.path={start}")
-    parts = make_components(config, None, None)
+    parts = make_components(config)
     merged = weights(first, "policy")
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))

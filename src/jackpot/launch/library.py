@@ -55,10 +55,10 @@ class SavedRun:
         Raises:
             DataError: the iteration has none, or they cannot be read.
         """
-        found, unreadable = list_rollout_files(self.folder)
-        chosen = [one for one in found if iteration in (None, one.iteration)]
+        files, unreadable = list_rollout_files(self.folder)
+        chosen = [file for file in files if iteration in (None, file.iteration)]
         if not chosen:
-            known = ", ".join(str(one.iteration) for one in found) or "none"
+            known = ", ".join(str(file.iteration) for file in files) or "none"
             raise DataError("\n".join([f"{self.folder} has no rollouts of {iteration=}; it has {known}", *unreadable]))
         return read_columns(chosen[-1])
 

@@ -436,7 +436,8 @@ class JointLearner(Learner):
         Args:
             is_trained: also compute what only a backward pass and its report need.
         """
-        hidden: dict[Role, Tensor] = {role: response_hidden(model, batch) for role, model in self._separate_models()}
+        roles: tuple[Role, ...] = ("policy", "rollout_model") if self._runs_both else ("policy",)
+        hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         pair = (hidden["policy"], hidden.get("rollout_model"))
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
@@ -526,9 +527,6 @@ class JointLearner(Learner):
             sums[f"lag/{role}"] = Mean.of(lag, batch.response_mask)
             sums[f"lag/{role}_max"] = Max.of(lag, batch.response_mask)
         return sums
-
-    def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
-        return list(self._models.items()) if self._runs_both else [("policy", self._models["policy"])]
 
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
         """Mark the tokens sampled from the distribution that the model of theirs has in training: [B, T] bool."""

@@ -81,9 +81,9 @@ class JointOptimizer:
         Returns:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
-        trained = [role for role in self._optimizers if f"{role}/loss" in sums]
-        totals = {role: entry_of(sums, f"{role}/loss", Mean).count for role in trained}
-        counts: dict[Role, Tensor] = dict(totals)
+        trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
+        totals: dict[Role, Tensor] = {role: entry_of(sums, f"{role}/loss", Mean).count for role in trained}
+        counts = dict(totals)
         if self._accumulator:
             counts.pop("rollout_model", None)
         norms = {role: self._prepare(role, count) for role, count in counts.items()}

@@ -131,10 +131,11 @@ class Ranks:
             with self._lost_named(str(self._last)):
                 yield
         except BaseException as error:
-            self._last.fail(error)
+            why = str(error).strip().partition("\n")[0]
+            self._last.write("failed", error=f"{type(error).__name__}: {why}")
             raise
         self._is_idle = True
-        self._last.end()
+        self._last.write("done")
 
     @contextmanager
     def _lost_named(self, doing: str) -> Iterator[None]:
@@ -310,23 +311,17 @@ class LastCommand:
         self._path = run / "ranks" / f"{rank}.json"
         self._facts: dict[str, Any] = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
         self.number, self.name = 0, "none"
-        self._write("waits")
+        self.write("waits")
 
     def begin(self, number: int, name: str) -> None:
         self.number, self.name = number, name
-        self._write("runs")
-
-    def end(self) -> None:
-        self._write("done")
-
-    def fail(self, error: BaseException) -> None:
-        why = str(error).strip().partition("\n")[0]
-        self._write("failed", error=f"{type(error).__name__}: {why}")
+        self.write("runs")
 
     def __str__(self) -> str:
         return f"command {self.number} ({self.name})"
 
-    def _write(self, state: str, **more: Any) -> None:
+    def write(self, state: str, **more: Any) -> None:
+        """Say what has become of the command: it waits, runs, is done, or has failed."""
         facts = self._facts | {"number": self.number, "command": self.name, "state": state, "time": time.time()} | more
         partial = self._path.with_suffix(".partial")
         with contextlib.suppress(OSError):
