@@ -3,7 +3,7 @@
 from importlib import metadata
 
 _TRAIN = {"transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"}
-_TRAIN |= {"matplotlib", "plotly", "tensorboard", "typer"}  # modules of the extra `train`
+_TRAIN |= {"plotly", "tensorboard", "typer"}  # modules of the extra `train`
 
 
 def version() -> str:
