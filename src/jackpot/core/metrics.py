@@ -231,6 +231,13 @@ Metric = Mean | ClusteredMean | Sum | Max | EffectiveSampleSize | Histogram
 Sums = dict[str, Metric]
 
 
+def mean_of(sums: Mapping[str, Metric], name: str) -> Mean:
+    """Return the entry of a name that stands for a mean."""
+    entry = sums[name]
+    assert isinstance(entry, Mean)  # a name has one kind
+    return entry
+
+
 # how each field of a kind adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum
 _FIELDS: dict[type, str] = {
     Mean: "+++",
