@@ -232,6 +232,13 @@ Sums = dict[str, Metric]
 EntryKind = TypeVar("EntryKind", bound=Metric)
 
 
+def mean_of(sums: Mapping[str, Metric], name: str) -> Mean:
+    """Return the entry of a name that stands for a mean."""
+    entry = sums[name]
+    assert isinstance(entry, Mean)  # a name has one kind
+    return entry
+
+
 # how each field of a kind adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum
 _FIELDS: dict[type, str] = {
     Mean: "+++",

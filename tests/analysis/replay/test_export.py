@@ -13,7 +13,6 @@ from helpers.runs import FinishedRuns
 from jackpot.analysis.replay.export import export_rollouts
 from jackpot.analysis.replay.formats import FORMATS, WRITABLE, find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.replay import LIMITS
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 
@@ -27,8 +26,8 @@ def trained(finished_run: FinishedRuns) -> Path:
 
 def read(path: Path) -> tuple[str, list[SavedResponse]]:
     told: list[str] = []
-    found, files = find_format(path, "auto", LIMITS)
-    responses = list(read_files(found, files, told.append, LIMITS))
+    found, files = find_format(path, "auto")
+    responses = list(read_files(found, files, told.append))
     assert told == []
     return found.name, responses
 

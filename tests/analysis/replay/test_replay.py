@@ -10,10 +10,11 @@ import torch
 
 from helpers.synthetic_rollouts import discovered, noise, records, write
 from jackpot.analysis.advice.rule import choose, relative
+from jackpot.analysis.replay.gradient import exact_numbers
 from jackpot.analysis.replay.replay import ReplayResult, replay
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.corrections import CORRECTIONS
-from jackpot.ui.views.replay import facts, replay_sections
+from jackpot.ui.views.replay import corrections, facts
 
 
 def of(tmp_path: Path, *arguments, **settings) -> ReplayResult:
@@ -163,9 +164,9 @@ def test_sums_over_the_vocabulary_and_over_the_sampled_tokens_agree(tmp_path):
     for one in found.corrections:
         if one.setting.weighs_whole_responses:
             continue
-        sums, states = one.stats.sums, one.stats.states
-        assert float(sums["factor"].value) == pytest.approx(float(states.mean.value), abs=0.015), one.setting.label
-        assert float(sums["square"].value) == pytest.approx(float(states.square.value), rel=0.05), one.setting.label
+        means = {name: float(entry.value) for name, entry in one.sums.items()}
+        assert means["factor"] == pytest.approx(means["state"], abs=0.015), one.setting.label
+        assert means["square"] == pytest.approx(means["state square"], rel=0.05), one.setting.label
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0])
@@ -176,7 +177,7 @@ def test_the_variation_estimated_from_sampled_tokens_is_never_far_too_small(tmp_
         never_advised = one.setting.label == "none proximal=rollout" or one.setting.name in ("reweight_only", "dppo")
         if one.setting.weighs_whole_responses or never_advised:
             continue
-        exact, sampled = one.stats.states.tv_after_correction, one.stats.sampled_tv_after_correction
+        exact, sampled = exact_numbers(one.sums)["tv_after_correction"], one.sampled_tv_after_correction
         assert 0.9 * exact - 0.002 <= sampled <= 1.8 * exact + 0.005, one.setting.label
         if one.setting.name in ("none", "z_only", "mask_only", "is"):
             assert sampled == pytest.approx(exact, rel=0.05, abs=0.001), one.setting.label
@@ -356,7 +357,7 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path)
 def test_corrections_that_cannot_be_replayed_leave_the_tables_of_the_run(tmp_path):
     found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
     assert found.answer.verdict == "cannot tell" and found.corrections == ()
-    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and replay_sections(found)
+    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and corrections(found).items
 
 
 def test_positions_that_a_correction_was_not_replayed_at_are_empty(tmp_path):
@@ -364,7 +365,7 @@ def test_positions_that_a_correction_was_not_replayed_at_are_empty(tmp_path):
     for line in long:
         line["uid"] += " long"
     found = replayed(tmp_path, [*records(noise(0.5)), *long])
-    tables = {item.title: item for item in replay_sections(found)["replay"].items}
+    tables = {item.title: item for item in corrections(found).items}
     by_band = tables["Rejected, by position and by the policy's entropy (H, nats)"]
     place = by_band.columns.index("at 64-255")
     shown = {row[0].split(",")[0]: row[place] for row in by_band.rows}

@@ -8,15 +8,15 @@ import pytest
 
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.replay import LIMITS, replay
+from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.errors import DataError
 
 
 def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
     told: list[str] = []
-    found, files = find_format(path, "auto", LIMITS)
-    return found.name, list(read_files(found, files, told.append, LIMITS)), told
+    found, files = find_format(path, "auto")
+    return found.name, list(read_files(found, files, told.append)), told
 
 
 def lines(path: Path, *records: object) -> Path:
@@ -79,9 +79,9 @@ def test_of_a_run_of_prime_rl_the_batches_that_it_trained_on_are_read_in_their_o
         traces(tmp_path, episode(*TURNS), step=step)
     traces(tmp_path, episode(*TURNS), subset="all")
     traces(tmp_path, episode(*TURNS), kind="eval")
-    found, files = find_format(tmp_path, "auto", LIMITS)
+    found, files = find_format(tmp_path, "auto")
     assert [file.parts[-4] for file in files] == ["step_9", "step_10"]
-    assert [one.where for one in read_files(found, files, print, LIMITS)] == [
+    assert [one.where for one in read_files(found, files, print)] == [
         "step_9/traces.jsonl",
         "step_10/traces.jsonl",
     ]
