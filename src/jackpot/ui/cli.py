@@ -20,7 +20,6 @@ from jackpot.ui.commands.evaluate import evaluate
 from jackpot.ui.commands.export import export
 from jackpot.ui.commands.launch import launch
 from jackpot.ui.commands.mismatch import mismatch
-from jackpot.ui.commands.plan import check_length, plan
 from jackpot.ui.commands.recipes import recipes
 from jackpot.ui.commands.replay import replay
 from jackpot.ui.commands.report import report
@@ -64,7 +63,6 @@ def options(
 
 COMMANDS = (  # in the order of --help
     train,
-    plan,
     launch,
     compare,
     evaluate,
@@ -85,7 +83,6 @@ for _command in COMMANDS:
         _command,
         name="eval" if _command is evaluate else None,
         on_ranks=_command is train,
-        check=check_length if _command is plan else None,
     )
 
 
