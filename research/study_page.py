@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from jackpot.analysis.plan.cost_model import GPUS, MEAN_PROMPT
+from jackpot.analysis.plan.cost_model import GPUS, MEAN_PROMPT, Drafts, Hours
 from jackpot.analysis.plan.estimate import Estimator, ShareHours
 from jackpot.analysis.plan.sizes import PromptLengths, model_sizes
 from jackpot.config.build import validated
@@ -23,6 +23,7 @@ from jackpot.config.recipes import load_recipe, resolve
 from jackpot.core.files import whole_file
 from jackpot.core.statistics import Sample
 from jackpot.models.cost import forward_cost
+from jackpot.models.drafts import MOST_DRAFTS
 from jackpot.ui.views.comparison import spread_text as percent
 from research.study import (
     ABLATION,
@@ -176,6 +177,18 @@ def _clock() -> ShareHours:
     return Estimator(config, model_sizes(config), prompts).shares(GPUS[gpus.kind], gpus.count)
 
 
+def hours_alone(clock: ShareHours) -> Hours:
+    """The hours of the policy without a rollout model."""
+    return clock.run(clock.work, clock.policy, [clock.costs["policy"]])
+
+
+def hours_drafted(clock: ShareHours, acceptance: float) -> Hours:
+    """The hours where the policy generates all with the fastest number of drafts a pass."""
+    model = clock.costs["rollout_model"]
+    tried = [clock.at(0.0, Drafts(model, number, acceptance)) for number in range(1, MOST_DRAFTS + 1)]
+    return min(tried, key=lambda hours: hours.generation)
+
+
 @cache
 def _iteration_hours(share: float | None, acceptance: float | None, is_frozen: bool) -> float:
     """Hours of one iteration; a share of None is the policy without a rollout model."""
@@ -184,8 +197,8 @@ def _iteration_hours(share: float | None, acceptance: float | None, is_frozen: b
         costs = clock.costs
         clock = replace(clock, costs={**costs, "rollout_model": replace(costs["rollout_model"], trained=0)})
     if share is None:
-        return clock.alone().iterations / clock.iterations
-    hours = clock.at(share) if acceptance is None else clock.drafted(acceptance)[1]
+        return hours_alone(clock).iterations / clock.iterations
+    hours = clock.at(share) if acceptance is None else hours_drafted(clock, acceptance)
     return hours.iterations / clock.iterations
 
 

@@ -246,10 +246,10 @@ def test_equal_cost_lies_between_two_evaluations(whole: "study.Study") -> None:
 def test_time_by_the_cost_model_follows_the_schedule(whole: "study.Study") -> None:
     arms = study_page.Arms(whole.read("first"), "close")
     clock = study_page._clock()
-    small, alone = clock.at(1.0).iterations, clock.alone().iterations
+    small, alone = clock.at(1.0).iterations, study_page.hours_alone(clock).iterations
     assert arms.share("none", "time") == pytest.approx(small / alone)
     assert arms.share("annealed_none", "time") == pytest.approx(0.75 * small / alone + 0.25)
-    assert arms.share("drafted", "time") == pytest.approx(clock.drafted(0.88)[1].iterations / alone)
+    assert arms.share("drafted", "time") == pytest.approx(study_page.hours_drafted(clock, 0.88).iterations / alone)
     costs = {**clock.costs, "rollout_model": replace(clock.costs["rollout_model"], trained=0)}
     frozen = replace(clock, costs=costs)  # it falls along a line to the policy alone at iteration 60
     hours = [frozen.at(1.0 - iteration / 60).iterations for iteration in range(1, 60)]

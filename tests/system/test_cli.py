@@ -74,12 +74,12 @@ def test_sample_shows_both_models_before_and_after(trained: tuple[Path, str]) ->
 def test_a_dry_run_says_how_many_ranks_train(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     plan = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
-    assert "2 ranks; rank 0 generates" in plan and "1/2 of the learner of policy, rollout" in plan
+    assert "2 ranks; rank 0 generates" in plan
     assert "  torchrun --nproc-per-node 2 -m -- jackpot train quickstart  # train\n" in plan
     assert re.search(r"rank 0 [\d.]+ MiB; rank 1 [\d.]+ MiB", plan)
     placed = ("--dry-run", "placement.launcher=ray", "placement.ranks=3", "placement.engines=2")
     plan = jackpot("train", "quickstart", *placed, cwd=tmp_path).stdout
-    assert "Ray places 3 ranks and 2 engines" in plan and "rank 0: 1/3 of the learner" in plan
+    assert "Ray places 3 ranks and 2 engines" in plan
     follower = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks | {"RANK": "1", "LOCAL_RANK": "1"})
     assert (follower.returncode, follower.stdout, follower.stderr) == (0, "", "")
     refused = jackpot("eval", "starter:policy", cwd=tmp_path, **ranks)
@@ -331,7 +331,6 @@ def test_every_answer_fits_80_columns(finished_run: FinishedRuns, tmp_path: Path
     answers = {
         ("recipes",): [],
         ("train", "quickstart", "--dry-run"): SMALL,
-        ("plan", "quickstart", "--gpus", "3", "--response-length", "20"): SMALL,
         ("diagnose", run): [],
         ("replay", run): [],
         ("report", run, "--out", str(tmp_path / "page.html")): [],

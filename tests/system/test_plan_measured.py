@@ -1,4 +1,4 @@
-"""The hours of `jackpot plan` against real runs, whose engine and learner are slowed to known speeds."""
+"""The hours of research/placements.py against real runs, whose engine and learner are slowed to known speeds."""
 
 import statistics
 import time
@@ -11,10 +11,11 @@ import pytest
 
 from helpers.engines.hosts import forking, make_paced
 from helpers.runs import small_config
-from jackpot.analysis.plan.cost_model import Hours, batches_at_once, overlapped
+from jackpot.analysis.plan.cost_model import Hours
 from jackpot.launch import start
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.training.joint_learner import JointLearner
+from research.placements import batches_at_once, overlapped
 
 STEP, TRAINING = 0.12, 2.4  # seconds of a decoding step, and of training on a batch
 ITERATIONS = 20

@@ -64,11 +64,6 @@ def test_what_reads_metrics_alone_needs_no_torch() -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_plan_without_a_mean_length_is_refused_before_torch() -> None:
-    done = run(without(["torch"]) + "from jackpot.__main__ import main; main()", "plan", "quickstart")
-    assert done.returncode == 2 and "the plan needs the mean length of responses" in done.stderr
-
-
 @pytest.mark.parametrize("package", ["typer", "rich", "yaml"])
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     done = run(without([package]) + "from jackpot.__main__ import main; main()", "recipes")

@@ -21,7 +21,7 @@ from jackpot.training.objectives import policy_objective
 def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[Role, PreTrainedModel]:
     """Refuse what no start accepts, from the settings and the shapes of the models alone.
 
-    A start asks this before it makes anything; `--dry-run`, `jackpot plan` and `jackpot launch` ask the same.
+    A start asks this before it makes anything; `--dry-run` and `jackpot launch` ask the same.
 
     Args:
         paths: where each model is read from.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jackpot.models.sampling import sample_tokens
 
-MOST_DRAFTS = 8  # before a pass of the model that verifies, that plans and advice try
+MOST_DRAFTS = 8  # before a pass of the model that verifies, that advice tries
 
 
 class Verdict(NamedTuple):

@@ -19,7 +19,6 @@ from jackpot.ui.commands.evaluate import evaluate
 from jackpot.ui.commands.export import export
 from jackpot.ui.commands.launch import launch
 from jackpot.ui.commands.mismatch import mismatch
-from jackpot.ui.commands.plan import check_length, plan
 from jackpot.ui.commands.recipes import recipes
 from jackpot.ui.commands.replay import replay
 from jackpot.ui.commands.report import report
@@ -54,7 +53,6 @@ def options(
 
 COMMANDS = (  # in the order of --help
     train,
-    plan,
     launch,
     compare,
     evaluate,
@@ -75,7 +73,6 @@ for _command in COMMANDS:
         _command,
         name="eval" if _command is evaluate else None,
         on_ranks=_command is train,
-        check=check_length if _command is plan else None,
     )
 
 

@@ -91,14 +91,12 @@ def register(
     function: Callable[..., None],
     name: str | None = None,
     on_ranks: bool = False,
-    check: Callable[..., None] | None = None,
 ) -> None:
     """Make a function of `jackpot.ui.commands` a command, whose help text is the function's docstring.
 
     Args:
         name: what the user types, where that is not the function's name.
         on_ranks: several processes that torchrun started may run the command together.
-        check: refuses options that do not fit each other, before torch is imported.
     """
     name = name or function.__name__
 
@@ -109,8 +107,6 @@ def register(
 
         if options.get("recipe") and "arm" in options:  # a mistake is reported before torch is imported
             recipes.resolve(options["recipe"], options["arm"], options["overrides"] or [])
-        if check:
-            check(**options)
 
         with status(Console(stderr=True), f"loading jackpot {name}"):  # torch alone takes seconds
             load(sys.modules[function.__module__])

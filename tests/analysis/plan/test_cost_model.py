@@ -24,11 +24,9 @@ from jackpot.analysis.plan.cost_model import (
     Linear,
     ModelCost,
     Work,
-    batches_at_once,
     evaluation_hours,
     mean_response,
     on_policy,
-    overlapped,
     run_hours,
 )
 from jackpot.models.cost import forward_cost, head_cost
@@ -178,27 +176,6 @@ def test_gpus_without_a_micro_batch_only_share_the_optimizer() -> None:
     one, two = (run_hours(few, writing(), [MODEL], 11.0, 3600, GPU, gpus, GPU.bf16) for gpus in (1, 2))
     moved = OPTIMIZER_BYTES * 100 * 4 / (50 * BANDWIDTH_SHARE)
     assert one.training - two.training == pytest.approx(moved / 2)
-
-
-@pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])
-def test_batches_between_two_updates_of_the_weights(ahead: int, batches: int) -> None:
-    assert batches_at_once(ahead) == batches
-
-
-@pytest.mark.parametrize(
-    ("generation", "training", "batches", "seconds"),
-    [
-        (8.0, 10.0, 1, 10 + 1),  # generation is hidden
-        (8.0, 3.0, 1, 8 + 1),  # training is hidden
-        (16 / 2, 10.0, 2, (20 + 1) / 2),  # two batches of 8 s together while two are trained on
-        (16 / 2, 3.0, 2, (16 + 1) / 2),
-    ],
-)
-def test_what_overlaps_takes_as_long_as_its_timeline(
-    generation: float, training: float, batches: int, seconds: float
-) -> None:
-    found = overlapped(Hours(generation, training, sending=1.0, evaluating=5.0), batches)
-    assert found.iterations == seconds and (found.training, found.evaluating) == (training, 5.0)
 
 
 def test_evaluations_are_beside_the_iterations() -> None:

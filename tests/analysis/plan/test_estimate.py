@@ -8,7 +8,7 @@ import pytest
 from helpers.hub import without_hub
 from helpers.runs import small_config
 from helpers.texts import write_problems
-from jackpot.analysis.plan.cost_model import GPUS, Hours
+from jackpot.analysis.plan.cost_model import GPUS, Drafts, Hours
 from jackpot.analysis.plan.estimate import (
     CostEstimate,
     Estimator,
@@ -150,35 +150,17 @@ def test_a_rank_of_eight_holds_what_one_of_eight_gpus_holds_without_engines() ->
     assert found.ranks[1].device == pytest.approx(learner)
 
 
-@pytest.mark.slow
-def test_each_way_to_generate_stands_beside_the_run() -> None:
-    found = planned("joint_8b", "jackpot").stated
-    small, halves, drafted, alone = found.by_writer.values()
-    assert small.iterations == pytest.approx(found.hours.iterations)
-    assert alone == pytest.approx(found.alone)  # one optimizer step on a batch, as on-policy
-    all_policy = planned("joint_8b", "jackpot", "rollout_model.share=0.0").stated.hours.generation
-    assert small.generation < drafted.generation < all_policy
-    assert alone.generation < all_policy  # which has the engine of the rollout model beside it
-    assert drafted.training == small.training > alone.training
-    assert halves.generation < small.generation + alone.generation
-    assert planned("joint_8b", "on_policy").stated.by_writer == {}
-    half = planned("joint_8b", "jackpot", "rollout_model.share=0.5").stated.hours
-    assert half.generation == pytest.approx(halves.generation)
-    step = planned("joint_8b", "jackpot", "iterations=10", "rollout_model.share={schedule: step, hold: 5}").stated
-    shorter = step.by_writer["rollout model"].generation / small.generation
-    assert step.hours.generation == pytest.approx(shorter * (small.generation + all_policy) / 2)
-
-
 def test_hours_by_share_meet_at_the_ends_and_two_engines_take_turns() -> None:
     config = resolve("joint_8b", None, [])
     shares = Estimator(config, model_sizes(config), prompt_lengths(config)).shares(GPUS["H100"], 8)
-    small, quarter, alone = shares.at(1.0), shares.at(0.25), shares.alone()
+    small, quarter = shares.at(1.0), shares.at(0.25)
+    alone = shares.run(shares.work, shares.policy, [shares.costs["policy"]])
     assert small.generation < alone.generation < quarter.generation  # two tails, one after the other
     assert small.training == quarter.training > alone.training  # of one model
     assert quarter.sending == pytest.approx(small.sending + alone.sending)
-    number, drafted = shares.drafted(0.9)
+
+    drafted = shares.at(0.0, Drafts(shares.costs["rollout_model"], 2, 0.9))
     assert drafted.generation < shares.at(0.0).generation and drafted.sending == quarter.sending
-    assert number > shares.drafted(0.3)[0]
 
 
 def test_a_rollout_model_whose_share_has_ended_is_planned_as_it_runs_not_trained() -> None:
@@ -191,6 +173,8 @@ def test_a_rollout_model_whose_share_has_ended_is_planned_as_it_runs_not_trained
     step = planned_hours("rollout_model.share={schedule: step, hold: 5}")
     alone = planned_hours("rollout_model=null")
     assert none.training == pytest.approx(alone.training) and none.training < small.training
+    assert alone.generation < none.generation  # which has the engine of the rollout model beside it
+    assert step.generation == pytest.approx((small.generation + none.generation) / 2)
     assert step.training == pytest.approx((small.training + alone.training) / 2)
     drafts = planned_hours("rollout_model.share={schedule: step, hold: 5}", *AWAKE)
     assert drafts.training == pytest.approx(small.training)  # it drafts to the end

@@ -46,7 +46,7 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     """An estimate as of a run that fits these GPUs, and that many of each kind."""
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=gpus.count, limit=1.0 if fits else -1.0, tensor_parallel={}, **parts)
-    row = MachineEstimate(gpus.kind, shard, None, None, {})
+    row = MachineEstimate(gpus.kind, shard, None, None)
     return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, fewest, [], FlopShares(1.0, 1.0))
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jackpot.config.batch import batches_in_reserve
 from jackpot.models.drafts import tokens_per_verification
 
 
@@ -326,31 +325,6 @@ def run_hours(
         sending=engine.model.parameters * engine.weight_bytes / WEIGHT_BYTES_PER_SECOND,
     )
     return Hours(*(part * iterations / 3600 for part in seconds))
-
-
-def batches_at_once(ahead: int) -> int:
-    """Return how many rollout batches engines generate between two updates of their weights.
-
-    Training on a batch begins with `batches_in_reserve` later ones at least, `ahead` at most; weights are sent again
-    where no more than the reserve is left (`rollout/sampler.py`).
-    """
-    return ahead - batches_in_reserve(ahead) + 1
-
-
-def overlapped(in_turn: Hours, batches: int) -> Hours:
-    """Return the hours of a run whose engines generate, on GPUs of their own, while the learner trains.
-
-    Weights are sent once for all batches that are generated at once, and nothing else is done meanwhile.
-
-    Returns:
-        As generation, what the learner waits for it.
-
-    Args:
-        in_turn: if all were done one after the other, with weights sent for each batch.
-        batches: generated at once, `batches_at_once`.
-    """
-    waiting = max(0.0, in_turn.generation - in_turn.training)
-    return in_turn._replace(generation=waiting, sending=in_turn.sending / batches)
 
 
 def evaluation_hours(

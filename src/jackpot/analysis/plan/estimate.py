@@ -23,11 +23,9 @@ from jackpot.analysis.plan.cost_model import (
     Linear,
     ModelCost,
     Work,
-    batches_at_once,
     evaluation_hours,
     mean_response,
     on_policy,
-    overlapped,
     run_hours,
 )
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights, plan_memory
@@ -44,7 +42,6 @@ from jackpot.analysis.plan.sharding import (
     rank_memory,
     shard,
     sharded,
-    without_learner,
 )
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
 from jackpot.config.config import Config
@@ -52,7 +49,7 @@ from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.published import GpusConfig
 from jackpot.core.roles import Role
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
-from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
+from jackpot.models.drafts import tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
@@ -67,7 +64,6 @@ class MachineEstimate(NamedTuple):
     shard: Shard
     hours: Hours | None  # None where the run does not fit
     alone: Hours | None  # of the policy alone, on-policy: it generates as many responses, one step on each batch
-    by_writer: Mapping[str, Hours]  # by which model generates the same batches; none without a rollout model
 
 
 class FlopShares(NamedTuple):
@@ -146,10 +142,6 @@ class ShareHours:
             work, engine, models, self.others, self.iterations, self.gpu, self.gpus, self.peak, self.linear
         )
 
-    def alone(self) -> Hours:
-        """Return the hours of the policy without a rollout model."""
-        return self.run(self.work, self.policy, [self.costs["policy"]])
-
     def afterwards(self) -> Hours:
         """Return the hours of the policy beside a rollout model whose share has ended: it is not trained any more."""
         return self.run(self.work, self.beside, [self.costs["policy"]])
@@ -174,50 +166,23 @@ class ShareHours:
             sending += self.run(self.work, self.beside, ()).sending
         return whole._replace(generation=self.generation(share, drafts), sending=sending)
 
-    def drafted(self, acceptance: float) -> tuple[int, Hours]:
-        """Return the fastest number of drafts a pass, and the hours where the policy generates all with them.
-
-        Args:
-            acceptance: probability that a draft is accepted where those before it were.
-        """
-        model = self.costs["rollout_model"]
-        hours = {number: self.at(0.0, Drafts(model, number, acceptance)) for number in range(1, MOST_DRAFTS + 1)}
-        fastest = min(hours, key=lambda number: hours[number].generation)
-        return fastest, hours[fastest]
-
-    def by_writer(self, acceptance: float) -> dict[str, Hours]:
-        """Return the hours by which model generates the batches; `acceptance` of drafts as in `drafted`."""
-        number, drafted = self.drafted(acceptance)
-        return {
-            "rollout model": self.at(1.0),
-            "each a half, in turn": self.at(0.5),
-            f"policy, {number} {'drafts' if number > 1 else 'draft'} a pass": drafted,
-            "policy alone": self.alone(),
-        }
-
 
 class Estimator:
     """Holds what does not depend on the GPUs, which is computed once.
 
     Args:
         response: mean length of a response, tokens; None: assumed from the limit.
-        acceptance: probability that a draft is accepted where those before it were.
     """
 
     def __init__(
-        self,
-        config: Config,
-        sizes: Mapping[Role, ModelSize],
-        prompts: PromptLengths,
-        response: float | None = None,
-        acceptance: float = ACCEPTANCE,
+        self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, response: float | None = None
     ) -> None:
         self._config, self._sizes, self._prompt = config, sizes, prompts.longest
-        self._acceptance = acceptance
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=response or mean_response(limit), limit=limit)
-        self._costs = {role: _cost(outline(path), sizes[role]) for role, path in config.model_paths().items()}
+        paths = config.model_paths()
+        self._costs: dict[Role, ModelCost] = {role: _cost(outline(path), sizes[role]) for role, path in paths.items()}
         self._others = _others(config, self.lengths, self._costs["policy"])
 
     @cached_property
@@ -234,22 +199,16 @@ class Estimator:
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours on `count` GPUs of a kind."""
         here = self.shard(kind, count)
-        return MachineEstimate(kind, here, *(self._hours(GPUS[kind], count) if here.fits else (None, None, {})))
+        if not here.fits:
+            return MachineEstimate(kind, here, None, None)
 
-    def _hours(self, gpu: Gpu, count: int) -> tuple[Hours, Hours, dict[str, Hours]]:
-        """Return the hours of the run, of the policy alone and by writer, each with the run's evaluations."""
-        shares = self.shares(gpu, count)
+        shares = self.shares(GPUS[kind], count)
         evaluating = self.evaluating(shares)
-
         work, times = on_policy(shares.work)
         alone = Hours(*(times * part for part in shares.run(work, shares.policy, [self._costs["policy"]])))
-        by_writer = shares.by_writer(self._acceptance) if "rollout_model" in self._costs else {}
 
-        return (
-            self.run_hours(shares)._replace(evaluating=evaluating),
-            alone._replace(evaluating=evaluating),
-            {writer: hours._replace(evaluating=evaluating) for writer, hours in by_writer.items()},
-        )
+        hours = self.run_hours(shares)._replace(evaluating=evaluating)
+        return MachineEstimate(kind, here, hours, alone._replace(evaluating=evaluating))
 
     def flop_shares(self) -> FlopShares:
         """Return the run's FLOPs beside those of the policy alone, by the models' shapes and the assumed lengths.
@@ -290,34 +249,17 @@ class Estimator:
 
     def run_hours(self, shares: ShareHours) -> Hours:
         """Return the hours of the run's iterations, without evaluations."""
-        if not self._config.is_mixed:
-            return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
         config, count = self._config, self._config.iterations
-        over = Counter(
-            (config.rollout_model.share_at(number), config.uses_rollout_model(number)) for number in range(1, count + 1)
-        )
-        hours = [
+        model = config.rollout_model
+        if model is None or not config.is_mixed:
+            return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
+
+        over = Counter((model.share_at(number), config.uses_rollout_model(number)) for number in range(1, count + 1))
+        parts = [
             (times / count, shares.at(share, self.drafts) if is_used else shares.afterwards())
             for (share, is_used), times in over.items()
         ]
-        return Hours(*(sum(weight * one[part] for weight, one in hours) for part in range(len(Hours._fields))))
-
-    def split_hours(self, gpu: Gpu, generating: int, training: int, ahead: int) -> Hours:
-        """Return the hours of the run where some GPUs generate and others train.
-
-        Its generation is what the learner waits for it: all of it without `ahead`, as the two then take turns.
-        """
-        shares = self.shares(gpu, generating, without_learner(self.needs))
-        batches = batches_at_once(ahead)
-        at_once = replace(shares.work, sequences=batches * shares.work.sequences)
-
-        in_turn = self.run_hours(replace(shares, work=at_once))
-        in_turn = in_turn._replace(
-            generation=in_turn.generation / batches,
-            training=self.run_hours(self.shares(gpu, training)).training,
-            evaluating=self.evaluating(shares),
-        )
-        return overlapped(in_turn, batches) if ahead else in_turn
+        return Hours(*(sum(weight * hours[field] for weight, hours in parts) for field in range(len(Hours._fields))))
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
@@ -336,7 +278,7 @@ class Estimator:
         if self._config.draft is None:
             return None
         tokens = DRAFTED if self._config.draft.tokens == "auto" else self._config.draft.tokens
-        return Drafts(self._costs["rollout_model"], tokens, self._acceptance)
+        return Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
 
     def shares(self, gpu: Gpu, count: int, needs: Mapping[str, EngineNeeds] | None = None) -> ShareHours:
         """Return what computes hours by the share of the rollout model.
@@ -433,7 +375,8 @@ def extra_passes(config: Config) -> float:
 def _evaluated(config: Config) -> list[tuple[Role, int]]:
     """Return who answers each set, and how often: both models the task's problems, the policy each other set."""
     settings = config.evaluation
-    sizes = [settings.problems, *(BENCHMARKS[name].test.size for name in settings.benchmarks if name in BENCHMARKS)]
+    published = [BENCHMARKS[name].test for name in settings.benchmarks if name in BENCHMARKS]
+    sizes = [settings.problems, *(part.size for part in published if part)]
     sets: list[tuple[Role, int]] = [("policy", size * settings.k) for size in sizes]
     return sets if config.rollout_model is None else [*sets, ("rollout_model", settings.problems * settings.k)]
 

@@ -30,9 +30,6 @@ TENSOR_PARALLEL = (1, 2, 4, 8)  # numbers of GPUs of one engine, within a machin
 ENGINE_BYTES = 2e9
 """Memory of a vLLM engine for activations and CUDA graphs, within its share of the GPU. Assumed."""
 
-ENGINES_SHARE = 0.9
-"""Share of a GPU's memory that engines take where no learner shares it: vLLM's own default."""
-
 
 class Blocks(NamedTuple):
     """Counts the parameters that each GPU gathers as a whole."""
@@ -236,32 +233,14 @@ def rank_memory(
     return found
 
 
-def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs of engines on GPUs of their own.
-
-    Where vLLM takes a share of the memory, the shares of all engines there are scaled to `ENGINES_SHARE` in all.
-    """
-    taken = {
-        name: one.settings.gpu_memory_utilization
-        for name, one in needs.items()
-        if isinstance(one.settings, VLLMEngineConfig) and one.settings.kv_cache_memory_bytes is None
-    }
-    larger = {
-        name: {"gpu_memory_utilization": ENGINES_SHARE * share / sum(taken.values())} for name, share in taken.items()
-    }
-    return {
-        name: one._replace(settings=one.settings.model_copy(update=larger.get(name, {}))) for name, one in needs.items()
-    }
-
-
 def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes of one engine on `spread` GPUs for keys and values; without a limit of its own, the rest."""
     settings = one.settings
-    if isinstance(settings, VLLMEngineConfig) and settings.kv_cache_memory_bytes is None:
+    if not isinstance(settings, VLLMEngineConfig):
+        return float("inf")
+    if settings.kv_cache_memory_bytes is None:
         return spread * (settings.gpu_memory_utilization * gpu.memory - ENGINE_BYTES) - one.weights
-    if isinstance(settings, VLLMEngineConfig):
-        return spread * settings.kv_cache_memory_bytes
-    return float("inf")
+    return spread * settings.kv_cache_memory_bytes
 
 
 def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
@@ -276,8 +255,8 @@ def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes of an engine on one GPU, without the cache of transformers, which each batch allocates anew."""
     settings = one.settings
-    if isinstance(settings, VLLMEngineConfig) and settings.kv_cache_memory_bytes is None:
+    if not isinstance(settings, VLLMEngineConfig):
+        return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0
+    if settings.kv_cache_memory_bytes is None:
         return settings.gpu_memory_utilization * gpu.memory
-    if isinstance(settings, VLLMEngineConfig):
-        return one.weights / spread + settings.kv_cache_memory_bytes + ENGINE_BYTES
-    return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0
+    return one.weights / spread + settings.kv_cache_memory_bytes + ENGINE_BYTES

@@ -5,10 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jackpot.analysis.plan.cost_model import ACCEPTANCE
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.memory import MemoryPlan
-from jackpot.analysis.plan.placement import residents
 from jackpot.analysis.plan.sharding import RankMemory
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
@@ -40,7 +38,6 @@ def show_plan(
     """
     batch = config.batch
     correction = config.objective.correction
-    places = residents(config, max(process_rank().size, config.placement.ranks))
     rows = {
         "policy": f"{config.policy.path}, {sizes['policy'].parameters:,} parameters",
         "rollout model": "the policy itself"
@@ -61,7 +58,6 @@ def show_plan(
         "objective": _objective(config),
         "engine": _engine(config),
         "evaluation": _evaluation(config),
-        "placement": "; ".join(f"{where}: {', '.join(holds)}" for where, holds in places.items()),
         "processes": _processes(config),
         "run folder": str(folder),
     }
@@ -109,12 +105,18 @@ def _engine(config: Config) -> str:
 
 
 def _processes(config: Config) -> str:
-    """Say how many processes train, as torchrun started this one or Ray will."""
-    if config.placement.launcher == "ray":
-        return f"Ray places {config.placement.ranks} ranks and {config.placement.engines} engines, each in its process"
-    if (ranks := process_rank().size) == 1:
-        return "1, which has one GPU; torchrun --nproc-per-node N -m jackpot train shares the training out to N"
-    return f"{ranks} ranks; rank 0 generates, evaluates and writes, all of them train"
+    """Say how many processes train, as torchrun started this one or Ray will, and how many more have engines."""
+    placement, ranks = config.placement, process_rank().size
+    shared = ", on the ranks' GPUs, asleep while these train" if config.shares_gpus else ""
+    if placement.launcher == "ray":
+        return f"Ray places {placement.ranks} ranks and {placement.engines} engines, each in its process{shared}"
+
+    engines = f"; {placement.engines} engine processes{shared}" if placement.engines else ""
+    if ranks == 1:
+        return (
+            f"1, which has one GPU; torchrun --nproc-per-node N -m jackpot train shares the training out to N{engines}"
+        )
+    return f"{ranks} ranks; rank 0 generates, evaluates and writes, all of them train{engines}"
 
 
 def _precision(engine: EngineConfig) -> str:
@@ -176,34 +178,8 @@ def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
     show_table(console, "GPUs and hours by arithmetic (docs/cost.md)", _COLUMNS, rows, _COLUMNS[1:])
-    _show_writers(console, estimate.stated)
     for sentence in (_memory(estimate.stated), *unpriced(config), *_assumptions(config, estimate)):
         print_line(console, sentence)
-
-
-def _show_writers(console: Console, row: MachineEstimate) -> None:
-    """Print what the run would take if other models generated the same rollouts; nothing without a rollout model."""
-    if not row.by_writer:
-        return
-    alone = row.by_writer["policy alone"].all
-    cells = [
-        (
-            name,
-            *map(_hours, (hours.generation, hours.training, hours.evaluating, hours.all)),
-            f"{1 - hours.all / alone:.0%}",
-        )
-        for name, hours in row.by_writer.items()
-    ]
-    title = f"Which model generates the rollouts, on {_name(row)}"
-    columns = ("", "rollout", "train", "eval", "hours", "saved")
-    show_table(console, title, columns, cells, columns[1:])
-    fastest = min(row.by_writer, key=lambda name: row.by_writer[name].all)
-    print_line(
-        console,
-        "All have the same batches, optimizer steps and evaluations. Drafts are the rollout model's "
-        "(engine.draft) and change nothing that is sampled; the number of them that is fastest where each is accepted "
-        f"with the assumed chance {ACCEPTANCE:g}. The least hours: {fastest}.",
-    )
 
 
 def is_on_policy(config: Config) -> bool:
@@ -251,7 +227,6 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
     if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
         said[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
-    said[0] += " `jackpot plan` counts GPUs that generate beside GPUs that train."
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "

@@ -7,14 +7,22 @@ import pytest
 
 from helpers.hub import without_hub
 from helpers.runs import small_config
-from jackpot.analysis.plan import placement as module
 from jackpot.analysis.plan.cost_model import GPUS, Hours
 from jackpot.analysis.plan.estimate import Estimator
-from jackpot.analysis.plan.placement import PlacedRun, Placement, cheapest, placed_runs, residents
-from jackpot.analysis.plan.sharding import cache_bytes, without_learner
+from jackpot.analysis.plan.sharding import cache_bytes
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
+from jackpot.core.errors import ConfigError
+from research.placements import (
+    PlacedRun,
+    batches_at_once,
+    cheapest,
+    overlapped,
+    placed_runs,
+    split_hours,
+    without_learner,
+)
 
 GPU = GPUS["H100"]
 
@@ -43,13 +51,13 @@ def test_shared_gpus_take_what_the_worked_example_takes() -> None:
 def test_a_split_hides_what_it_does_at_the_same_time() -> None:
     plan = joint_8b()
     shared = plan.run_hours(plan.shares(GPU, 8))
-    in_turn, one, two = (plan.split_hours(GPU, 2, 6, ahead) for ahead in (0, 1, 3))
+    in_turn, one, two = (split_hours(plan, GPU, 2, 6, ahead) for ahead in (0, 1, 3))
     assert in_turn.training == pytest.approx(shared.training * 8 / 6) and in_turn.generation > shared.generation
     assert one.generation == pytest.approx(in_turn.generation - in_turn.training)  # what the learner waits for
     assert one.sending == in_turn.sending == shared.sending and two.sending == one.sending / 2
     assert two.generation < one.generation  # the tails of two batches overlap
     assert one.training == two.training == in_turn.training and one.evaluating == in_turn.evaluating > 0
-    assert plan.split_hours(GPU, 4, 4, 3).generation == 0.0  # training takes longer
+    assert split_hours(plan, GPU, 4, 4, 3).generation == 0.0  # training takes longer
 
 
 def test_a_split_has_engines_with_more_memory_and_idle_ranks() -> None:
@@ -58,7 +66,7 @@ def test_a_split_has_engines_with_more_memory_and_idle_ranks() -> None:
         plan.shares(GPU, 3).rollout_model.cache_bytes
     )
     most = plan.work().micro_batches
-    whole, half, more = (plan.split_hours(GPU, 1, gpus, 1).training for gpus in (most, most // 2, 8 * most))
+    whole, half, more = (split_hours(plan, GPU, 1, gpus, 1).training for gpus in (most, most // 2, 8 * most))
     assert whole < half and whole == pytest.approx(more, rel=0.02)  # but for AdamW, which all ranks share
 
 
@@ -73,14 +81,14 @@ def test_engines_on_gpus_of_their_own_take_nine_tenths_of_the_memory() -> None:
 
 
 def test_two_models_take_turns_and_both_are_sent() -> None:
-    alone, half = (plan.split_hours(GPU, 4, 4, 0) for plan in (joint_8b(), joint_8b("rollout_model.share=0.5")))
+    alone, half = (split_hours(plan, GPU, 4, 4, 0) for plan in (joint_8b(), joint_8b("rollout_model.share=0.5")))
     assert half.generation > alone.generation and half.sending > alone.sending
 
 
 def test_drafts_make_the_policy_faster() -> None:
     transformers = ("engine=transformers", "evaluation.engine=transformers", "rollout_model.share=0.0")
     plain, drafted = (
-        joint_8b(*transformers, *more).split_hours(GPU, 512, 4, 0).generation  # a response each: memory decides
+        split_hours(joint_8b(*transformers, *more), GPU, 512, 4, 0).generation  # a response each: memory decides
         for more in ((), ("evaluation.engine.draft.tokens=3",))
     )
     assert drafted < plain
@@ -97,19 +105,12 @@ def test_the_cheapest_is_the_least_of_all_that_is_tried() -> None:
     best, ahead = cheapest(runs)
     hours = [hours.all for run in runs for hours in run.by_ahead.values()]
     assert best.by_ahead[ahead].all == min(hours) and best.by_ahead[ahead].evaluating > 0
-    slowest = PlacedRun(
-        placement=Placement(1, 2, False),
-        generating=best.generating,
-        training=best.training,
-        by_ahead={1: Hours(99.0, 1.0, 1.0)},
-    )
-    assert cheapest([slowest, *runs], [1])[0] is not slowest and cheapest([slowest]) == (slowest, 1)
 
 
 def test_of_many_gpus_splits_are_tried_in_equal_steps() -> None:
-    runs = placed(small_config(), 64)
-    assert [run.placement.generating for run in runs] == [64, *range(4, 64, 4)]
-    assert all(run.placement.gpus == 64 for run in runs) and len(placed(small_config(), 16)) == 16
+    splits = [run.placement for run in placed(small_config(), 64)]
+    assert [split.generating for split in splits] == [64, *range(4, 64, 4)]
+    assert all(split.generating + split.training == 64 for split in splits[1:])
 
 
 @pytest.mark.slow
@@ -119,65 +120,8 @@ def test_a_placement_without_the_room_has_no_hours() -> None:
     assert [str(run.placement) for run in runs if not run.by_ahead] == ["6 + 2", "7 + 1"]
     evaluating = [runs[place].by_ahead[0].evaluating for place in (0, 5, 1)]  # on 8, 5 and 1 GPUs
     assert evaluating == sorted(evaluating)
-    with pytest.raises(module.ConfigError, match="fits on no placement"):
+    with pytest.raises(ConfigError, match="fits on no placement"):
         placed(config, 2)
-
-
-SERVERS = "engine={name: vllm_server, urls: ['http://127.0.0.1:1'], weights_folder: /tmp/w}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            (),
-            {
-                "this process": [
-                    "learner of policy, rollout model",
-                    "transformers engine of rollout model, for rollouts",
-                    "transformers engine of policy, for evaluations",
-                ]
-            },
-        ),
-        (
-            (
-                SERVERS,
-                "evaluation.engine={name: vllm, device: 1}",
-                "critic.optimizer.learning_rate=1e-3",
-                "objective.advantage=gae",
-            ),
-            {
-                "this process": ["learner of policy, rollout model, critic"],
-                "servers http://127.0.0.1:1": ["vllm_server engine of rollout model, for rollouts"],
-                "this process, GPU 1": ["vllm engine of policy, for evaluations"],
-            },
-        ),
-        (
-            ("placement.engines=2",),
-            {
-                "this process": ["learner of policy, rollout model"],
-                "each of 2 engine processes": [
-                    "transformers engine of rollout model, for rollouts",
-                    "transformers engine of policy, for evaluations",
-                ],
-            },
-        ),
-        (
-            ("rollout_model=null", "objective.correction=none"),
-            {"this process": ["learner of policy", "transformers engine of policy, for rollouts"]},
-        ),
-    ],
-)
-def test_who_goes_where(overrides: tuple[str, ...], expected: dict[str, list[str]]) -> None:
-    assert residents(small_config(*overrides), 1) == expected
-
-
-def test_of_several_ranks_each_holds_a_share_and_the_first_one_the_engines() -> None:
-    assert residents(small_config("evaluation.engine={name: vllm, device: 1}"), 3) == {
-        "rank 0": ["1/3 of the learner of policy, rollout model", "transformers engine of rollout model, for rollouts"],
-        "rank 0, GPU 1": ["vllm engine of policy, for evaluations"],
-        "each of ranks 1 to 2": ["1/3 of the learner of policy, rollout model"],
-    }
 
 
 def test_a_learner_that_offloads_has_no_weights_on_gpus_of_its_own() -> None:
@@ -185,3 +129,24 @@ def test_a_learner_that_offloads_has_no_weights_on_gpus_of_its_own() -> None:
         placed(small_config(*overrides), 3)[1].training for overrides in ((), ("placement.offload=true",))
     )
     assert kept.weights > 0 and offloaded == replace(kept, weights=0.0, optimizer=0.0, gradients=0.0)
+
+
+@pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])
+def test_batches_between_two_updates_of_the_weights(ahead: int, batches: int) -> None:
+    assert batches_at_once(ahead) == batches
+
+
+@pytest.mark.parametrize(
+    ("generation", "training", "batches", "seconds"),
+    [
+        (8.0, 10.0, 1, 10 + 1),  # generation is hidden
+        (8.0, 3.0, 1, 8 + 1),  # training is hidden
+        (16 / 2, 10.0, 2, (20 + 1) / 2),  # two batches of 8 s together while two are trained on
+        (16 / 2, 3.0, 2, (16 + 1) / 2),
+    ],
+)
+def test_what_overlaps_takes_as_long_as_its_timeline(
+    generation: float, training: float, batches: int, seconds: float
+) -> None:
+    found = overlapped(Hours(generation, training, sending=1.0, evaluating=5.0), batches)
+    assert found.iterations == seconds and (found.training, found.evaluating) == (training, 5.0)
