@@ -181,7 +181,7 @@ class VLLMServerEngineConfig(ServerEngineConfig):
 
 
 class SGLangServerEngineConfig(ServerEngineConfig):
-    """The user's own SGLang servers decode (docs/vllm.md). Status: never run on its target (SGLang).
+    """The user's own SGLang servers decode (docs/vllm.md). Status: experimental.
 
     All of them serve the same model. Where they ask for an API key, it is read from the environment variable
     SGLANG_API_KEY. They have no top_p, top_k, quantization or kv_cache_dtype.

@@ -38,10 +38,7 @@ def evaluate(
     k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
-            help="transformers (default); vllm or vllm_server, which are experimental; or sglang_server, never run on "
-            "its target."
-        ),
+        typer.Option(help="transformers (default); vllm, vllm_server or sglang_server, which are experimental."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,
 ) -> None:

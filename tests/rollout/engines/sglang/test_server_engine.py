@@ -1,4 +1,4 @@
-"""`SGLangServerEngine` with a stand-in that speaks SGLang's protocol, as read from its source, and has a tiny model."""
+"""`SGLangServerEngine` with a stand-in that speaks SGLang's protocol and has a tiny model; test_server.py runs it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from aiohttp import web
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.joint_run import check_joint_run
 from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, Reference, rollout_of, tiny_prompt, tiny_request
-from helpers.engines.sglang_server import DECLARED, SAMPLING, SGLangServer
+from helpers.engines.sglang_server import DECLARED, SAMPLING, SGLangStandIn
 from jackpot.config.config import Sampling
 from jackpot.config.engines import SGLangServerEngineConfig
 from jackpot.core.digest import weights_digest
@@ -27,8 +27,8 @@ Make = Callable[..., SGLangServerEngine]
 
 
 @pytest.fixture
-def server() -> Iterator[SGLangServer]:
-    server = SGLangServer()
+def server() -> Iterator[SGLangStandIn]:
+    server = SGLangStandIn()
     yield server
     server.close()
 
@@ -38,7 +38,7 @@ def make(tmp_path: Path, folder: Path) -> Iterator[Make]:
     """Return a function that makes engines; close them after the test."""
     engines = []
 
-    def make(*servers: SGLangServer, path: Path = folder, version: Version = OLD, **changes: Any):
+    def make(*servers: SGLangStandIn, path: Path = folder, version: Version = OLD, **changes: Any):
         settings = {"weights_folder": str(tmp_path / "weights"), "timeout": 30.0, "connect_timeout": 30.0} | changes
         config = SGLangServerEngineConfig(urls=[server.url for server in servers], **settings)
         engines.append(make_engine(config, str(path), torch.device("cpu"), version))
@@ -66,7 +66,7 @@ def requests(count: int, **sampling: Any) -> list:
     ]
 
 
-def bodies(server: SGLangServer, path: str) -> list[dict[str, Any]]:
+def bodies(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
     return [body for asked, body in server.asked if asked == path]
 
 
@@ -169,11 +169,11 @@ def test_new_weights_generate_what_comes_next(make, server, folder, new_folder):
     assert rollouts[0].versions[0].tolist() == list(NEW)
 
 
-def stale(server: SGLangServer) -> None:
+def stale(server: SGLangStandIn) -> None:
     server.load = lambda folder: None
 
 
-def half_stale(server: SGLangServer) -> None:
+def half_stale(server: SGLangStandIn) -> None:
     """Keep one tensor under a name that the model has too."""
     kept, load = dict(server.model.named_parameters())["model.norm.weight"], server.load
 
@@ -310,10 +310,15 @@ def test_a_response_that_must_not_be_trained_on_is_an_error(make, server, script
     ],
 )
 def test_a_server_with_other_settings_is_an_error_that_says_how_to_start_it(make, server, name, value, advice):
-    server.settings[name] = value
+    server.settings |= {"device": "cuda", name: value}
     with pytest.raises(EngineError, match=advice):
         make(server)
     assert server.count("/update_weights_from_disk") == 0
+
+
+def test_a_server_on_a_cpu_may_ignore_seeds(make, server):
+    server.settings["enable_deterministic_inference"] = False
+    assert make(server).capabilities.device == "cpu"
 
 
 def test_an_output_layer_in_fp32_needs_the_flag(make, server):

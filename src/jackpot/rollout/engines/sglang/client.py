@@ -1,6 +1,6 @@
 """The HTTP routes of one SGLang server, as SGLang 0.5.23 has them.
 
-Status: never run on its target (SGLang).
+Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on a GPU.
 """
 
 from collections.abc import Callable, Mapping
