@@ -70,7 +70,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
         name = source_name(source)
         return _on_hub(name, name, settings.split or split, _OWN_DATA, settings, "give a local file as source")
     path = Path(source).expanduser()
-    if not is_place(source):
+    if not is_address(source):
         raise DataError(
             f"{unknown_name('benchmark', source, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
             f"{', '.join(SUFFIXES)} file or of a folder of them"
@@ -80,7 +80,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
     return _local(source_name(source), path, settings.split, split, _OWN_DATA, settings)
 
 
-def is_place(source: str) -> bool:
+def is_address(source: str) -> bool:
     """Return whether a source is data of the hub or a path, and not a name."""
     path = Path(source).expanduser()
     return source.startswith(HUB) or kind_of(path) is not None or "/" in source or path.exists()
