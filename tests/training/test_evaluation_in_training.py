@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.runs import FinishedRuns, assert_same_run, read_lines, run, small_config
+from helpers.runs import SHORT, FinishedRuns, assert_same_run, read_lines, run, run_and_copy, small_config
 from jackpot.analysis.compare.arms import differing_arms
 from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
@@ -73,9 +73,8 @@ def test_the_tokens_of_every_set_count_as_evaluation(trained) -> None:
 
 
 def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
-    config = small_config("evaluation.k=2", *SETS)
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)
+    config = small_config(SHORT, "evaluation.k=2", *SETS)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
     for path in (tmp_path / "whole" / "eval").iterdir():

@@ -13,7 +13,7 @@ import torch
 
 from helpers.engines.reference import EOS, VOCAB_SIZE
 from helpers.learners import make_learner, scored, smallest_model
-from helpers.runs import metrics, run, small_config
+from helpers.runs import SHORT, metrics, run, small_config
 from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import weights_digest
@@ -391,7 +391,9 @@ def poison(monkeypatch, first):
     monkeypatch.setattr(advantages, "compute_advantages", bad)
 
 
-POISONED = ("iterations=6", "checkpoint.every=1", "guard.max_non_finite_steps=2", "objective.advantage=reinforce_pp")
+POISONED = (
+    *(SHORT, "iterations=6", "checkpoint.every=1", "guard.max_non_finite_steps=2", "objective.advantage=reinforce_pp"),
+)
 
 
 def test_a_run_whose_gradients_are_not_finite_skips_both_models_and_stops_with_its_checkpoint(tmp_path, monkeypatch):
@@ -436,7 +438,7 @@ def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
 
 def test_a_run_whose_engine_reports_raw_log_probs_stops_before_it_trains(tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Raw)
-    overrides = ("sampling.temperature=0.6", "batch.prompts=16", "iterations=1")
+    overrides = (SHORT, "sampling.temperature=0.6", "iterations=1")
     with pytest.raises(EngineError, match="before temperature, top_p and top_k"):
         run(small_config(*overrides), tmp_path / "checked")
     assert [event["event"] for event in events(tmp_path / "checked")] == ["stopped"]  # by the first evaluation
@@ -482,7 +484,7 @@ def test_ids_that_the_model_does_not_know_stop_the_run_though_its_engine_is_not_
 
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Lost)
     with pytest.raises(EngineError, match="top_ids go from -99"):
-        run(small_config("iterations=1", "guard.check_engine=false"), tmp_path)
+        run(small_config(SHORT, "iterations=1", "guard.check_engine=false"), tmp_path)
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -493,7 +495,7 @@ def test_an_engine_whose_lists_or_versions_are_wrong_stops_the_run_at_its_first_
 
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Lying)
     with pytest.raises(EngineError, match=r"top-k lists are|carries the version"):
-        run(small_config("iterations=1"), tmp_path)
+        run(small_config(SHORT, "iterations=1"), tmp_path)
     (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
     assert stopped["iteration"] == 1 and metrics(tmp_path)[-1]["iteration"] == 0
 
@@ -518,11 +520,15 @@ def losing(update, names):
     return Losing
 
 
-FAST = ("rollout_model.optimizer.learning_rate=5e-3", "iterations=8", "evaluation.every=8", "checkpoint.every=1")
+FAST = (
+    *(SHORT, "rollout_model.optimizer.learning_rate=5e-3", "iterations=5", "evaluation.every=8", "checkpoint.every=1"),
+)
 
 
-@pytest.mark.parametrize("names", ["", "embed_tokens", "model.norm"])  # all, the tied output layer, and 64 numbers
-@pytest.mark.parametrize("update", [1, 2, 4])
+# all weights, the tied output layer, and 64 numbers; the third update and later ones are checked by fewer tokens
+@pytest.mark.parametrize(
+    ("update", "names"), [(1, ""), (1, "model.norm"), (2, ""), (4, ""), (4, "embed_tokens"), (4, "model.norm")]
+)
 def test_a_weight_update_that_does_not_arrive_stops_the_run(update, names, tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(update, names))
     with pytest.raises(EngineError, match=r"not those of the distribution.*Likely causes: other weights"):
@@ -537,7 +543,7 @@ def test_a_run_that_is_not_to_be_checked_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(1, ""))
     run(small_config(*FAST, "guard.check_engine=false"), tmp_path)
     lines = metrics(tmp_path)
-    assert lines[-1]["iteration"] == 8 and lines[-1]["mismatch/engine_gap"] > 1e-3
+    assert lines[-1]["iteration"] == 5 and lines[-1]["mismatch/engine_gap"] > 1e-3
 
 
 def test_a_quick_check_reads_the_beginnings_of_rollouts_from_all_over_the_batch():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, train, write
-from helpers.runs import assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
+from helpers.runs import SHORT, assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
 from jackpot.config.config import OptimizerConfig
 from jackpot.core.types import Score, ScoredRollout
 from jackpot.training.advantages import response_advantages
@@ -19,8 +19,8 @@ ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
 
 
 def test_a_share_of_0_is_the_on_policy_run_bit_for_bit_and_one_of_1_is_the_run_without_a_share(tmp_path, finished_run):
-    alone = run(small_config("policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "on_policy")
-    share = run(small_config("rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
+    alone = run(small_config(SHORT, "policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "on_policy")
+    share = run(small_config(SHORT, "rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
     ours, theirs = weights(tmp_path / "on_policy", "policy"), weights(tmp_path / "share 0", "policy")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name in (
@@ -45,7 +45,7 @@ def test_a_share_of_0_is_the_on_policy_run_bit_for_bit_and_one_of_1_is_the_run_w
 
 @pytest.mark.parametrize("overrides", [(ANNEALED,), (ANNEALED, "batch.mini_batch_size=8", "rollout_model.split=group")])
 def test_an_annealed_run_that_was_killed_ends_as_one_that_was_not(tmp_path, overrides):
-    config = small_config(*overrides)
+    config = small_config(SHORT, *overrides)
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
-from helpers.runs import assert_same_run, metrics, run, small_config
+from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.analysis.diagnose.rules import ENGINE_GAP
 from jackpot.config.config import Sampling
@@ -139,8 +139,7 @@ def test_one_code_or_scale_that_the_engine_holds_otherwise_stops_the_run(quantiz
 @pytest.mark.slow
 def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
     config = small_config(*UNIFIED, "engine.kv_cache_dtype=fp8")
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
 
