@@ -59,7 +59,7 @@ def test_the_first_of_k_answers_is_the_only_one_of_one(trained, tmp_path: Path) 
     assert not [name for name in line if name.startswith("eval/") and "_at_k" in name]
 
 
-def test_the_problems_of_a_set_are_made_once_for_all_models_and_evaluations(tmp_path: Path, monkeypatch) -> None:
+def test_the_problems_of_a_set_are_made_once(tmp_path: Path, monkeypatch) -> None:
     made, prompt = [], Arithmetic.prompt
     monkeypatch.setattr(Arithmetic, "prompt", lambda task, *which: (made.append(which), prompt(task, *which))[1])
     run(small_config("iterations=2", "batch.prompts=1", "evaluation.benchmarks=arithmetic"), tmp_path)
@@ -81,7 +81,7 @@ def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "killed" / "eval" / path.name).read_bytes()
 
 
-def test_an_unknown_benchmark_is_refused_before_training_with_those_that_exist(tmp_path: Path) -> None:
+def test_an_unknown_benchmark_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm8'; did you mean 'gsm8k'") as refused:
         run(small_config("evaluation.benchmarks=gsm8"), tmp_path)
     assert "tool_arithmetic" in str(refused.value)

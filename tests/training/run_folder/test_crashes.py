@@ -66,7 +66,7 @@ def test_corrupt_checkpoints_are_named_set_aside_and_passed_over(whole: Path, tm
         assert (checkpoints / link).readlink() == (whole / "checkpoints" / link).readlink()
 
 
-def test_links_lead_to_what_is_left_when_the_best_is_the_corrupt_one(tmp_path: Path) -> None:
+def test_links_lead_to_what_is_left_when_the_best_is_corrupt(tmp_path: Path) -> None:
     config = small_config(SHORT, "checkpoint.every=1", "checkpoint.keep=3")
     run(config, tmp_path, kill_after=3)
     checkpoints = tmp_path / "checkpoints"
@@ -79,9 +79,7 @@ def test_links_lead_to_what_is_left_when_the_best_is_the_corrupt_one(tmp_path: P
 
 
 @pytest.mark.parametrize("file", DAMAGE)
-def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(
-    file: str, finished_run: FinishedRuns, tmp_path: Path
-) -> None:
+def test_a_run_with_only_corrupt_checkpoints_is_refused(file: str, finished_run: FinishedRuns, tmp_path: Path) -> None:
     config = small_config(SHORT, "checkpoint.every=1")
     finished_run.copy(tmp_path, SHORT, "checkpoint.every=1", kill_after=3)
     for iteration in (2, 3):
@@ -117,7 +115,7 @@ def test_a_folder_in_use_is_refused_and_one_that_was_left_is_not(tmp_path: Path)
     launch(config, tmp_path, lambda line: None).close()  # a start that failed holds nothing
 
 
-def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:
     config = small_config(SHORT, "checkpoint.every=100", "evaluation.every=2", "checkpoint.keep=2")
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     for number, last in ((signal.SIGINT, 1), (signal.SIGTERM, 3)):
@@ -144,7 +142,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert trainer.iteration == 0
 
 
-def test_the_second_ctrl_c_ends_it_at_once_where_sigint_was_ignored(tmp_path: Path) -> None:
+def test_the_second_ctrl_c_counts_where_sigint_was_ignored(tmp_path: Path) -> None:
     """As in `jackpot train ... &` of a script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -154,7 +152,7 @@ def test_the_second_ctrl_c_ends_it_at_once_where_sigint_was_ignored(tmp_path: Pa
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
+def test_an_old_checkpoint_that_stays_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
     """As on a network file system while somebody reads it."""
 
     def busy(path: Path, ignore_errors: bool = False) -> None:

@@ -124,7 +124,7 @@ def test_the_run_folder_holds_the_resolved_settings(finished_run: FinishedRuns) 
     assert type(config).model_validate(yaml.safe_load((finished_run() / "config.yaml").read_text())) == config
 
 
-def test_another_regime_is_refused_with_the_difference_not_with_a_missing_file(finished_run, tmp_path: Path) -> None:
+def test_another_regime_is_refused_with_the_difference(finished_run, tmp_path: Path) -> None:
     finished_run.copy(tmp_path, "iterations=2", arm="on_policy")
     with pytest.raises(CheckpointError, match=r"rollout_model: null in the folder"):
         launch(small_config("iterations=2"), tmp_path, lambda line: None)
@@ -162,7 +162,7 @@ def test_links_that_a_kill_left_behind_are_mended(finished_run: FinishedRuns, tm
     assert {name: (tmp_path / "checkpoints" / name).readlink() for name in links} == links
 
 
-def test_ctrl_c_before_the_first_iteration_leaves_nothing_that_binds_the_next_start(tmp_path: Path) -> None:
+def test_ctrl_c_before_the_first_iteration_binds_no_start(tmp_path: Path) -> None:
     with closing(launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
         assert not trainer.train() and trainer.iteration == 0
     assert not list((tmp_path / "checkpoints").iterdir())
