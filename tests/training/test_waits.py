@@ -59,7 +59,7 @@ def found_in(learner, micro_batches, trace, **options):
     ("kappa", "target", "parts", "trace"),
     [("auto", "new", 1, True), ("auto", "new", 6, True), ("auto", "old", 3, False), ("prepass", "new", 3, True)],
 )
-def test_an_update_waits_at_most_three_times_however_many_micro_batches_and_tiles(kappa, target, parts, trace):
+def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
     """Once to decide, once for the columns of saved rollouts, and once where kappa is known after the backward passes.
 
     The first update on a batch computes the old log-probs itself, the second one has them.
