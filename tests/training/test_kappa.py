@@ -76,7 +76,7 @@ def own_metrics(result):
         f"{name} {field}": part
         for name, entry in result.metrics.items()
         if name not in own
-        for field, part in zip(entry._fields, entry, strict=True)
+        for field, part in vars(entry).items()
     }
 
 

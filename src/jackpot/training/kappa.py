@@ -109,7 +109,7 @@ class StepTotals:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-        kinds = {kind.__name__: kind for kind in get_args(Metric)}
+        kinds = {kind.__name__: kind for kind in Metric.__subclasses__()}
         self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
 
 

@@ -48,9 +48,9 @@ class HeadOutput:
     gathered: Tensor  # [N, G] log-probs at gather_ids; no gradient
 
     @classmethod
-    def of(cls, values: Sequence[Tensor | None], constants: Sequence[Tensor]) -> "HeadOutput":
+    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
         """Name the outputs of `autograd.tiled_heads` for one head."""
-        return cls(*values, *constants)
+        return cls(values[0], values[1] if len(values) > 1 else None, *constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,18 @@ class JointOutput:
     exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
 
     @classmethod
-    def of(cls, values: Sequence[Tensor | None], constants: Sequence[Tensor]) -> "JointOutput":
+    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
         """Name the outputs of `autograd.tiled_heads` for two heads."""
-        policy, rollout_model = (HeadOutput.of(values[2 * i : 2 * i + 2], constants[3 * i : 3 * i + 3]) for i in (0, 1))
-        exact_z = constants[7] if len(constants) > 7 else None
-        return cls(policy, rollout_model, *values[4:], fill_ins=constants[6], exact_z=exact_z)
+        each = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
+        forward_kl, reverse_kl = values[4:] if each == 2 else (None, None)
+        return cls(
+            policy=HeadOutput.of(values[:each], constants[:3]),
+            rollout_model=HeadOutput.of(values[each : 2 * each], constants[3:6]),
+            forward_kl=forward_kl,
+            reverse_kl=reverse_kl,
+            fill_ins=constants[6],
+            exact_z=constants[7] if len(constants) > 7 else None,
+        )
 
 
 register_dataclass(HeadOutput)  # FSDP finds the tensors of a module's output as those of a pytree
@@ -152,6 +159,7 @@ class Fp32Linear(nn.Linear):
     """Holds an output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and
     autocast; `LinearHead` does the same with its weight."""
 
+    bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch omits the None
     rounded_to: torch.dtype | None = None
 
     @classmethod
@@ -161,9 +169,9 @@ class Fp32Linear(nn.Linear):
         Args:
             rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not.
         """
-        made = cls(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        made.weight, made.bias, made.rounded_to = layer.weight, layer.bias, rounded_to
-        return made
+        widened = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        widened.weight, widened.bias, widened.rounded_to = layer.weight, layer.bias, rounded_to
+        return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
         """Return weight [V, H] and bias [V] as they are multiplied, before they are widened."""
@@ -171,15 +179,15 @@ class Fp32Linear(nn.Linear):
             return self.weight, self.bias
         return self.weight.to(self.rounded_to), None if self.bias is None else self.bias.to(self.rounded_to)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.read()
         bias = None if bias is None else bias.float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            if hidden.dtype == weight.dtype != torch.float32 and has_mixed_product(hidden.device):
-                products = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-                products = products.unflatten(0, hidden.shape[:-1])  # without a float32 copy of the weight
+        with torch.autocast(input.device.type, enabled=False):
+            if input.dtype == weight.dtype != torch.float32 and has_mixed_product(input.device):
+                products = torch.mm(input.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+                products = products.unflatten(0, input.shape[:-1])  # without a float32 copy of the weight
                 return products if bias is None else products + bias
-            return nn.functional.linear(hidden.float(), weight.float(), bias)
+            return nn.functional.linear(input.float(), weight.float(), bias)
 
 
 class LinearHead(nn.Module):
@@ -250,20 +258,25 @@ class LinearHead(nn.Module):
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
-        found = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+        parts = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
-            hidden = [None if one is None else one[rows] for one in (policy_hidden, rollout_model_hidden)]
-            ids = torch.zeros(len(hidden[0]), dtype=torch.int64, device=policy_hidden.device)
-            sorted_all = dict(num_top=vocabulary, only_log_probs=True, tile=(step, vocabulary))
-            output = self(*hidden, ids, temperature=temperature, **sorted_all)
-            policy, rollout = (
-                (output.top_log_probs, output.top_log_probs)
-                if isinstance(output, HeadOutput)
-                else (output.policy.top_log_probs, output.fill_ins)
+            hidden = policy_hidden[rows]
+            output: HeadOutput | JointOutput = self(
+                hidden,
+                None if rollout_model_hidden is None else rollout_model_hidden[rows],
+                torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+                temperature=temperature,
+                num_top=vocabulary,  # sorts all
+                only_log_probs=True,
+                tile=(step, vocabulary),
             )
-            found.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
-        z, lam = torch.cat(found, dim=1)
+            if isinstance(output, HeadOutput):
+                policy = rollout = output.top_log_probs
+            else:
+                policy, rollout = output.policy.top_log_probs, output.fill_ins
+            parts.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
+        z, lam = torch.cat(parts, dim=1)
         return z, lam
 
 
@@ -348,7 +361,9 @@ def _check_range(head: Head, **of_names: Tensor | None) -> None:
         advice = f"all must be in [0, {vocabulary}); give padding any such id and mask the result"
         low, high = torch.aminmax(ids)
         if ids.is_cuda:
-            torch._assert_async((low >= 0) & (high < vocabulary), f"{name} holds ids out of range: {advice}")
+            is_in_range = (low >= 0) & (high < vocabulary)
+            # torch has no public one
+            torch._assert_async(is_in_range, f"{name} holds ids out of range: {advice}")  # pyright: ignore[reportPrivateUsage]
         elif low < 0 or high >= vocabulary:
             raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")
 
