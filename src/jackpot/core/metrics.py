@@ -268,13 +268,6 @@ Means = dict[str, Mean]
 Sums = dict[str, Metric]
 
 
-def mean_of(sums: Mapping[str, Metric], name: str) -> Mean:
-    """Return the entry of a name that stands for a mean."""
-    entry = sums[name]
-    assert isinstance(entry, Mean)  # a name has one kind
-    return entry
-
-
 _NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}  # what adds nothing
 
 
@@ -338,6 +331,11 @@ def entry_of(sums: Mapping[str, Metric], name: str, kind: type[Kind]) -> Kind:
     entry = sums[name]
     assert isinstance(entry, kind), f"{name} is a {type(entry).__name__}, and no {kind.__name__}"
     return entry
+
+
+def mean_of(sums: Mapping[str, Metric], name: str) -> Mean:
+    """Return the entry of a name that stands for a mean."""
+    return entry_of(sums, name, Mean)
 
 
 def _has_ranks() -> bool:
