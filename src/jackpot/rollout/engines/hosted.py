@@ -361,10 +361,6 @@ class EnginePool:
         await self.pool.join(*peers)
         await self.pool.until_synced()
 
-    def add(self, name: str, link: Link) -> None:
-        """Let another host join while the run goes on; `pool.remove` lets one leave."""
-        self.pool.add(HostPeer(name, link))
-
     @property
     def engines(self) -> "dict[str, PooledEngine]":
         """Return the engines by the setting that describes each. The pool closes with the last of them."""

@@ -5,14 +5,13 @@ Two kinds of threads take part. All peers are called from an event loop on a thr
 - A caller's thread hands over requests (`begin`, `results`) and new weights (`update`), and waits for results or for
   peers.
 - `_serve`, one task per peer, brings the peer to the newest weights and then runs `_dispatch`. It is unblocked by a
-  failure of the peer and by new weights, and ends when the peer leaves or with the pool.
+  failure of the peer and by new weights, and ends with the pool.
 - `_dispatch` consumes the shared queue while its peer holds the newest weights. It waits for `_state_changed`, which a
   new request, a finished one, new weights and a lost peer set. It produces one `_do` task per request.
 - `_do` waits for what the peer makes of the request, or puts it back at the front of the queue, so that each request
   gets exactly one result, whatever happens to peers.
 
 A peer that does not hold the newest weights is given no request, and one that lost them says so instead of doing it.
-Peers may join (`add`) and leave (`remove`) at any time.
 """
 
 import asyncio
@@ -61,7 +60,6 @@ class Peer(ABC):
         self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
         self.num_resent = 0  # requests queued again because of the current failure
         self.was_restarted = False  # whether the last `sync` found it without the weights that it was sent
-        self.is_leaving = False
 
     @property
     def is_lost(self) -> bool:
@@ -154,22 +152,6 @@ class Pool(Generic[AnyPeer]):
         """Run a coroutine on the event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def add(self, *peers: AnyPeer) -> None:
-        """Let peers join. They are given requests once they hold the newest weights.
-
-        Raises:
-            EngineError: a peer of that name is in the pool.
-        """
-        self.call(self.join(*peers))
-
-    def remove(self, name: str) -> None:
-        """Let a peer leave once the requests that it does are done.
-
-        Raises:
-            EngineError: it is not in the pool, or is the last one.
-        """
-        self.call(self._leave(name))
-
     def begin(self, requests: Sequence[tuple[str, Any, Callable[[Any], None]]]) -> None:
         """Queue requests and return at once.
 
@@ -231,25 +213,10 @@ class Pool(Generic[AnyPeer]):
     # On the event loop's thread
 
     async def join(self, *peers: AnyPeer) -> None:
-        """Let peers join, as `add` says."""
+        """Let peers join, each of a name of its own. They are given requests once they hold the newest weights."""
         for peer in peers:
-            if any(peer.name == other.name for other in self.peers):
-                raise EngineError(f"a {peer.kind} {peer.name} is in the pool; give every one a name of its own")
             self.peers.append(peer)
             self._tasks[peer] = asyncio.create_task(self._serve(peer))
-
-    async def _leave(self, name: str) -> None:
-        peer = next((one for one in self.peers if one.name == name), None)
-        if peer is None or len(self.peers) == 1:
-            names = ", ".join(one.name for one in self.peers)
-            raise EngineError(f"{name} cannot leave the pool of {names}, which needs one at least; add another first")
-        peer.is_leaving = True
-        self.peers.remove(peer)
-        self._notify()
-        if peer.is_lost:  # it may wait for its next attempt
-            self._tasks[peer].cancel()
-        await asyncio.wait([self._tasks.pop(peer)])
-        await peer.close()
 
     async def until_synced(self) -> None:
         """Return when a peer holds the newest weights and all others do or are lost.
@@ -301,9 +268,9 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     async def _serve(self, peer: AnyPeer) -> None:
-        """Keep a peer at the newest weights and give it requests, as long as it is in the pool."""
+        """Keep a peer at the newest weights and give it requests."""
         try:
-            while not peer.is_leaving:
+            while True:
                 was_lost, newest = peer.is_lost, self.newest
                 try:
                     await peer.sync(newest)
@@ -351,14 +318,14 @@ class Pool(Generic[AnyPeer]):
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 
     async def _dispatch(self, peer: Peer) -> None:
-        """Give a peer requests until it fails, leaves or new weights are there; then wait for those that it does.
+        """Give a peer requests until it fails or new weights are there; then wait for those that it does.
 
         Raises:
             PeerLost: the peer failed.
         """
         tasks: set[asyncio.Task] = set()
         try:
-            while peer.error is None and peer.weights is self.newest and not peer.is_leaving:
+            while peer.error is None and peer.weights is self.newest:
                 if self._queue and self._is_next(peer):
                     peer.num_running += 1
                     task = asyncio.create_task(self._do(peer, self._queue.popleft()))
