@@ -209,7 +209,7 @@ def sleeps(engine: "EngineConfig") -> bool:
     return getattr(engine, "enable_sleep_mode", False)
 
 
-def is_quantized(engine: "EngineConfig") -> bool:
+def is_quantized(engine: _Engine) -> bool:
     """Return whether the engine computes with other numbers than weights, keys and values in its dtype."""
     return bool(engine.quantization or engine.kv_cache_dtype)
 

@@ -1,5 +1,5 @@
-"""Tests that every engine passes. A test module subclasses `EngineConformance` and makes its engine; the fixtures are
-in conftest.py.
+"""Tests that every engine passes. A test module subclasses `EngineConformance`, or a part of it, and makes its engine;
+the fixtures are in conftest.py.
 
 Expectations come from `reference.py`: another copy of the model, one unpadded sequence at a time, then float64.
 """
@@ -53,8 +53,9 @@ def _name(sampling: Sampling) -> str:
     return f"t={sampling.temperature},p={sampling.top_p},k={sampling.top_k}"
 
 
-class EngineConformance(ABC):
-    """The suite. Its tests share one engine, and each leaves it with the old weights and nothing in flight."""
+class QueueConformance(ABC):
+    """The part about queues and weights. Tests share one engine; each leaves it with the old weights and nothing in
+    flight."""
 
     reference_dtype: torch.dtype = torch.float32
     tolerance: float = 2e-5  # nats, between the engine's log-probs and the reference's
@@ -73,129 +74,6 @@ class EngineConformance(ABC):
     @abstractmethod
     def make_engine(folder: Path, version: Version) -> Engine:
         """Make an engine on the model in `folder`, whose first tokens carry `version`."""
-
-    def _skip_unless_sampled(self, sampling: Sampling) -> None:
-        if sampling.truncated and not self.has_filters:
-            pytest.skip("the engine refuses top-p and top-k")
-
-    # Log-probs
-
-    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=_name)
-    def test_log_probs_equal_a_full_forward(self, engine, reference, sampling):
-        self._skip_unless_sampled(sampling)
-        requests = [
-            Request(uid=f"{length}", prompt=tiny_prompt(length), seed=length, sampling=sampling) for length in PROMPTS
-        ]
-        self.check_log_probs(engine.generate(requests), reference, sampling)
-
-    @pytest.mark.parametrize("num_top_log_probs", [0, 1, 3])
-    def test_top_log_probs_do_not_depend_on_the_sampled_token(self, engine, reference, num_top_log_probs):
-        requests = [tiny_request(f"{i}", seed=i, num_top_log_probs=num_top_log_probs) for i in range(12)]
-        rollouts = engine.generate(requests)
-        self.check_log_probs(rollouts, reference, requests[0].sampling)
-        sampled_too = torch.cat([(rollout.top_ids == rollout.token_ids[:, None]).any(1) for rollout in rollouts])
-        assert not sampled_too.all()
-
-    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, top_p=0.9)], ids=_name)
-    def test_sampled_frequencies_match_the_exact_distribution(self, engine, reference, sampling):
-        """The test counts both tokens of 4000 responses, so that a uniform used twice shows."""
-        self._skip_unless_sampled(sampling)
-        sampling = sampling.model_copy(update={"max_new_tokens": 2, "num_top_log_probs": 0})
-        requests = [Request(uid=f"{i}", prompt=ONE_PROMPT, seed=i, sampling=sampling) for i in range(4000)]
-        seen = Counter(tuple(rollout.token_ids.tolist()) for rollout in engine.generate(requests))
-        exact = reference.joint_probs(ONE_PROMPT, sampling)
-        if self.moved_supports == 0.0:
-            assert all(exact[response] > 0.0 for response in seen)
-        common = [response for response, prob in exact.items() if prob * len(requests) >= 5.0]
-        observed = [seen[response] for response in common]
-        expected = [exact[response] * len(requests) for response in common]
-        observed.append(len(requests) - sum(observed))
-        expected.append(len(requests) - sum(expected))
-        if expected[-1] < 5.0:
-            observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-        assert len(common) > 20
-        assert chisquare(observed, expected).pvalue > 1e-3
-
-    def test_settings_of_one_request_do_not_touch_another(self, engine, reference):
-        samplings = [one for one in SAMPLINGS if self.has_filters or not one.truncated]
-        count = len(samplings)
-        requests = [
-            Request(uid=f"{i}", prompt=tiny_prompt(3 + i), seed=i, sampling=samplings[i % count])
-            for i in range(4 * count)
-        ]
-        rollouts = engine.generate(requests)
-        for i, sampling in enumerate(samplings):
-            self.check_log_probs(rollouts[i::count], reference, sampling)
-
-    @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    def test_scores_equal_a_full_forward(self, engine, reference, temperature):
-        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
-        rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
-        scores = engine.score(rollouts, temperature)
-        for rollout, score in zip(rollouts, scores, strict=True):
-            exact = _chosen(reference, rollout, Sampling(temperature=temperature))
-            assert score.dtype == torch.float32
-            assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
-
-    def test_scores_are_not_truncated_and_agree_with_the_log_probs_of_sampling(self, engine):
-        rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
-        for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
-            assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
-
-    # Seeds and batches
-
-    def test_the_same_seed_gives_the_same_response_and_another_seed_another(self, engine):
-        first, again, other = (
-            engine.generate([tiny_request(f"{i}", seed=i + shift) for i in range(16)]) for shift in (0, 0, 100)
-        )
-        assert _moved(first, again) <= self.moved_responses
-        assert _moved(first, other) > 0.9
-
-    def test_a_response_does_not_depend_on_its_batch(self, engine):
-        together = [tiny_request(f"{i}", 1 + 3 * (i % 9), seed=i, max_new_tokens=30) for i in range(27)]
-        alone = [engine.generate([request])[0] for request in together]
-        assert _moved(alone, engine.generate(together)) <= self.moved_responses
-        assert _moved(alone, engine.generate(together[::-1])[::-1]) <= self.moved_responses
-
-    def test_seeds_use_all_64_bits(self, engine):
-        requests = [tiny_request(f"{seed}", seed=seed) for seed in (0, 2**31, 2**32, 2**63, 2**64 - 1)]
-        rollouts = engine.generate(requests)
-        assert len({tuple(rollout.token_ids.tolist()) for rollout in rollouts}) == len(requests)
-
-    # Where responses end
-
-    def test_a_response_ends_at_its_first_stop_token_or_at_its_limit(self, engine):
-        stops = (5, 6)
-        requests = [
-            tiny_request(f"{i}", seed=i, max_new_tokens=3 + i % 9, stop_token_ids=stops if i % 2 else ())
-            for i in range(60)
-        ]
-        ends = Counter()
-        for request, rollout in zip(requests, engine.generate(requests), strict=True):
-            tokens, limit = rollout.token_ids.tolist(), request.sampling.max_new_tokens
-            ending = {EOS, *request.sampling.stop_token_ids}
-            assert not ending & set(tokens[:-1])
-            assert rollout.finish == ("stop" if tokens[-1] in ending else "length")
-            assert len(tokens) == limit if rollout.finish == "length" else len(tokens) <= limit
-            ends[rollout.finish, tokens[-1] == EOS, tokens[-1] in stops] += 1
-        assert min(ends["stop", True, False], ends["stop", False, True], ends["length", False, False]) > 0
-
-    def test_end_of_sequence_as_the_first_token_is_a_response(self, engine, reference):
-        requests = [tiny_request(f"{i}", prompt=ONE_PROMPT, seed=i) for i in range(200)]
-        ended = [rollout for rollout in engine.generate(requests) if rollout.token_ids[0] == EOS]
-        assert ended
-        assert all(rollout.finish == "stop" and len(rollout.token_ids) == 1 for rollout in ended)
-        self.check_log_probs(ended, reference, requests[0].sampling)
-
-    @pytest.mark.parametrize("room", [1, 3])
-    def test_a_response_ends_where_the_context_does(self, engine, reference, room):
-        requests = [tiny_request(f"{i}", CONTEXT - self.reserved - room, seed=i, max_new_tokens=50) for i in range(20)]
-        rollouts = engine.generate(requests)
-        assert engine.capabilities.max_model_len == CONTEXT - self.reserved
-        lengths = {rollout.finish: len(rollout.token_ids) for rollout in rollouts}
-        assert lengths["length"] == room
-        assert all(len(rollout.token_ids) <= room for rollout in rollouts)
-        self.check_log_probs(rollouts, reference, requests[0].sampling)
 
     # Queueing
 
@@ -358,6 +236,133 @@ class EngineConformance(ABC):
             return True
         assert rollout.rollout_log_probs[token].item() == pytest.approx(sampled, abs=self.tolerance)
         return False
+
+
+class EngineConformance(QueueConformance):
+    """The whole suite."""
+
+    def _skip_unless_sampled(self, sampling: Sampling) -> None:
+        if sampling.truncated and not self.has_filters:
+            pytest.skip("the engine refuses top-p and top-k")
+
+    # Log-probs
+
+    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=_name)
+    def test_log_probs_equal_a_full_forward(self, engine, reference, sampling):
+        self._skip_unless_sampled(sampling)
+        requests = [
+            Request(uid=f"{length}", prompt=tiny_prompt(length), seed=length, sampling=sampling) for length in PROMPTS
+        ]
+        self.check_log_probs(engine.generate(requests), reference, sampling)
+
+    @pytest.mark.parametrize("num_top_log_probs", [0, 1, 3])
+    def test_top_log_probs_do_not_depend_on_the_sampled_token(self, engine, reference, num_top_log_probs):
+        requests = [tiny_request(f"{i}", seed=i, num_top_log_probs=num_top_log_probs) for i in range(12)]
+        rollouts = engine.generate(requests)
+        self.check_log_probs(rollouts, reference, requests[0].sampling)
+        sampled_too = torch.cat([(rollout.top_ids == rollout.token_ids[:, None]).any(1) for rollout in rollouts])
+        assert not sampled_too.all()
+
+    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, top_p=0.9)], ids=_name)
+    def test_sampled_frequencies_match_the_exact_distribution(self, engine, reference, sampling):
+        """The test counts both tokens of 4000 responses, so that a uniform used twice shows."""
+        self._skip_unless_sampled(sampling)
+        sampling = sampling.model_copy(update={"max_new_tokens": 2, "num_top_log_probs": 0})
+        requests = [Request(uid=f"{i}", prompt=ONE_PROMPT, seed=i, sampling=sampling) for i in range(4000)]
+        seen = Counter(tuple(rollout.token_ids.tolist()) for rollout in engine.generate(requests))
+        exact = reference.joint_probs(ONE_PROMPT, sampling)
+        if self.moved_supports == 0.0:
+            assert all(exact[response] > 0.0 for response in seen)
+        common = [response for response, prob in exact.items() if prob * len(requests) >= 5.0]
+        observed = [seen[response] for response in common]
+        expected = [exact[response] * len(requests) for response in common]
+        observed.append(len(requests) - sum(observed))
+        expected.append(len(requests) - sum(expected))
+        if expected[-1] < 5.0:
+            observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+        assert len(common) > 20
+        assert chisquare(observed, expected).pvalue > 1e-3
+
+    def test_settings_of_one_request_do_not_touch_another(self, engine, reference):
+        samplings = [one for one in SAMPLINGS if self.has_filters or not one.truncated]
+        count = len(samplings)
+        requests = [
+            Request(uid=f"{i}", prompt=tiny_prompt(3 + i), seed=i, sampling=samplings[i % count])
+            for i in range(4 * count)
+        ]
+        rollouts = engine.generate(requests)
+        for i, sampling in enumerate(samplings):
+            self.check_log_probs(rollouts[i::count], reference, sampling)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_scores_equal_a_full_forward(self, engine, reference, temperature):
+        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
+        rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
+        scores = engine.score(rollouts, temperature)
+        for rollout, score in zip(rollouts, scores, strict=True):
+            exact = _chosen(reference, rollout, Sampling(temperature=temperature))
+            assert score.dtype == torch.float32
+            assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
+
+    def test_scores_are_not_truncated_and_agree_with_the_log_probs_of_sampling(self, engine):
+        rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
+        for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
+            assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
+
+    # Seeds and batches
+
+    def test_the_same_seed_gives_the_same_response_and_another_seed_another(self, engine):
+        first, again, other = (
+            engine.generate([tiny_request(f"{i}", seed=i + shift) for i in range(16)]) for shift in (0, 0, 100)
+        )
+        assert _moved(first, again) <= self.moved_responses
+        assert _moved(first, other) > 0.9
+
+    def test_a_response_does_not_depend_on_its_batch(self, engine):
+        together = [tiny_request(f"{i}", 1 + 3 * (i % 9), seed=i, max_new_tokens=30) for i in range(27)]
+        alone = [engine.generate([request])[0] for request in together]
+        assert _moved(alone, engine.generate(together)) <= self.moved_responses
+        assert _moved(alone, engine.generate(together[::-1])[::-1]) <= self.moved_responses
+
+    def test_seeds_use_all_64_bits(self, engine):
+        requests = [tiny_request(f"{seed}", seed=seed) for seed in (0, 2**31, 2**32, 2**63, 2**64 - 1)]
+        rollouts = engine.generate(requests)
+        assert len({tuple(rollout.token_ids.tolist()) for rollout in rollouts}) == len(requests)
+
+    # Where responses end
+
+    def test_a_response_ends_at_its_first_stop_token_or_at_its_limit(self, engine):
+        stops = (5, 6)
+        requests = [
+            tiny_request(f"{i}", seed=i, max_new_tokens=3 + i % 9, stop_token_ids=stops if i % 2 else ())
+            for i in range(60)
+        ]
+        ends = Counter()
+        for request, rollout in zip(requests, engine.generate(requests), strict=True):
+            tokens, limit = rollout.token_ids.tolist(), request.sampling.max_new_tokens
+            ending = {EOS, *request.sampling.stop_token_ids}
+            assert not ending & set(tokens[:-1])
+            assert rollout.finish == ("stop" if tokens[-1] in ending else "length")
+            assert len(tokens) == limit if rollout.finish == "length" else len(tokens) <= limit
+            ends[rollout.finish, tokens[-1] == EOS, tokens[-1] in stops] += 1
+        assert min(ends["stop", True, False], ends["stop", False, True], ends["length", False, False]) > 0
+
+    def test_end_of_sequence_as_the_first_token_is_a_response(self, engine, reference):
+        requests = [tiny_request(f"{i}", prompt=ONE_PROMPT, seed=i) for i in range(200)]
+        ended = [rollout for rollout in engine.generate(requests) if rollout.token_ids[0] == EOS]
+        assert ended
+        assert all(rollout.finish == "stop" and len(rollout.token_ids) == 1 for rollout in ended)
+        self.check_log_probs(ended, reference, requests[0].sampling)
+
+    @pytest.mark.parametrize("room", [1, 3])
+    def test_a_response_ends_where_the_context_does(self, engine, reference, room):
+        requests = [tiny_request(f"{i}", CONTEXT - self.reserved - room, seed=i, max_new_tokens=50) for i in range(20)]
+        rollouts = engine.generate(requests)
+        assert engine.capabilities.max_model_len == CONTEXT - self.reserved
+        lengths = {rollout.finish: len(rollout.token_ids) for rollout in rollouts}
+        assert lengths["length"] == room
+        assert all(len(rollout.token_ids) <= room for rollout in rollouts)
+        self.check_log_probs(rollouts, reference, requests[0].sampling)
 
 
 @contextmanager

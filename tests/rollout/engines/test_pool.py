@@ -132,21 +132,6 @@ def test_an_engine_that_lost_its_weights_generates_nothing_before_it_has_them_ag
     assert unpack(first.host.answer(late)) == {"stale": first.host._held}
 
 
-def test_engines_join_and_leave_while_the_pool_generates(pool: EnginePool, new_folder, folder, chunk_by_chunk) -> None:
-    engine = pool.engines["engine"]
-    engine.submit(requests(40))
-    pool.add("late", late := ThreadLink(make_tiny, str(new_folder)))
-    pool.pool.remove("thread 0")
-    pool.pool.remove("thread 1")
-    found = {one.uid: one for one in engine.collect(40)}
-    assert_equal([found[one.uid] for one in requests(40)], chunk_by_chunk)
-    assert late.host._held and engine.take_events() == []
-    with pytest.raises(EngineError, match="late cannot leave the pool of late, which needs one at least"):
-        pool.pool.remove("late")
-    with pytest.raises(EngineError, match="a peer late is in the pool"):
-        pool.add("late", late)
-
-
 def test_without_any_engine_the_pool_waits_and_then_says_what_to_do(new_folder, folder) -> None:
     links = threads(2, new_folder)
     with closing(pool_of(links, folder, OLD, patience=0.3).engines["engine"]) as engine:
@@ -166,7 +151,7 @@ def test_an_engine_that_ends_at_one_chunk_every_time_ends_the_run(new_folder, fo
             engine.generate(requests(5))
 
 
-def test_an_engine_that_holds_other_weights_than_another_is_named(new_folder, folder, pool: EnginePool) -> None:
+def test_an_engine_that_holds_other_weights_is_named(new_folder, folder) -> None:
     class Wrong(ThreadLink):
         def restart(self) -> None:
             super().restart()
@@ -174,9 +159,9 @@ def test_an_engine_that_holds_other_weights_than_another_is_named(new_folder, fo
             update = engine.update_weights
             engine.update_weights = lambda sent, version: update(((name, one + 1) for name, one in sent), version)
 
-    pool.add("wrong", Wrong(make_tiny, str(new_folder)))
-    with pytest.raises(EngineError, match=r"wrong read the weights engine 0 and holds digest \w{12}, another one"):
-        pool.engines["engine"].generate(requests(40))
+    links = {"right": ThreadLink(make_tiny, str(new_folder)), "wrong": Wrong(make_tiny, str(new_folder))}
+    with pytest.raises(EngineError, match=r"(wrong|right) read the weights engine 0 and holds digest \w{12}, another"):
+        pool_of(links, folder, OLD)
 
 
 def test_an_engine_that_cannot_be_made_says_why(folder, tmp_path) -> None:

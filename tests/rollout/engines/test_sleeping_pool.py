@@ -44,7 +44,10 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def num_bytes(engine: TransformersEngine) -> int:
-    return sum(one.untyped_storage().nbytes() for one in (*engine._model.parameters(), *engine._model.buffers()))
+    return sum(
+        one.untyped_storage().nbytes()
+        for one in (*engine._weights.model.parameters(), *engine._weights.model.buffers())
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_w8a8", "fp8"])

@@ -222,7 +222,7 @@ def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypat
 
 def test_weights_that_give_no_number_are_reported_with_the_rollout_and_the_version(folder):
     engine = make(folder)
-    weights = {name: tensor.detach().clone() for name, tensor in engine._model.named_parameters()}
+    weights = {name: tensor.detach().clone() for name, tensor in engine._weights.model.named_parameters()}
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
     engine.update_weights(broken.items(), Version(1, 2))
     with pytest.raises(EngineError, match=r"token 0 of victim at Version\(policy=1, rollout_model=2\)"):
@@ -231,7 +231,7 @@ def test_weights_that_give_no_number_are_reported_with_the_rollout_and_the_versi
 
 def test_a_tensor_sent_twice_is_refused(folder):
     engine = make(folder)
-    weights = list(engine._model.named_parameters())
+    weights = list(engine._weights.model.named_parameters())
     with pytest.raises(EngineError, match="1 sent twice"):
         engine.update_weights([*weights, weights[0]], Version(1, 1))
 
@@ -255,7 +255,7 @@ def test_the_cache_and_the_model_go_when_the_engine_closes(folder):
     engine.submit([tiny_request("left", max_new_tokens=30)])
     engine.collect(1, timeout=0.0)
     engine.close()
-    assert engine._model is None and engine._batch is None
+    assert engine._weights is None and engine._batch is None
 
 
 def test_settings_that_cannot_work_are_refused(folder):
