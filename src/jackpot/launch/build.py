@@ -74,7 +74,7 @@ Models = Mapping[str, PreTrainedModel]  # by name, as `load_models` has them
 BuildLearner = Callable[[Config, Checkpoint | None, Collection[Role]], Learner]
 
 
-def run_task(config: Config, paths: Mapping[Role, str], tokenizer: PreTrainedTokenizerBase) -> Task:
+def run_task(config: Config, paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Task:
     """Make the task of a run; its problems leave room for a response in the context of every model and engine.
 
     Raises:

@@ -11,13 +11,14 @@ At lam = 1 it is p: the residual is all that is missing from it. With lam < 1 mo
 Status: experimental.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from jackpot.models.sampling import sample_tokens
 
+Chance = TypeVar("Chance", float, Tensor)
 MOST_DRAFTS = 8  # before a pass of the model that verifies, that advice tries
 
 
@@ -57,11 +58,11 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     return Verdict(accepted[:, 0], others, log_probs)
 
 
-def tokens_per_verification(acceptance: float, drafted: int) -> float:
+def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:
     """Return the expected tokens of one pass that verifies drafts, (1 - alpha^(k+1)) / (1 - alpha).
 
     Args:
         acceptance: alpha, the probability that a draft is accepted where those before it were, in [0, 1].
         drafted: k, the drafts that the pass verifies.
     """
-    return sum(acceptance**count for count in range(drafted + 1))
+    return sum((acceptance**count for count in range(1, drafted + 1)), start=acceptance**0)

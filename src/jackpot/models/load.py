@@ -418,7 +418,7 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
     return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
 
 
-def load_tokenizers(paths: Mapping[Role, str]) -> PreTrainedTokenizerBase:
+def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:
     """Load the tokenizer that both models share.
 
     Raises:

@@ -206,7 +206,7 @@ def _reference(config: Config) -> PreTrainedModel | None:
 def _critic(config: Config) -> PreTrainedModel | None:
     if config.critic is None:
         return None
-    critic = critic_outline(config).eval()
+    critic = critic_outline(config.critic.path or config.policy.path).eval()
     _fuse(config, critic)
     if config.activation_checkpointing:
         checkpoint_activations(critic)
@@ -252,31 +252,32 @@ def _train(dry: _DryModels) -> None:
         values = _head(config, list(dry.models.values()), hidden)
         pulls = _reference_kl(dry, hidden[0])
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None  # the log-probs alone, as eq. 6
-    sum(value.sum() for value in (*values, *pulls)).backward()
+    sum((value.sum() for value in (*values, *pulls)), start=torch.zeros(())).backward()
     del hidden, values, pulls, waiting, split
     if dry.critic is not None:
-        _critic_backward(dry)
+        _critic_backward(dry, dry.critic)
 
 
-def _critic_backward(dry: _DryModels) -> None:
+def _critic_backward(dry: _DryModels, critic: PreTrainedModel) -> None:
     """Run forward and backward of the critic, which comes after the other models; padded, it repeats shared prompts."""
     shape = dry.shape
     with _precision(dry.config):
-        if can_pack(dry.critic):
-            output = read_row(backbone(dry.critic), _row(shape))
+        if can_pack(critic):
+            output = read_row(backbone(critic), _row(shape))
         else:
             ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
-            output = backbone(dry.critic)(input_ids=ids, use_cache=False)
+            output = backbone(critic)(input_ids=ids, use_cache=False)
     output.last_hidden_state.sum().backward()
 
 
 def _reference_kl(dry: _DryModels, policy_hidden: Tensor) -> tuple[Tensor, ...]:
     """Read the frozen reference; return what the exact KL to it adds to the policy's graph, nothing for an estimate."""
-    if dry.reference is None:
+    settings = dry.config.objective.reference
+    if dry.reference is None or settings is None:
         return ()
     with torch.no_grad():
         hidden = _read(dry.reference, dry.shape)
-    if dry.config.objective.reference.kl_loss_type != "exact":
+    if settings.kl_loss_type != "exact":
         with torch.no_grad():
             _head(dry.config, [dry.reference], [hidden])
         return ()
@@ -341,7 +342,8 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     parts = [weight[:run] if run < len(weight) else weight for weight in weights]
     heads = [replace(head, weight=part) for head, part in zip(whole, parts, strict=True)]
     ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: `_waiting_tensors` counts it
-    values = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)[0]
+    outputs, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
+    values = tuple(value for value in outputs if value is not None)  # with the moments none is missing
     for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if part is not weight and part.requires_grad:
             own = values[2 * number : 2 * number + 2]

@@ -108,7 +108,7 @@ def blocks(config: Config) -> Blocks:
     Raises:
         ModelError: as `load_meta_model`.
     """
-    models = {role: outline(path) for role, path in config.model_paths().items()}
+    models: dict[Role, PreTrainedModel] = {role: outline(path) for role, path in config.model_paths().items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
     return Blocks(
         layer=max(_layer(model) for model in models.values()),

@@ -35,9 +35,11 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
     Raises:
         ModelError: no model there, or LoRA on a target module that it does not have.
     """
-    sizes = {role: _size(config, role, path) for role, path in config.model_paths().items()}
+    sizes: dict[Role, ModelSize] = {role: _size(config, role, path) for role, path in config.model_paths().items()}
     if config.critic:
-        count = sum(parameter.numel() for parameter in critic_outline(config).parameters())
+        count = sum(
+            parameter.numel() for parameter in critic_outline(config.critic.path or config.policy.path).parameters()
+        )
         sizes["critic"] = ModelSize(count, count)
     return sizes
 
@@ -48,9 +50,9 @@ def outline(path: str) -> PreTrainedModel:
     return load_meta_model(path)
 
 
-def critic_outline(config: Config) -> PreTrainedModel:
-    """Make the critic on the meta device."""
-    settings = load_config(config.critic.path or config.policy.path)
+def critic_outline(path: str) -> PreTrainedModel:
+    """Make a critic with the shape of the model in `path` on the meta device."""
+    settings = load_config(path)
     settings.num_labels = 1
     with torch.device("meta"):
         return AutoModelForTokenClassification.from_config(settings)

@@ -79,6 +79,6 @@ def machine(config: Config, needs: CostEstimate) -> GpusConfig | None:
     wanted = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0), *needs.fewest.items()]
     engines = engine_needs(config, needs.prompts.longest).values()
     for kind, count in wanted:
-        if count and all(degree(one, GPUS[kind], 1) for one in engines):
-            return GpusConfig(kind=kind, count=count)
+        if count and all(degree(engine, GPUS[kind], 1) for engine in engines):
+            return GpusConfig.model_validate({"kind": kind, "count": count})
     return None

@@ -240,10 +240,11 @@ def replaced_models(config: Config) -> ReplacedModels:
     configs = {path: _replaced(path) for path in paths}
     if not any(configs.values()):
         return ReplacedModels(configs, None)
+
     why_built_in = _why_built_in(configs)
     if why_built_in:
-        configs = {path: found or load_config(path) for path, found in configs.items()}
-    return ReplacedModels(configs, why_built_in)
+        return ReplacedModels({path: config or load_config(path) for path, config in configs.items()}, why_built_in)
+    return ReplacedModels(configs, None)
 
 
 def _replaced(path: str) -> PreTrainedConfig | None:
@@ -267,9 +268,10 @@ def _replaced(path: str) -> PreTrainedConfig | None:
 def _why_built_in(paths: Iterable[str]) -> str | None:
     """Say why the models in `paths` cannot keep their own tokenizers; None where all are on the disk and agree."""
     tokenizers = {path: own_tokenizer(path) for path in paths}
-    if missing := [path for path, tokenizer in tokenizers.items() if tokenizer is None]:
+    vocabularies = {path: tokenizer.get_vocab() for path, tokenizer in tokenizers.items() if tokenizer}
+    if missing := [path for path in tokenizers if path not in vocabularies]:
         return f"not on this disk: {', '.join(missing)}"
-    first, *others = [tokenizer.get_vocab() for tokenizer in tokenizers.values()]
+    first, *others = vocabularies.values()
     return "they differ" if any(vocabulary != first for vocabulary in others) else None
 
 
@@ -277,14 +279,14 @@ def _write_models(config: Config, small: Config, models: ReplacedModels, folder:
     """Write the small models that do not exist yet; a continued run keeps those that it began with."""
     answers = _answers(small)
     for path, like in models.configs.items():
-        place = Path(_model_path(path, models, folder))
-        if like is None or place.exists():
+        target = Path(_model_path(path, models, folder))
+        if like is None or target.exists():
             continue
         size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
-        tokenizer = built_in_tokenizer() if models.why_built_in else own_tokenizer(path)
-        unfinished = place.with_name(f"{place.name}.unfinished")
-        save_tiny(unfinished, like, size, tokenizer, answers, fold_in(0, "tiny", path))
-        unfinished.rename(place)
+        tokenizer = None if models.why_built_in else own_tokenizer(path)
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        save_tiny(unfinished, like, size, tokenizer or built_in_tokenizer(), answers, fold_in(0, "tiny", path))
+        unfinished.rename(target)
 
 
 def _answers(small: Config) -> list[str]:

@@ -89,7 +89,8 @@ def built_in_tokenizer() -> PreTrainedTokenizerFast:
 def with_answers(tokenizer: PreTrainedTokenizerBase, answers: Iterable[str]) -> PreTrainedTokenizerBase:
     """Append tokens that each hold one of `answers` in a box to the vocabulary; return the tokenizer."""
     boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
-    tokenizer.add_tokens([AddedToken(around.format(one), normalized=False) for one in boxed for around in _AROUND])
+    added = [AddedToken(around.format(text), normalized=False) for text in boxed for around in _AROUND]
+    tokenizer.add_tokens(added)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
     return tokenizer
 
 

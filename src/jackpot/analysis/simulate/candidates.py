@@ -111,13 +111,13 @@ class PairBench:
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
         lists = TopLists(self._config.sampling.num_top_log_probs)
-        states = pair_states(*models, chosen, self._config.sampling.temperature)
+        states = pair_states(models[0], models[1], chosen, self._config.sampling.temperature)
         found = measure_pair(name, lists.of(states), total)
         parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
         judged = Measured(settings_of(self._config, ()))
         judged.add(saved_responses(chosen, lists, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {policy}"
-        answer = judged.advice(weights, relative_costs(*models))
+        answer = judged.advice(weights, relative_costs(models[0], models[1]))
         return _candidate(found, sampled, of_policy, scores, parameters, answer), found
 
     def _answers(self, path: str) -> Evaluation:

@@ -5,7 +5,7 @@ All in float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each sta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,15 @@ from jackpot.objectives import obrs
 LAMS = (0.5, 1.0, 2.0)
 RECIPE_LAM = LAMS.index(1.0)  # the paper's lam and ours
 _CACHED_ELEMENTS = 2**16
-Rows = TypeVar("Rows")
+
+
+class _Columns(Protocol):
+    """A dataclass whose fields are all tensors [n, ...]."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Rows = TypeVar("Rows", bound=_Columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

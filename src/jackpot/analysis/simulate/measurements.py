@@ -151,7 +151,7 @@ def gap_curve(name: str, points: Sequence[GapPoint]) -> GapCurve:
 
 
 def _read_off(x: Sequence[float], y: Sequence[float], at: float) -> float | None:
-    """Interpolate y at the first place where x, which rises on the whole, passes `at`; None where it does not."""
+    """Interpolate y where x first, which rises on the whole, passes `at`; None where it never does."""
     for left in range(len(x) - 1):
         if x[left] <= at <= x[left + 1]:
             share = (at - x[left]) / (x[left + 1] - x[left]) if x[left + 1] > x[left] else 0.0
@@ -170,8 +170,8 @@ def curve_by_kl(name: str, numbers: StateNumbers, bins: int = 14, least: int = 8
     if not usable.any():
         return gap_curve(name, [])
     low, high = logs[usable].min(), logs[usable].max()
-    place = ((logs - low) / (high - low).clamp(min=1e-9) * bins).floor().clamp(max=bins - 1)
-    groups = [usable & (place == number) for number in range(bins)]
+    bin_of = ((logs - low) / (high - low).clamp(min=1e-9) * bins).floor().clamp(max=bins - 1)
+    groups = [usable & (bin_of == index) for index in range(bins)]
     return gap_curve(name, [mean_point(_some(numbers, rows)) for rows in groups if rows.sum() >= least])
 
 
@@ -186,9 +186,9 @@ def token_ratios(one: PairMeasurement) -> TokenRatios:
     z = obrs.exact_z(states.rollout, states.target, 1.0)[:, None]
     clouds = []
     for log_probs in (states.rollout, states.target):
-        places = (torch.arange(_TOKENS, dtype=torch.float64) + 0.5) / _TOKENS
+        quantiles = (torch.arange(_TOKENS, dtype=torch.float64) + 0.5) / _TOKENS
         total = log_probs.exp().cumsum(-1)
-        ids = torch.searchsorted(total, (places * total[:, -1:]).contiguous()).clamp(max=log_probs.shape[1] - 1)
+        ids = torch.searchsorted(total, (quantiles * total[:, -1:]).contiguous()).clamp(max=log_probs.shape[1] - 1)
         rollout, target = states.rollout.gather(-1, ids), states.target.gather(-1, ids)
         clouds += [(target - rollout).exp(), obrs.weight(rollout, target, z, 1.0)]
     before, after, policy_before, policy_after = (tuple(cloud.flatten().tolist()) for cloud in clouds)

@@ -104,12 +104,12 @@ def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int,
         ConfigError: the recipe has no rollout model and no candidate is given, or one path is given twice.
         ModelError, DataError: as `PairBench`.
     """
-    if not candidates and config.rollout_model is None:
+    candidates = list(candidates) or ([config.rollout_model.path] if config.rollout_model else [])
+    if not candidates:
         raise ConfigError(
             "rollout_model is null, so the policy generates its own rollouts and there is no gap to measure; name "
             "candidates with --rollout-model PATH, or take an arm with a rollout model"
         )
-    candidates = list(candidates) or [config.rollout_model.path]
     if len(set(candidates)) < len(candidates):
         raise ConfigError(f"--rollout-model names a path twice: {', '.join(candidates)}; give each candidate once")
     bench = PairBench(config, config.policy.path, candidates, prompts, seed)

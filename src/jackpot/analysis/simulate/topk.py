@@ -86,8 +86,8 @@ def topk_summary(
     draws = sampled.shape[1]
     error = (exact.acceptance_variance.sum() * draws).sqrt()  # standard deviation of sum a, given the states
     rows = []
-    for place, k in enumerate(topk_sizes(vocabulary)):
-        value, lower, upper = numbers.value[:, place], numbers.lower[:, place], numbers.upper[:, place]
+    for index, k in enumerate(topk_sizes(vocabulary)):
+        value, lower, upper = numbers.value[:, index], numbers.lower[:, index], numbers.upper[:, index]
         share = torch.where(z > 0, value / z, 1.0)
         z_sum = value.sum() * draws
         kappa = obrs.kappa(sampled.sum(), z_sum)
@@ -98,7 +98,7 @@ def topk_summary(
                 z_share=float(share.mean()),
                 z_share_low=float(share.quantile(_LOW_QUANTILE)),
                 width=float((upper - lower).mean()),
-                captured=float(numbers.captured[:, place].mean()),
+                captured=float(numbers.captured[:, index].mean()),
                 outside=int(((z < lower - 1e-12) | (z > upper + 1e-12)).sum()),
                 kappa=float(kappa),
                 kappa_error=float(error / z_sum),

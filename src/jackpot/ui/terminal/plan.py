@@ -163,12 +163,11 @@ def _objective(config: Config) -> str:
 
 def _trained(config: Config, sizes: Mapping[Role, ModelSize]) -> str:
     """Say how many parameters of each model are trained."""
-    adapters = {role: getattr(getattr(config, role), "lora", None) for role in sizes}
-    counts = [
-        f"{role.replace('_', ' ')} {size.trained:,}"
-        + (f" (LoRA of rank {adapters[role].rank})" if adapters[role] else "")
-        for role, size in sizes.items()
-    ]
+    counts = []
+    for role, size in sizes.items():
+        adapter = getattr(getattr(config, role), "lora", None)
+        count = f"{role.replace('_', ' ')} {size.trained:,}"
+        counts.append(count if adapter is None else f"{count} (LoRA of rank {adapter.rank})")
     return f"{', '.join(counts)} parameters"
 
 

@@ -5,6 +5,7 @@ Computes no number that is not in the results of `analysis.simulate`.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM
 from jackpot.analysis.simulate.measurements import HIGH_ACCEPTANCE, GapCurve, GapPoint, TokenRatios
@@ -156,8 +157,8 @@ def _ratio_chart(ratios: TokenRatios) -> Chart:
         y_label="p_policy / p~ after",
         series=(
             *(
-                Series(name=name, x=finite(before, SMALLEST_RATIO), y=finite(after), number=place, style="points")
-                for place, (name, before, after) in enumerate(clouds)
+                Series(name=name, x=finite(before, SMALLEST_RATIO), y=finite(after), number=number, style="points")
+                for number, (name, before, after) in enumerate(clouds)
             ),
             Series(name="unchanged", x=ends, y=ends, number=GRAY + DASHED),
         ),
@@ -168,7 +169,7 @@ def _ratio_chart(ratios: TokenRatios) -> Chart:
 
 
 def _acceptance_section(curves: Sequence[GapCurve]) -> Section:
-    charts = [_acceptance_chart(curves, place) for place in range(len(LAMS))]
+    charts = [_acceptance_chart(curves, index) for index in range(len(LAMS))]
     kls = [mark.kl for curve in curves[:1] for mark in curve.marks]
     rows = [
         (
@@ -192,25 +193,25 @@ def _acceptance_section(curves: Sequence[GapCurve]) -> Section:
     )
 
 
-def _acceptance_chart(curves: Sequence[GapCurve], place: int) -> Chart:
+def _acceptance_chart(curves: Sequence[GapCurve], index: int) -> Chart:
     series = []
     for order, curve in enumerate(curves):
         kl = _column(curve, lambda point: point.kl, SMALLEST_KL)
-        band = {}
-        if place == RECIPE_LAM:
+        accepted = _column(curve, lambda point: point.acceptance[index])
+        line = Series(name=curve.name, x=kl, y=accepted, number=order, style="both")
+        if index == RECIPE_LAM:
             low = _column(curve, lambda point: point.acceptance_low)
-            band = {"low": low, "high": _column(curve, lambda point: point.acceptance_high)}
-        accepted = _column(curve, lambda point: point.acceptance[place])
-        series.append(Series(name=curve.name, x=kl, y=accepted, number=order, style="both", **band))
-    limits = LAMS[place] > 1.0
-    guide = Guide(text="1 / lam", y=1.0 / LAMS[place]) if limits else Guide(text="0.95", y=HIGH_ACCEPTANCE)
+            line = replace(line, low=low, high=_column(curve, lambda point: point.acceptance_high))
+        series.append(line)
+    limits = LAMS[index] > 1.0
+    guide = Guide(text="1 / lam", y=1.0 / LAMS[index]) if limits else Guide(text="0.95", y=HIGH_ACCEPTANCE)
     return Chart(
-        title=f"lam = {LAMS[place]:g}",
+        title=f"lam = {LAMS[index]:g}",
         x_label=_BEFORE,
         y_label="Z, the expected acceptance",
         series=tuple(series),
         note="The band holds 80 % of the states."
-        if place == RECIPE_LAM
+        if index == RECIPE_LAM
         else "A smaller lam accepts more, a larger one rejects even where the models agree: Z is at most 1 / lam.",
         log_x=True,
         y_range=(0.0, 1.05),
