@@ -273,8 +273,6 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         whole = ClusteredMean.of(torch.cat([values, more]), torch.cat([mask, mask_too]))
         expected = torch.stack(tuple(whole)).tolist()
         assert torch.stack(reduced["clustered"]).tolist() == pytest.approx(expected, rel=1e-13)
-            torch.stack(tuple(whole)).tolist(), rel=1e-13
-        )
         assert Mean(*reduced["other"]).value.item() == pytest.approx(both.mean() + 1, rel=1e-13)
         assert Max(*reduced["largest"]).value.item() == both.max()
         assert Sum(*reduced["total"]).value.item() == len(both)
