@@ -150,7 +150,7 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
         return found
 
     monkeypatch.setattr(learner, "_read", keep_gradients)
-    totals = learner._totals.state_dict()
+    totals = learner.state_dict()["totals"]
     result = learner.update(PARTS)
     correction, kappa = learner._objective.correction, value(result, "obrs/kappa")
     assert value(result, "obrs/repaired_sequences") == 0.0
@@ -229,14 +229,14 @@ def test_with_regularizers_auto_reads_twice():
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
 def test_the_kappa_of_a_skipped_step_is_not_carried(kappa):
     learner = learner_of(kappa, before=4.3)
-    before = learner._totals.state_dict()
+    before = learner.state_dict()["totals"]
     broken = replace(PARTS[0].tokens, rollout_log_probs=torch.full_like(PARTS[0].tokens.rollout_log_probs, math.nan))
     result = learner.update([replace(PARTS[0], tokens=broken), *PARTS[1:]])
     assert {event["why"] for event in result.events} == {"non-finite gradient"}
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
-    assert learner._totals.state_dict() == before
+    assert learner.state_dict()["totals"] == before
     learner.update(PARTS)
-    assert learner._totals.state_dict()["obrs/z"][1] > 1.0 and learner.version.policy == 1
+    assert learner.state_dict()["totals"]["obrs/z"][1] > 1.0 and learner.version.policy == 1
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
@@ -249,10 +249,10 @@ def test_kappa_is_one_where_the_models_do_not_overlap(kappa):
         for micro in PARTS
     ]
     learner = learner_of(kappa, before=4.3)
-    before = learner._totals.state_dict()
+    before = learner.state_dict()["totals"]
     result = learner.update(nowhere)
     assert value(result, "obrs/kappa") == 1.0 and value(result, "policy/grad_norm") == 0.0
-    assert learner._totals.state_dict() == before and learner.version.policy == 0
+    assert learner.state_dict()["totals"] == before and learner.version.policy == 0
 
 
 def test_each_step_begins_with_the_kappa_of_the_step_before():

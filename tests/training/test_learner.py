@@ -94,7 +94,7 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=40))):
         assert len(step) > 2
         start = {role: parameters(learner, role) for role in roles}
-        now = {role: double(learner._models[role]) for role in roles}
+        now = {role: double(learner.models[role]) for role in roles}
         losses = reference_losses(now, old, items, epoch=epoch, temperature=temperature, **changes)
         result = learner.update(step)
         for role, loss in zip(roles, losses, strict=True):
@@ -118,7 +118,7 @@ def test_a_budget_chooses_lam_so_that_z_is_the_budget(target, mask, monkeypatch)
     old = {role: double(model) for role, model in zip(("policy", "rollout_model"), models, strict=True)}
     adamw = ReferenceAdamW(LINEAR)
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(WRITTEN, epochs=2, budget=40))):
-        start, now = parameters(learner, "policy"), old | {"policy": double(learner._models["policy"])}
+        start, now = parameters(learner, "policy"), old | {"policy": double(learner.models["policy"])}
         loss, _ = reference_losses(now, old, WRITTEN, epoch=epoch, **budget)
         result = learner.update(step)
         assert value(result, "obrs/z") == pytest.approx(0.8, abs=1e-6)
@@ -257,7 +257,7 @@ def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
     one_step(learner, WRITTEN)
     with pytest.raises(ValueError, match="were not sampled from the weights"):
         one_step(learner, WRITTEN)
-    one_step(learner, write(learner._models["rollout_model"], version=learner.version))
+    one_step(learner, write(learner.models["rollout_model"], version=learner.version))
 
 
 @pytest.mark.parametrize(("version", "exact_engines"), [(Version(0, 0), ()), (Version(0, 1), ("rollout_model",))])
@@ -449,7 +449,7 @@ def test_a_frozen_rollout_model_is_compared_with():
     results = train(learner, batches(WRITTEN, epochs=2))
     assert torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
     assert learner.version == Version(2, 0)
-    assert not any(weight.requires_grad for weight in learner._models["rollout_model"].parameters())
+    assert not any(weight.requires_grad for weight in learner.models["rollout_model"].parameters())
     assert value(results[0], "mismatch/kl_rollout_policy") > 0.01
     assert "rollout_model/loss" not in results[0].metrics
 
@@ -529,7 +529,7 @@ def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
     torch.save(learner.state_dict(), tmp_path / "state.pt")
     learner.save(tmp_path, ["policy"])
     assert torch.equal(flat(type(POLICY).from_pretrained(tmp_path / "policy")), parameters(learner, "policy"))
-    models = learner._models["policy"], learner._models["rollout_model"]
+    models = learner.models["policy"], learner.models["rollout_model"]
     resumed = make_learner(*models, objective=objective, optimizer=ADAM)
     resumed.load(tmp_path, torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.version == learner.version == Version(2, 2)

@@ -90,7 +90,7 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
     assert len(results) == 6 and learner.version.rollout_model == 1
     assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
     assert value(results[-1], "lag/policy_max") == 5.0
-    later = write(learner._models["rollout_model"], version=learner.version)
+    later = write(learner.models["rollout_model"], version=learner.version)
     results = learner.train(batches(later, mini_batch_size=6), False)
     assert [value(result, "lag/policy_max") for result in results] == [0.0, 1.0]
     assert learner.version.rollout_model == 2

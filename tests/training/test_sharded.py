@@ -134,13 +134,13 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
 
     def change(learner):
         with torch.no_grad():
-            for model in learner._models.values():
+            for model in learner.models.values():
                 for parameter in model.parameters():
                     local(parameter).mul_(1.1)
 
     def work(rank):
         learner = learner_of(config, True)
-        alone = [isinstance(one.get_input_embeddings(), FSDPModule) for one in learner._models.values()]
+        alone = [isinstance(one.get_input_embeddings(), FSDPModule) for one in learner.models.values()]
         assert alone == [True, False]  # the rollout model's belongs to its head
         mine = deal(batches, RANKS)[rank]
         learner.score("policy", mine, config.sampling)
@@ -226,7 +226,7 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
 
     def change(learner):
         with torch.no_grad():
-            for model in learner._models.values():
+            for model in learner.models.values():
                 for parameter in model.parameters():
                     local(parameter).add_(0.01)
         return learner

@@ -149,7 +149,7 @@ class JointLearner(Learner):
         gathered: Gathered | None = None,
     ) -> None:
         policy, rollout_model = models["policy"], models.get("rollout_model")
-        self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
+        self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
         self._runs_both = self._separate  # in the rollout batch that is trained on
         self._objective = objective
@@ -183,7 +183,7 @@ class JointLearner(Learner):
             options=options.head,
         )
 
-        for model in self._models.values():
+        for model in self.models.values():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
         if rollout_model is not None and "rollout_model" not in optimizers:
             rollout_model.requires_grad_(False)
@@ -201,7 +201,7 @@ class JointLearner(Learner):
     @property
     def pads(self) -> bool:
         others = [part.model for part in (self._critic, self._reference) if part]
-        return not all(map(can_pack, (*self._models.values(), *others)))
+        return not all(map(can_pack, (*self.models.values(), *others)))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
@@ -330,7 +330,7 @@ class JointLearner(Learner):
 
     def keep_weights(self, role: Role) -> None:
         if role not in self._kept:
-            self._kept[role] = KeptWeights(self._models[role].parameters())
+            self._kept[role] = KeptWeights(self.models[role].parameters())
         self._kept[role].keep()
 
     @torch.no_grad()
@@ -340,7 +340,7 @@ class JointLearner(Learner):
         if kept:
             with self._kept[role].in_place():
                 return self.score(role, batches, sampling)
-        model, scores = self._models[role], {}
+        model, scores = self.models[role], {}
         for batch in (batch_to(batch, self._device) for batch in batches):
             found = self._run(partial(list_log_probs, model, batch, sampling))
             scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": found.cpu()}).items()}
@@ -348,8 +348,8 @@ class JointLearner(Learner):
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
         if self._gathered:
-            return self._gathered.keep(merged_weights(self._models[role], dtype))
-        return merged_weights(self._models[role])
+            return self._gathered.keep(merged_weights(self.models[role], dtype))
+        return merged_weights(self.models[role])
 
     def release_memory(self) -> None:
         """Release memory of the GPU that torch keeps for later (not run)."""
@@ -371,7 +371,7 @@ class JointLearner(Learner):
         """Gather what this rank saves, a model or its moments at a time, and yield what writes it."""
         part = self._gathered.part if self._gathered else WHOLE
         for role in roles:
-            model = self._critic.model if self._critic and role == "critic" else self._models[role]
+            model = self._critic.model if self._critic and role == "critic" else self.models[role]
             yield model_writer(model, folder / role, part)
         for role, moments in self._optimizer.moments():
             own = {name: moment.cpu() for name, moment in gather(moments, Dealer(part.size))}
@@ -437,7 +437,7 @@ class JointLearner(Learner):
             is_trained: also compute what only a backward pass and its report need.
         """
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self._runs_both else ("policy",)
-        hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
+        hidden: dict[Role, Tensor] = {role: response_hidden(self.models[role], batch) for role in roles}
         pair = (hidden["policy"], hidden.get("rollout_model"))
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
@@ -540,7 +540,7 @@ class JointLearner(Learner):
         """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
 
         def read() -> HeadOutput:
-            hidden, ids = response_hidden(self._models["policy"], batch), batch.at_sampled(batch.response_ids)
+            hidden, ids = response_hidden(self.models["policy"], batch), batch.at_sampled(batch.response_ids)
             return self._head(hidden, None, ids, temperature=self._options.temperature, only_log_probs=True)
 
         return batch.spread(self._run(read).log_probs)
