@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
-from jackpot.analysis.mismatch.lengths import compare_lengths
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
+from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums, compare_lengths
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
