@@ -100,7 +100,7 @@ def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_files_of_the_run_are_named_and_the_others_exported(trained, tmp_path):
+def test_damaged_files_are_named_and_the_others_exported(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
     first, second = sorted((run / "rollouts").iterdir())
     second.write_bytes(second.read_bytes()[:500])

@@ -260,7 +260,7 @@ def test_a_dump_is_recognised_and_read_token_by_token(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_dump_without_the_samplers_log_probs_says_what_is_missing_and_how_to_log_it(name, tmp_path):
+def test_a_dump_without_log_probs_says_how_to_log_them(name, tmp_path):
     path = WRITERS[name](tmp_path / name, **{SAMPLER[name]: True})
     with pytest.raises(DataError) as error:
         replay(path)
@@ -274,7 +274,7 @@ def test_a_dump_without_the_policys_log_probs_asks_for_a_model(name, tmp_path):
         replay(WRITERS[name](tmp_path / name, **{OF_POLICY[name]: True}))
 
 
-def test_what_verl_and_trl_write_by_themselves_is_recognised_and_refused_by_name(tmp_path):
+def test_what_verl_and_trl_write_themselves_is_refused_by_name(tmp_path):
     columns = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs", "old_log_probs")
     with pytest.raises(DataError, match=r"lacks responses, response_mask, rollout_log_probs; it has .*input"):
         replay(verl(tmp_path / "verl", **dict.fromkeys((*columns, "advantages"))))
@@ -305,7 +305,7 @@ def test_slimes_dump_of_rollouts_is_read_as_far_as_it_goes(tmp_path):
     assert responses[0].old_log_probs is None
 
 
-def test_a_batch_that_trl_wrote_again_at_the_next_step_is_read_once(tmp_path):
+def test_a_batch_that_trl_wrote_twice_is_read_once(tmp_path):
     folder = trl(tmp_path / "trl") / "completions"
     table = pq.read_table(folder / "completions_00003.parquet")
     again = table.set_column(0, "step", pa.array([4, 4]))
@@ -329,7 +329,7 @@ def test_trls_completions_without_tools_have_no_mask_of_them(tmp_path):
     assert told == [] and all(one.sampled_mask.all() for one in responses)
 
 
-def test_a_file_from_before_the_hint_is_told_and_the_others_are_replayed(tmp_path):
+def test_a_file_without_the_added_columns_is_told(tmp_path):
     for name, writer in WRITERS.items():
         folder = writer(tmp_path / name)
         file = next(path for path in folder.rglob("*.*") if path.is_file())
@@ -350,7 +350,7 @@ def test_a_stray_file_among_a_dump_is_told(tmp_path):
         assert len(responses) == 2 and len(told) == 1 and "stray.pt has no" in told[0], name
 
 
-def test_responses_without_a_policy_among_others_are_left_out_and_told(tmp_path):
+def test_responses_without_a_policy_are_left_out_and_told(tmp_path):
     lines = list(records(noise(0.3), responses=60))
     for name in ("old_log_probs", "log_probs"):
         del lines[4][name]
@@ -378,7 +378,7 @@ def test_files_are_read_in_the_order_of_their_steps(tmp_path):
     assert found.name == "jsonl" and [file.stem for file in files] == ["9", "10", "100"]
 
 
-def test_damaged_lines_and_files_are_named_and_counted_and_the_rest_is_replayed(tmp_path):
+def test_damaged_lines_are_named_and_the_rest_is_replayed(tmp_path):
     lines = [json.dumps(line) for line in records(noise(0.3), responses=60)]
     short = json.loads(lines[1]) | {"rollout_log_probs": [-1.0]}
     nan = json.loads(lines[2]) | {"old_log_probs": [float("nan")] * 20}
@@ -392,7 +392,7 @@ def test_damaged_lines_and_files_are_named_and_counted_and_the_rest_is_replayed(
     assert "a log-probability is at most 0" in text and "a.jsonl line 54 is no JSON" in text
 
 
-def test_a_response_that_lacks_what_the_others_have_is_left_out_and_named(tmp_path):
+def test_a_response_that_lacks_a_column_is_left_out_and_named(tmp_path):
     folder = slime(tmp_path / "slime")
     content = torch.load(folder / "3.pt")
     aborted = {"tokens": [1], "response_length": 0, "rollout_log_probs": None}
@@ -403,7 +403,7 @@ def test_a_response_that_lacks_what_the_others_have_is_left_out_and_named(tmp_pa
     assert "response 3: TypeError" in told[0] and "response 0 lacks rollout_log_probs" in told[1]
 
 
-def test_a_damaged_torch_or_parquet_file_is_named_and_code_in_a_pickle_is_never_run(tmp_path):
+def test_a_damaged_file_is_named_and_its_code_is_never_run(tmp_path):
     slime(tmp_path / "slime")
     (tmp_path / "slime" / "4.pt").write_bytes(b"nothing")
     torch.save({"samples": [Path("/")]}, tmp_path / "slime" / "5.pt")
@@ -452,7 +452,7 @@ def test_samples_that_are_no_list_are_named(samples, tmp_path):
         replay(tmp_path)
 
 
-def test_experiences_of_unequal_columns_cost_the_rows_that_lack_one(tmp_path):
+def test_experiences_of_unequal_columns_cost_some_rows(tmp_path):
     folder = openrlhf(tmp_path / "openrlhf")
     [batch] = torch.load(folder / "experience_3.pt")
     short = batch | {"action_mask": batch["action_mask"][:1]}
@@ -462,7 +462,7 @@ def test_experiences_of_unequal_columns_cost_the_rows_that_lack_one(tmp_path):
     assert len(told) == 2 and "lacks action_mask" in told[0] and "lacks sequences" in told[1]
 
 
-def test_lines_that_are_nested_without_end_are_named_and_those_alike_are_counted(tmp_path):
+def test_lines_nested_without_end_are_named_and_counted(tmp_path):
     lines = [json.dumps(line) for line in records(noise(0.3), responses=60)]
     deep = "[" * 100_000
     path = tmp_path / "a.jsonl"
@@ -517,7 +517,7 @@ def test_a_huge_response_in_a_small_file_is_never_unpacked(bomb, why, tmp_path):
         replay(tmp_path)
 
 
-def test_what_no_format_recognises_is_refused_with_the_columns_of_bare_jsonl(tmp_path):
+def test_what_no_format_knows_is_refused_with_the_columns(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
     with pytest.raises(DataError, match=r"token_ids .*of the response"):
         replay(tmp_path)

@@ -84,7 +84,7 @@ def of_states(setting: CorrectionSetting, states: StateDistributions):
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_the_sums_are_those_of_training_loss_over_every_token_coin_and_sign(label, states):
+def test_the_sums_are_those_of_training_loss_enumerated(label, states):
     found = of_states(SETTINGS[label], states)
     estimator, both, exact, noise = by_hand(SETTINGS[label], states)
     within = {"rel": 0.02 if label in ("obrs", "mask_only") else 1e-9}  # 200 coins are not all coins
@@ -107,7 +107,7 @@ def test_importance_sampling_has_neither_bias_nor_drift(states):
     assert exact_numbers(of_states(SETTINGS["is"], own))["variance"] == pytest.approx(1.0)
 
 
-def test_without_a_correction_drift_is_the_pull_of_an_equal_advantage_towards_the_writer(states):
+def test_drift_without_a_correction_is_a_pull_to_the_sampler(states):
     """A (p_inf - p_new), the gradient of a constant advantage, for which the exact one is 0."""
     found = of_states(SETTINGS["none"], states)
     squares = states.advantages.square()
@@ -130,7 +130,7 @@ def test_expected_obrs_is_truncated_importance_sampling_on_z_rho(states):
     assert (sampled.square >= found.square - 1e-12).all() and (sampled.square > found.square + 1e-3).any()
 
 
-def test_ppos_clip_takes_the_gradient_on_the_side_of_the_advantage():
+def test_ppos_clip_goes_by_the_sign_of_the_advantage():
     setting = SETTINGS["none"]
     rollout = torch.zeros(1, 4, dtype=torch.float64)
     new = torch.tensor([[0.5, 0.5, -0.5, -0.5]], dtype=torch.float64)  # ratios 1.65 and 0.61

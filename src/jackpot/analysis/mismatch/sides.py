@@ -100,7 +100,8 @@ def _settings_name(side: SideConfig) -> str:
     engine = side.engine
     words = [engine.name, engine.dtype]
     words += [f"head {engine.head_dtype}"] if engine.head_dtype else []
-    words += [engine.attn_implementation] if getattr(engine, "attn_implementation", "sdpa") != "sdpa" else []
+    attention = getattr(engine, "attn_implementation", "sdpa")
+    words += [attention] if attention != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
     words += [" ".join(engine.urls)] if isinstance(engine, ServerEngineConfig) else []
