@@ -125,7 +125,7 @@ class QueueConformance(ABC):
         assert [rollout.uid for rollout in engine.generate([tiny_request("twin")])] == ["twin"]
 
     @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 9, 0])
-    def test_a_prompt_without_room_for_a_token_is_refused_with_its_whole_call(self, engine, length):
+    def test_a_prompt_without_room_is_refused_with_its_whole_call(self, engine, length):
         with pytest.raises(EngineError, match="unfit"):
             engine.submit([tiny_request("fine"), tiny_request("unfit", length)])
         assert engine.collect(2) == []
@@ -304,14 +304,14 @@ class EngineConformance(QueueConformance):
             assert score.dtype == torch.float32
             assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
 
-    def test_scores_are_not_truncated_and_agree_with_the_log_probs_of_sampling(self, engine):
+    def test_scores_are_not_truncated_and_agree_with_sampling(self, engine):
         rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
         for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
             assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
 
     # Seeds and batches
 
-    def test_the_same_seed_gives_the_same_response_and_another_seed_another(self, engine):
+    def test_a_seed_gives_one_response_and_another_seed_another(self, engine):
         first, again, other = (
             engine.generate([tiny_request(f"{i}", seed=i + shift) for i in range(16)]) for shift in (0, 0, 100)
         )
