@@ -53,9 +53,8 @@ def _name(sampling: Sampling) -> str:
     return f"t={sampling.temperature},p={sampling.top_p},k={sampling.top_k}"
 
 
-class QueueConformance(ABC):
-    """The part about queues and weights. Tests share one engine; each leaves it with the old weights and nothing in
-    flight."""
+class Conformance(ABC):
+    """The part about weights. Tests share one engine, and each leaves it with the old weights and nothing in flight."""
 
     reference_dtype: torch.dtype = torch.float32
     tolerance: float = 2e-5  # nats, between the engine's log-probs and the reference's
@@ -74,6 +73,94 @@ class QueueConformance(ABC):
     @abstractmethod
     def make_engine(folder: Path, version: Version) -> Engine:
         """Make an engine on the model in `folder`, whose first tokens carry `version`."""
+
+    # Weights
+
+    def test_new_weights_change_the_distribution_and_the_version(self, engine, reference, new_reference):
+        requests = [tiny_request(f"{i}", 2 + i, seed=i) for i in range(8)]
+        before = engine.generate(requests)
+        with sent(engine, new_reference, reference) as digest:
+            assert digest == weights_digest(new_reference.model.named_parameters(), engine.capabilities.dtype)
+            assert engine.version == NEW
+            after = engine.generate(requests)
+            self.check_log_probs(after, new_reference, requests[0].sampling)
+            score = engine.score(before, 1.0)[0]
+            assert score.numpy() == pytest.approx(_chosen(new_reference, before[0], Sampling()), abs=self.tolerance)
+        for rollout, version in [(before[0], OLD), (after[0], NEW)]:
+            _check_fields(rollout, version, num_top_log_probs=20)
+        assert _moved(before, engine.generate(requests)) <= self.moved_responses  # the old weights are back
+
+    def test_weights_are_cast_to_the_dtype_of_the_engine(self, engine, reference, new_reference):
+        precise = [(name, tensor.double() * (1 + 1e-12)) for name, tensor in new_reference.model.named_parameters()]
+        try:
+            digest = engine.update_weights(iter(precise), NEW)
+            assert digest == weights_digest(precise, engine.capabilities.dtype)
+        finally:
+            engine.update_weights(reference.model.named_parameters(), OLD)
+
+    @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
+    def test_weights_that_do_not_fit_leave_the_old_ones(self, engine, reference, new_reference, damage):
+        weights = dict(new_reference.model.named_parameters())
+        name, tensor = list(weights.items())[-1]
+        del weights[name]
+        if damage != "missing":
+            weights |= {"unknown.weight": tensor, name: tensor} if damage == "unknown" else {name: tensor[:-1]}
+        with pytest.raises(EngineError, match="unknown.weight" if damage == "unknown" else name):
+            engine.update_weights(weights.items(), NEW)
+        requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
+        rollouts = engine.generate(requests)
+        _check_fields(rollouts[0], OLD, num_top_log_probs=20)
+        self.check_log_probs(rollouts, reference, requests[0].sampling)
+
+    def test_weights_are_refused_while_rollouts_are_in_flight(self, engine, reference, new_reference):
+        engine.submit([tiny_request(f"{i}", seed=i) for i in range(4)])
+        engine.collect(1)
+        with pytest.raises(EngineError, match="in flight"):
+            engine.update_weights(new_reference.model.named_parameters(), NEW)
+        rest = engine.collect(3)
+        _check_fields(rest[0], OLD, num_top_log_probs=20)
+        self.check_log_probs(rest, reference, tiny_request("").sampling)
+
+    # The purpose
+
+    def test_a_joint_training_run_goes_through_the_engine(self, folder, new_folder):
+        check_joint_run(
+            self.make_engine, policy=new_folder, rollout_model=folder, gap=self.training_gap or self.tolerance
+        )
+
+    # Shared checks
+
+    def check_log_probs(self, rollouts: list[Rollout], reference: Reference, sampling: Sampling) -> None:
+        """Compare sampled and top log-probs of every token with the reference on the same prefix."""
+        moved = [
+            self._token_moved(rollout, token, exact, sampling)
+            for rollout in rollouts
+            for token, exact in enumerate(
+                reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), sampling)[:-1]
+            )
+        ]
+        assert moved and np.mean(moved) <= self.moved_supports
+
+    def _token_moved(self, rollout: Rollout, token: int, exact: np.ndarray, sampling: Sampling) -> bool:
+        """Compare one token with its distribution [V]; True where its support is another one, which is not compared."""
+        ids, values = rollout.top_ids[token].tolist(), rollout.top_log_probs[token].double().numpy()
+        count = min(sampling.num_top_log_probs, VOCAB_SIZE)
+        assert len(ids) == len(set(ids)) == count and (values[:-1] >= values[1:]).all()
+        highest = np.sort(exact)[::-1][:count]
+        finite = np.isfinite(values)
+        if (finite != np.isfinite(highest)).any() or (finite != np.isfinite(exact[ids])).any():
+            return True
+        assert values[finite] == pytest.approx(highest[finite], abs=self.tolerance)
+        assert values[finite] == pytest.approx(exact[ids][finite], abs=self.tolerance)
+        sampled = exact[rollout.token_ids[token]]
+        if not np.isfinite(sampled):
+            return True
+        assert rollout.rollout_log_probs[token].item() == pytest.approx(sampled, abs=self.tolerance)
+        return False
+
+
+class QueueConformance(Conformance):
+    """The part about queues."""
 
     # Queueing
 
@@ -135,60 +222,6 @@ class QueueConformance(ABC):
             engine.submit([tiny_request("greedy", num_top_log_probs=engine.capabilities.num_top_log_probs + 1)])
         assert engine.collect(1) == []
 
-    # Weights
-
-    def test_new_weights_change_the_distribution_and_the_version(self, engine, reference, new_reference):
-        requests = [tiny_request(f"{i}", 2 + i, seed=i) for i in range(8)]
-        before = engine.generate(requests)
-        with sent(engine, new_reference, reference) as digest:
-            assert digest == weights_digest(new_reference.model.named_parameters(), engine.capabilities.dtype)
-            assert engine.version == NEW
-            after = engine.generate(requests)
-            self.check_log_probs(after, new_reference, requests[0].sampling)
-            score = engine.score(before, 1.0)[0]
-            assert score.numpy() == pytest.approx(_chosen(new_reference, before[0], Sampling()), abs=self.tolerance)
-        for rollout, version in [(before[0], OLD), (after[0], NEW)]:
-            _check_fields(rollout, version, num_top_log_probs=20)
-        assert _moved(before, engine.generate(requests)) <= self.moved_responses  # the old weights are back
-
-    def test_weights_are_cast_to_the_dtype_of_the_engine(self, engine, reference, new_reference):
-        precise = [(name, tensor.double() * (1 + 1e-12)) for name, tensor in new_reference.model.named_parameters()]
-        try:
-            digest = engine.update_weights(iter(precise), NEW)
-            assert digest == weights_digest(precise, engine.capabilities.dtype)
-        finally:
-            engine.update_weights(reference.model.named_parameters(), OLD)
-
-    @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
-    def test_weights_that_do_not_fit_leave_the_old_ones(self, engine, reference, new_reference, damage):
-        weights = dict(new_reference.model.named_parameters())
-        name, tensor = list(weights.items())[-1]
-        del weights[name]
-        if damage != "missing":
-            weights |= {"unknown.weight": tensor, name: tensor} if damage == "unknown" else {name: tensor[:-1]}
-        with pytest.raises(EngineError, match="unknown.weight" if damage == "unknown" else name):
-            engine.update_weights(weights.items(), NEW)
-        requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
-        rollouts = engine.generate(requests)
-        _check_fields(rollouts[0], OLD, num_top_log_probs=20)
-        self.check_log_probs(rollouts, reference, requests[0].sampling)
-
-    def test_weights_are_refused_while_rollouts_are_in_flight(self, engine, reference, new_reference):
-        engine.submit([tiny_request(f"{i}", seed=i) for i in range(4)])
-        engine.collect(1)
-        with pytest.raises(EngineError, match="in flight"):
-            engine.update_weights(new_reference.model.named_parameters(), NEW)
-        rest = engine.collect(3)
-        _check_fields(rest[0], OLD, num_top_log_probs=20)
-        self.check_log_probs(rest, reference, tiny_request("").sampling)
-
-    # The purpose
-
-    def test_a_joint_training_run_goes_through_the_engine(self, folder, new_folder):
-        check_joint_run(
-            self.make_engine, policy=new_folder, rollout_model=folder, gap=self.training_gap or self.tolerance
-        )
-
     # The end
 
     def test_a_closed_engine_refuses_everything(self, folder, reference):
@@ -207,39 +240,9 @@ class QueueConformance(ABC):
             with pytest.raises(EngineError, match="closed"):
                 call()
 
-    # Shared checks
 
-    def check_log_probs(self, rollouts: list[Rollout], reference: Reference, sampling: Sampling) -> None:
-        """Compare sampled and top log-probs of every token with the reference on the same prefix."""
-        moved = [
-            self._token_moved(rollout, token, exact, sampling)
-            for rollout in rollouts
-            for token, exact in enumerate(
-                reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), sampling)[:-1]
-            )
-        ]
-        assert moved and np.mean(moved) <= self.moved_supports
-
-    def _token_moved(self, rollout: Rollout, token: int, exact: np.ndarray, sampling: Sampling) -> bool:
-        """Compare one token with its distribution [V]; True where its support is another one, which is not compared."""
-        ids, values = rollout.top_ids[token].tolist(), rollout.top_log_probs[token].double().numpy()
-        count = min(sampling.num_top_log_probs, VOCAB_SIZE)
-        assert len(ids) == len(set(ids)) == count and (values[:-1] >= values[1:]).all()
-        highest = np.sort(exact)[::-1][:count]
-        finite = np.isfinite(values)
-        if (finite != np.isfinite(highest)).any() or (finite != np.isfinite(exact[ids])).any():
-            return True
-        assert values[finite] == pytest.approx(highest[finite], abs=self.tolerance)
-        assert values[finite] == pytest.approx(exact[ids][finite], abs=self.tolerance)
-        sampled = exact[rollout.token_ids[token]]
-        if not np.isfinite(sampled):
-            return True
-        assert rollout.rollout_log_probs[token].item() == pytest.approx(sampled, abs=self.tolerance)
-        return False
-
-
-class EngineConformance(QueueConformance):
-    """The whole suite."""
+class NumberConformance(Conformance):
+    """The part about log-probs, seeds and ends of responses."""
 
     def _skip_unless_sampled(self, sampling: Sampling) -> None:
         if sampling.truncated and not self.has_filters:
@@ -363,6 +366,10 @@ class EngineConformance(QueueConformance):
         assert lengths["length"] == room
         assert all(len(rollout.token_ids) <= room for rollout in rollouts)
         self.check_log_probs(rollouts, reference, requests[0].sampling)
+
+
+class EngineConformance(QueueConformance, NumberConformance):
+    """The whole suite."""
 
 
 @contextmanager
