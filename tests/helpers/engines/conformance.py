@@ -53,9 +53,8 @@ def _name(sampling: Sampling) -> str:
     return f"t={sampling.temperature},p={sampling.top_p},k={sampling.top_k}"
 
 
-class QueueConformance(ABC):
-    """The part about queues and weights. Tests share one engine; each leaves it with the old weights and nothing in
-    flight."""
+class Conformance(ABC):
+    """The part about weights. Tests share one engine, and each leaves it with the old weights and nothing in flight."""
 
     reference_dtype: torch.dtype = torch.float32
     tolerance: float = 2e-5  # nats, between the engine's log-probs and the reference's
@@ -74,66 +73,6 @@ class QueueConformance(ABC):
     @abstractmethod
     def make_engine(folder: Path, version: Version) -> Engine:
         """Make an engine on the model in `folder`, whose first tokens carry `version`."""
-
-    # Queueing
-
-    def test_each_rollout_comes_once_and_completely(self, engine):
-        requests = [tiny_request(f"{i}", 1 + i % 7, seed=i, num_top_log_probs=4) for i in range(30)]
-        engine.submit(requests[:20])
-        collected = engine.collect(7)
-        assert len(collected) == 7
-        engine.submit(requests[20:])
-        while batch := engine.collect(4):
-            assert len(batch) <= 4
-            collected += batch
-        assert sorted(rollout.uid for rollout in collected) == sorted(request.uid for request in requests)
-        prompts = {request.uid: request.prompt for request in requests}
-        for rollout in collected:
-            assert rollout.prompt == prompts[rollout.uid]
-            _check_fields(rollout, OLD, num_top_log_probs=4)
-
-    def test_generate_returns_the_order_of_the_requests(self, engine):
-        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=1 + (5 * i) % 13) for i in range(20)]
-        assert [rollout.uid for rollout in engine.generate(requests)] == [request.uid for request in requests]
-
-    def test_generate_leaves_other_requests_in_flight(self, engine):
-        engine.submit([tiny_request(f"other {i}", seed=i) for i in range(3)])
-        assert [rollout.uid for rollout in engine.generate([tiny_request("mine", seed=9)])] == ["mine"]
-        assert sorted(rollout.uid for rollout in engine.collect(5)) == ["other 0", "other 1", "other 2"]
-
-    def test_collect_returns_when_nothing_is_in_flight(self, engine):
-        assert engine.collect(5) == []
-        assert engine.collect(0) == []
-        engine.submit([tiny_request("only")])
-        assert [rollout.uid for rollout in engine.collect(5)] == ["only"]
-
-    def test_collect_returns_when_the_time_is_up_and_loses_nothing(self, engine):
-        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=50) for i in range(200)]
-        engine.submit(requests)
-        early = engine.collect(200, timeout=0.0)
-        assert len(early) < 200
-        late = engine.collect(200)
-        assert sorted(rollout.uid for rollout in early + late) == sorted(request.uid for request in requests)
-
-    def test_a_uid_in_flight_is_refused(self, engine):
-        with pytest.raises(EngineError, match="twin"):
-            engine.submit([tiny_request("twin"), tiny_request("twin")])
-        engine.submit([tiny_request("twin")])
-        with pytest.raises(EngineError, match="twin"):
-            engine.submit([tiny_request("other"), tiny_request("twin")])
-        assert [rollout.uid for rollout in engine.collect(5)] == ["twin"]
-        assert [rollout.uid for rollout in engine.generate([tiny_request("twin")])] == ["twin"]
-
-    @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 9, 0])
-    def test_a_prompt_without_room_for_a_token_is_refused_with_its_whole_call(self, engine, length):
-        with pytest.raises(EngineError, match="unfit"):
-            engine.submit([tiny_request("fine"), tiny_request("unfit", length)])
-        assert engine.collect(2) == []
-
-    def test_more_top_log_probs_than_the_engine_returns_are_refused(self, engine):
-        with pytest.raises(EngineError, match="greedy"):
-            engine.submit([tiny_request("greedy", num_top_log_probs=engine.capabilities.num_top_log_probs + 1)])
-        assert engine.collect(1) == []
 
     # Weights
 
@@ -189,24 +128,6 @@ class QueueConformance(ABC):
             self.make_engine, policy=new_folder, rollout_model=folder, gap=self.training_gap or self.tolerance
         )
 
-    # The end
-
-    def test_a_closed_engine_refuses_everything(self, folder, reference):
-        engine = self.make_engine(folder, OLD)
-        engine.submit([tiny_request("left")])
-        engine.close()
-        engine.close()
-        calls = [
-            lambda: engine.submit([tiny_request("late")]),
-            lambda: engine.collect(1),
-            lambda: engine.generate([tiny_request("late")]),
-            lambda: engine.score([rollout_of(ONE_PROMPT, [2, 3])], 1.0),
-            lambda: engine.update_weights(reference.model.named_parameters(), NEW),
-        ]
-        for call in calls:
-            with pytest.raises(EngineError, match="closed"):
-                call()
-
     # Shared checks
 
     def check_log_probs(self, rollouts: list[Rollout], reference: Reference, sampling: Sampling) -> None:
@@ -238,8 +159,90 @@ class QueueConformance(ABC):
         return False
 
 
-class EngineConformance(QueueConformance):
-    """The whole suite."""
+class QueueConformance(Conformance):
+    """The part about queues."""
+
+    # Queueing
+
+    def test_each_rollout_comes_once_and_completely(self, engine):
+        requests = [tiny_request(f"{i}", 1 + i % 7, seed=i, num_top_log_probs=4) for i in range(30)]
+        engine.submit(requests[:20])
+        collected = engine.collect(7)
+        assert len(collected) == 7
+        engine.submit(requests[20:])
+        while batch := engine.collect(4):
+            assert len(batch) <= 4
+            collected += batch
+        assert sorted(rollout.uid for rollout in collected) == sorted(request.uid for request in requests)
+        prompts = {request.uid: request.prompt for request in requests}
+        for rollout in collected:
+            assert rollout.prompt == prompts[rollout.uid]
+            _check_fields(rollout, OLD, num_top_log_probs=4)
+
+    def test_generate_returns_the_order_of_the_requests(self, engine):
+        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=1 + (5 * i) % 13) for i in range(20)]
+        assert [rollout.uid for rollout in engine.generate(requests)] == [request.uid for request in requests]
+
+    def test_generate_leaves_other_requests_in_flight(self, engine):
+        engine.submit([tiny_request(f"other {i}", seed=i) for i in range(3)])
+        assert [rollout.uid for rollout in engine.generate([tiny_request("mine", seed=9)])] == ["mine"]
+        assert sorted(rollout.uid for rollout in engine.collect(5)) == ["other 0", "other 1", "other 2"]
+
+    def test_collect_returns_when_nothing_is_in_flight(self, engine):
+        assert engine.collect(5) == []
+        assert engine.collect(0) == []
+        engine.submit([tiny_request("only")])
+        assert [rollout.uid for rollout in engine.collect(5)] == ["only"]
+
+    def test_collect_returns_when_the_time_is_up_and_loses_nothing(self, engine):
+        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=50) for i in range(200)]
+        engine.submit(requests)
+        early = engine.collect(200, timeout=0.0)
+        assert len(early) < 200
+        late = engine.collect(200)
+        assert sorted(rollout.uid for rollout in early + late) == sorted(request.uid for request in requests)
+
+    def test_a_uid_in_flight_is_refused(self, engine):
+        with pytest.raises(EngineError, match="twin"):
+            engine.submit([tiny_request("twin"), tiny_request("twin")])
+        engine.submit([tiny_request("twin")])
+        with pytest.raises(EngineError, match="twin"):
+            engine.submit([tiny_request("other"), tiny_request("twin")])
+        assert [rollout.uid for rollout in engine.collect(5)] == ["twin"]
+        assert [rollout.uid for rollout in engine.generate([tiny_request("twin")])] == ["twin"]
+
+    @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 9, 0])
+    def test_a_prompt_without_room_is_refused_with_its_whole_call(self, engine, length):
+        with pytest.raises(EngineError, match="unfit"):
+            engine.submit([tiny_request("fine"), tiny_request("unfit", length)])
+        assert engine.collect(2) == []
+
+    def test_more_top_log_probs_than_the_engine_returns_are_refused(self, engine):
+        with pytest.raises(EngineError, match="greedy"):
+            engine.submit([tiny_request("greedy", num_top_log_probs=engine.capabilities.num_top_log_probs + 1)])
+        assert engine.collect(1) == []
+
+    # The end
+
+    def test_a_closed_engine_refuses_everything(self, folder, reference):
+        engine = self.make_engine(folder, OLD)
+        engine.submit([tiny_request("left")])
+        engine.close()
+        engine.close()
+        calls = [
+            lambda: engine.submit([tiny_request("late")]),
+            lambda: engine.collect(1),
+            lambda: engine.generate([tiny_request("late")]),
+            lambda: engine.score([rollout_of(ONE_PROMPT, [2, 3])], 1.0),
+            lambda: engine.update_weights(reference.model.named_parameters(), NEW),
+        ]
+        for call in calls:
+            with pytest.raises(EngineError, match="closed"):
+                call()
+
+
+class NumberConformance(Conformance):
+    """The part about log-probs, seeds and ends of responses."""
 
     def _skip_unless_sampled(self, sampling: Sampling) -> None:
         if sampling.truncated and not self.has_filters:
@@ -304,14 +307,14 @@ class EngineConformance(QueueConformance):
             assert score.dtype == torch.float32
             assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
 
-    def test_scores_are_not_truncated_and_agree_with_the_log_probs_of_sampling(self, engine):
+    def test_scores_are_not_truncated_and_agree_with_sampling(self, engine):
         rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
         for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
             assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
 
     # Seeds and batches
 
-    def test_the_same_seed_gives_the_same_response_and_another_seed_another(self, engine):
+    def test_a_seed_gives_one_response_and_another_seed_another(self, engine):
         first, again, other = (
             engine.generate([tiny_request(f"{i}", seed=i + shift) for i in range(16)]) for shift in (0, 0, 100)
         )
@@ -363,6 +366,10 @@ class EngineConformance(QueueConformance):
         assert lengths["length"] == room
         assert all(len(rollout.token_ids) <= room for rollout in rollouts)
         self.check_log_probs(rollouts, reference, requests[0].sampling)
+
+
+class EngineConformance(QueueConformance, NumberConformance):
+    """The whole suite."""
 
 
 @contextmanager

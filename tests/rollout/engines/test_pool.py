@@ -75,7 +75,7 @@ def test_the_number_of_engines_does_not_change_a_bit(number: int, folder, new_fo
         pytest.param(signal.SIGSTOP, "no sign of life for 1.5 seconds", marks=pytest.mark.slow),
     ],
 )
-def test_chunks_of_an_engine_that_dies_or_stands_still_are_done_by_the_others(
+def test_chunks_of_a_dead_or_hanging_engine_go_to_the_others(
     number: int, why: str, folder, new_folder, chunk_by_chunk
 ) -> None:
     links = forks(2, new_folder, silence=1.5)
@@ -96,7 +96,7 @@ def test_chunks_of_an_engine_that_dies_or_stands_still_are_done_by_the_others(
 
 
 @pytest.mark.slow
-def test_of_two_hundred_chunks_none_is_lost_or_doubled_while_an_engine_is_killed_every_five(folder, new_folder) -> None:
+def test_forty_kills_lose_and_double_no_chunk(folder, new_folder) -> None:
     """Forty kills, of one engine after the other. A chunk is two requests."""
     links = forks(3, new_folder)
     pool = pool_of(links, folder, OLD, chunk=2)
@@ -119,7 +119,7 @@ def test_of_two_hundred_chunks_none_is_lost_or_doubled_while_an_engine_is_killed
         assert_equal(sorted(found, key=lambda one: int(one.uid)), quiet.generate(wanted))
 
 
-def test_an_engine_that_lost_its_weights_generates_nothing_before_it_has_them_again(pool: EnginePool) -> None:
+def test_an_engine_that_lost_its_weights_waits_for_them(pool: EnginePool) -> None:
     """It says so, whoever asks it, and the chunk waits until it has the newest weights."""
     first = pool.links["thread 0"]
     before = first.host
@@ -132,7 +132,7 @@ def test_an_engine_that_lost_its_weights_generates_nothing_before_it_has_them_ag
     assert unpack(first.host.answer(late)) == {"stale": first.host._held}
 
 
-def test_without_any_engine_the_pool_waits_and_then_says_what_to_do(new_folder, folder) -> None:
+def test_without_any_engine_the_pool_waits_and_gives_up(new_folder, folder) -> None:
     links = threads(2, new_folder)
     with closing(pool_of(links, folder, OLD, patience=0.3).engines["engine"]) as engine:
         engine.submit(requests(10))
@@ -142,7 +142,7 @@ def test_without_any_engine_the_pool_waits_and_then_says_what_to_do(new_folder, 
             engine.generate([tiny_request("late")])
 
 
-def test_an_engine_that_ends_at_one_chunk_every_time_ends_the_run(new_folder, folder, monkeypatch) -> None:
+def test_an_engine_that_ends_at_each_attempt_ends_the_run(new_folder, folder, monkeypatch) -> None:
     monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
     links = threads(1, new_folder)
     with closing(pool_of(links, folder, OLD).engines["engine"]) as engine:

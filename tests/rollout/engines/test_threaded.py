@@ -23,7 +23,7 @@ class TestThreadedEngine(QueueConformance):
         return ThreadedEngine(TransformersEngine(model, settings, eos_token_ids=stops, version=version))
 
 
-def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Path) -> None:
+def test_generate_raises_a_failure_though_some_had_finished(folder: Path) -> None:
     def break_down() -> None:
         if engine.finished:
             raise RuntimeError("out of memory")

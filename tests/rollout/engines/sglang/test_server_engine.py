@@ -73,7 +73,7 @@ def bodies(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
 # What is generated and scored
 
 
-def test_responses_have_the_log_probs_of_a_full_forward_and_end_where_they_should(make, server, folder):
+def test_responses_have_exact_log_probs_and_their_ends(make, server, folder):
     engine = make(server)
     for sampling in ({"num_top_log_probs": 0}, {"temperature": 0.7, "stop_token_ids": (5, 6)}):
         rollouts = engine.generate(asked := requests(8, **sampling))
@@ -199,13 +199,13 @@ def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, d
     assert engine.version == OLD
 
 
-def test_a_server_that_keeps_the_weights_of_its_start_is_an_error_on_a_cpu(make, server):
+def test_a_server_on_a_cpu_that_keeps_its_weights_is_an_error(make, server):
     stale(server)
     with pytest.raises(EngineError, match="holds stale ones"):
         make(server)
 
 
-def test_a_server_that_cannot_load_the_weights_is_an_error_with_its_words(make, server):
+def test_a_server_that_cannot_load_weights_is_an_error(make, server):
     async def refuse(body: dict, usual: dict) -> Any:
         return web.json_response({"success": False, "message": "Failed to update weights: no file"}, status=400)
 
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_load_the_weights_is_an_error_with_its_words(make, 
         make(server)
 
 
-def test_a_restart_that_nobody_saw_is_noticed_and_the_weights_are_sent_again(make, server, folder):
+def test_after_an_unseen_restart_the_weights_are_sent_again(make, server, folder):
     engine = make(server)
     server.restart()
     check_log_probs(engine.generate(requests(8)), folder, num_top_log_probs=3)
@@ -262,7 +262,7 @@ def set_first(row: int, entry: int, value: Any):
     ],
     ids=["503", "garbage", "abort", "no top log-probs", "NaN", "text for an id"],
 )
-def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, server, script):
+def test_a_failed_request_is_sent_again_and_answered_once(make, server, script):
     engine = make(server)
     server.script["/generate"] = script
     assert len(engine.generate(requests(3))) == 3 and engine.collect(1) == []
@@ -309,7 +309,7 @@ def test_a_response_that_must_not_be_trained_on_is_an_error(make, server, script
         ("max_req_input_len", None, "made for SGLang 0.5.23"),
     ],
 )
-def test_a_server_with_other_settings_is_an_error_that_says_how_to_start_it(make, server, name, value, advice):
+def test_a_server_with_other_settings_is_an_error_with_advice(make, server, name, value, advice):
     server.settings |= {"device": "cuda", name: value}
     with pytest.raises(EngineError, match=advice):
         make(server)
