@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from jackpot.config.base import Count, Strict
 
 Paper = Literal["Jackpot", "submission", "Jet-RL", "TIS post"]
-PAPERS: dict[Paper, str] = {  # a recipe's name for a paper, and its title
+PAPERS: dict[str, str] = {  # a recipe's name for a paper, and its title
     "Jackpot": "Jackpot: Optimal Budgeted Rejection Sampling for Extreme Actor-Policy Mismatch RL, arXiv 2602.06107",
     "submission": "Jackpot: Align Actor-Policy Distribution for Scalable and Stable RL for LLM, its earlier submission",
     "Jet-RL": "Jet-RL: On-Policy FP8 RL with Unified Training and Rollout Precision Flow, arXiv 2601.14243",

@@ -1,7 +1,7 @@
 """Chooses what reads tiles of logits: `head_kernel` of the settings. Torch only, and Triton where it is chosen."""
 
 import os
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
 from jackpot.models.device import pick_device
 from jackpot.objectives.kernels.autograd import HeadOptions
-from jackpot.objectives.kernels.reader import EAGER, TileReader, TorchReader
+from jackpot.objectives.kernels.reader import EAGER, Formula, TileReader, TorchReader
 from jackpot.objectives.kernels.tiles import Tile
 from jackpot.objectives.kernels.topk import BLOCK
 
@@ -51,7 +51,11 @@ def _triton_reader(device: torch.device) -> TileReader:
 @cache
 def _compiled_reader(device: torch.device) -> TileReader:
     """Compile the formulas, of any number of positions, and try one."""
-    reader = TorchReader("compile", partial(torch.compile, dynamic=True))
+
+    def compiled(formula: Formula, /) -> Formula:
+        return torch.compile(formula, dynamic=True)  # pyright: ignore[reportReturnType]  # calls like what it compiles
+
+    reader = TorchReader("compile", compiled)
     tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
     try:
         reader.read([tile], False, False)

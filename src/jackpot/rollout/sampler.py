@@ -306,7 +306,7 @@ class Sampler:
         return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, compared.values())))
 
 
-def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Sums) -> ForwardCost:
+def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean]) -> ForwardCost:
     """Return the cost of a forward pass of the policy, with all that both models read for the same responses."""
     policy, draft = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
     of_policy, of_draft = costs["policy"], costs["rollout_model"]
