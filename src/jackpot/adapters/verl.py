@@ -18,7 +18,8 @@ from torch import Tensor
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import Max, Mean
-from jackpot.corrections import correct, make_correction
+from jackpot.corrections import Corrected, correct, make_correction
+from jackpot.objectives.corrections import CorrectionFn
 
 try:
     from verl.protocol import DataProto
@@ -71,15 +72,17 @@ def compute_rollout_correction_and_rejection_mask(
         ConfigError: an unknown correction or setting, one that verl lacks the inputs of, or settings of verl's own
             weights beside it.
     """
-    logs, mask, is_ours = (old_log_prob, rollout_log_prob), response_mask.bool(), _is_ours(rollout_is)
-    own = {"rollout_is_threshold": rollout_is_threshold, "rollout_is_batch_normalize": rollout_is_batch_normalize}
-    if is_ours:
-        name, settings = _named(rollout_is, own)
-    proto, remaining, metrics = _verls(*logs, response_mask, None if is_ours else rollout_is, **own, **rejection)
+    weighting = {"rollout_is_threshold": rollout_is_threshold, "rollout_is_batch_normalize": rollout_is_batch_normalize}
+    correction = None
+    if rollout_is is not None and rollout_is.startswith(_PREFIX):
+        correction, rollout_is = _named(rollout_is, weighting), None
+    logs, mask = (old_log_prob, rollout_log_prob), response_mask.bool()
+    proto, remaining, metrics = _verls(*logs, response_mask, rollout_is, **weighting, **rejection)
+
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     accepted = usable.double()
-    if is_ours:
-        done = correct(name, **_tensors(*logs, usable), **settings)
+    if correction is not None:
+        done = _corrected(correction, *logs, usable)
         weights, accepted = done.weights * done.accept_mask, done.accept_mask
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
     elif proto is not None:
@@ -87,6 +90,7 @@ def compute_rollout_correction_and_rejection_mask(
         accepted = accepted * (weights > 0)
     else:
         weights = torch.ones_like(old_log_prob)
+
     measured = _measured(*logs, mask, usable, remaining.bool() & usable, weights, accepted)
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
 
@@ -101,8 +105,8 @@ def _measured(
         weights: [B, T], 0 where the correction rejects.
         accepted: [B, T], 1 where the correction accepts, or the acceptance with an expected mask.
     """
-    before = correct("none", **_tensors(old, rollout, usable)).metrics
-    kept = correct("none", **_tensors(old, rollout, left & (weights > 0))).metrics
+    before = _corrected("none", old, rollout, usable).metrics
+    kept = _corrected("none", old, rollout, left & (weights > 0)).metrics
     factor = Mean.of(weights * left, mask)
     return {
         **{name: before[name] for name in before if name.startswith(("mismatch/", "obrs/"))},
@@ -115,16 +119,12 @@ def _measured(
     }
 
 
-def _is_ours(rollout_is: str | None) -> bool:
-    return isinstance(rollout_is, str) and rollout_is.startswith(_PREFIX)
-
-
-def _named(rollout_is: str, own: dict[str, Any]) -> tuple[str, dict[str, float | str]]:
-    """Return the name of our correction and its settings."""
-    if own["rollout_is_threshold"] not in (None, _THRESHOLD) or own["rollout_is_batch_normalize"]:
-        given = ", ".join(f"{key} {value!r}" for key, value in own.items())
+def _named(rollout_is: str, weighting: dict[str, Any]) -> CorrectionFn:
+    """Return the correction of ours that a value of `rollout_is` names."""
+    if weighting["rollout_is_threshold"] not in (None, _THRESHOLD) or weighting["rollout_is_batch_normalize"]:
+        beside = ", ".join(f"{key} {value!r}" for key, value in weighting.items())
         raise ConfigError(
-            f"rollout_is is {rollout_is!r} beside {given}, which are of verl's own weights; leave them at "
+            f"rollout_is is {rollout_is!r} beside {beside}, which are of verl's own weights; leave them at "
             f"{_THRESHOLD!r} and False, and put numbers into the name, as in jackpot:tis:cap=5"
         )
     name, *parts = rollout_is.removeprefix(_PREFIX).split(":")
@@ -134,11 +134,13 @@ def _named(rollout_is: str, own: dict[str, Any]) -> tuple[str, dict[str, float |
         if not equals:
             raise ConfigError(f"rollout_is {rollout_is!r}: {part!r} is no setting; write jackpot:{name}:SETTING=VALUE")
         settings[key] = _number(value)
-    reasons = [name] if name in _REFUSED else sorted(make_correction(name, **settings).reads)
-    for reason in reasons:
-        if reason in _REFUSED:
-            raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[reason]}")
-    return name, settings
+
+    if name in _REFUSED:
+        raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[name]}")
+    correction = make_correction(name, **settings)
+    for reason in sorted(_REFUSED.keys() & set(correction.reads)):
+        raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[reason]}")
+    return correction
 
 
 def _number(text: str) -> float | str:
@@ -148,10 +150,10 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _tensors(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Arrange what `correct` reads, with numbers in place of what is not finite outside of the mask."""
-    rollout, old = (torch.where(mask, one.detach(), 0.0) for one in (rollout, old))
-    return {"rollout_log_probs": rollout, "target_log_probs": old, "response_mask": mask}
+def _corrected(correction: str | CorrectionFn, old: Tensor, rollout: Tensor, mask: Tensor) -> Corrected:
+    """Apply a correction of ours, with numbers in place of what is not finite outside of the mask."""
+    rollout, old = (torch.where(mask, log_probs.detach(), 0.0) for log_probs in (rollout, old))
+    return correct(correction, rollout_log_probs=rollout, target_log_probs=old, response_mask=mask)
 
 
 rollout_corr_helper.compute_rollout_correction_and_rejection_mask = compute_rollout_correction_and_rejection_mask

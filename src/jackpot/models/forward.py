@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import ModelOutput
 
 from jackpot.core.errors import DataError, ModelError
 from jackpot.core.types import PackedRow, TokenBatch
@@ -89,11 +88,11 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
     in one pass of the backbone; else as `predicting_hidden`.
 
     Args:
-        index: [N], places in the flat `batch.attention_mask` [B * T], where that is True.
+        index: [N], positions in the flat `batch.attention_mask` [B * T], where that is True.
     """
     if batch.packed is None or not can_pack(model):
         return predicting_hidden(model, *_parts(batch)).flatten(0, 1).index_select(0, index)
-    states = read_row(backbone(model), batch.packed).last_hidden_state.squeeze(0)
+    states = read_row(backbone(model), batch.packed)
     return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
 
 
@@ -101,7 +100,7 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Return what a model of token classification with one label says of the states in which the sampled tokens are
     chosen: [N]."""
     if batch.packed is not None and can_pack(model):
-        values = read_row(model, batch.packed).logits[0, :, 0]
+        values = read_row(model, batch.packed)[:, 0]
         return values.index_select(0, batch.packed.predicting.flatten().index_select(0, batch.response_index))
     sequences = full_sequences(*_parts(batch))
     values = model(
@@ -113,21 +112,23 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return values.flatten().index_select(0, batch.response_index)
 
 
-def read_row(module: PreTrainedModel, row: PackedRow) -> ModelOutput:
-    """Run a backbone or a critic over a packed row, with the attention of such rows in the place of its own; the states
-    in the output are [1, S, H].
+def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
+    """Run a backbone or a critic over a packed row, with the attention of such rows instead of its own, and return the
+    states of the one, [S, H], or the values of the other, [S, 1].
 
     Raises:
         ModelError: as `packed_attention`.
     """
     config = _text_config(module)
     with AttentionSet(config, packed_implementation(config)):
-        return module(
+        output = module(
             input_ids=row.token_ids[None],
             position_ids=row.positions[None],
             use_cache=False,
             packed=AttentionPlan(row, module.config),
         )
+
+    return output[0].squeeze(0)
 
 
 def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
@@ -150,7 +151,7 @@ def predicting_hidden(
 
     Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
     """
-    if prompt_mask is None:
+    if prompt_mask is None or response_mask is None:
         prompts, mask = prompt_ids, None
     else:
         _check_prompts(prompt_mask)
@@ -165,7 +166,7 @@ def predicting_hidden(
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
     if not read.shape[1]:
         return first[:, : response_ids.shape[1]]
-    cache.reorder_cache(prompt_index)  # index_select, which carries gradient
+    cache.reorder_cache(prompt_index)  # pyright: ignore[reportArgumentType] (any int64 tensor); carries gradient
     return torch.cat([first, _states(model, read, mask, cache)], dim=1)
 
 
@@ -227,15 +228,16 @@ def _is_length_free(model: PreTrainedModel) -> bool:
     )
 
 
-def backbone(model: PreTrainedModel) -> nn.Module:
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a causal language model below the head, final norm included.
 
     Raises:
         ModelError: the model has no base model.
     """
-    if model.base_model is model:
+    body = model.base_model
+    if body is model or not isinstance(body, PreTrainedModel):
         raise ModelError(f"{type(model).__name__} is no causal language model with a head over a base model")
-    return model.base_model
+    return body
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:

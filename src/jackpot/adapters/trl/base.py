@@ -1,4 +1,4 @@
-"""TRL's trainer, and what every adapter of it reads of its tensors: the only file that imports trl."""
+"""TRL, and what every adapter of its trainer reads of its tensors: the only file that imports trl."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -6,36 +6,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.core.package import install
 from jackpot.core.types import TokenBatch
 
 try:
-    from trl import GRPOConfig, GRPOTrainer
+    import trl.trainer as trl  # without TRL a type checker takes the name `trl` for this very folder
 except ModuleNotFoundError as error:
     raise ImportError(f"jackpot.adapters.trl needs the extra `trl`: {install('trl')}. {error}") from error
 
-__all__ = [
-    "Batch",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "RolloutFunc",
-    "columns",
-    "loss_mask",
-    "plain_model",
-    "token_batch",
-    "usable_mask",
-    "without_dropout",
-]
-
-RolloutFunc = Callable[[list[Any], GRPOTrainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
 Batch = dict[str, Any]  # TRL's tensors of a generation batch or of a micro-batch, [B, ...]
+
+
+class Trainer(trl.GRPOTrainer):
+    """TRL's trainer of a text model, whose attributes have the types of a trainer that has been set up."""
+
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase
+    args: Any  # GRPOConfig, whose set-up fills in what it types as optional
+    max_completion_length: int
+    vllm_generation: Any  # TRL's client of vLLM, of which an adapter wraps `generate`
+    _buffered_inputs: list[Batch]
+
+
+RolloutFunc = Callable[[list[Any], Trainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model of transformers inside an adapter of peft; its layers apply the adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap else model
 
 
 @contextmanager
@@ -56,11 +57,6 @@ def loss_mask(batch: Batch) -> Tensor:
     return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
 
-def columns(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors that have a row for each sequence."""
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
-
-
 def usable_mask(batch: Batch) -> Tensor:
     """Return where the loss has tokens with log-probs of whoever sampled them, which vLLM may lack: [B, T] bool."""
     usable = loss_mask(batch) & batch["sampling_per_token_logps"].isfinite()
@@ -69,32 +65,32 @@ def usable_mask(batch: Batch) -> Tensor:
     return usable
 
 
-def token_batch(batch: Batch, with_lists: bool) -> TokenBatch:
+def token_batch(batch: Batch, mask: Tensor, with_lists: bool) -> TokenBatch:
     """Return TRL's tensors, and the columns that the adapters add to them, as the learner's: [B, T, ...].
 
     The advantages are those from before the correction.
 
     Args:
+        mask: the tokens that are read, [B, T] bool: `loss_mask` or `usable_mask`.
         with_lists: with the top-k of whoever sampled; else K is 0.
     """
-    mask, exists = usable_mask(batch), batch["completion_mask"].bool()
     ids = batch["completion_ids"]
-    lists = "jackpot_top_ids" in batch and with_lists
-    none = torch.zeros(*ids.shape, 0, device=ids.device)
+    blank = torch.zeros(*ids.shape, 0, device=ids.device)
+
     return TokenBatch(
         uids=(),
         prompt_ids=batch["prompt_ids"],
         prompt_mask=batch["prompt_mask"].bool(),
         prompt_index=torch.arange(len(ids), device=ids.device),
         response_ids=ids,
-        attention_mask=exists,
+        attention_mask=batch["completion_mask"].bool(),
         response_mask=mask,
         response_index=mask.flatten().nonzero()[:, 0],
         rollout_log_probs=torch.where(mask, batch["sampling_per_token_logps"].float(), 0.0),
         advantages=batch["jackpot_advantages"][:, None] * mask,
         uniforms=batch["jackpot_uniforms"],
-        top_ids=batch["jackpot_top_ids"] if lists else none.long(),
-        top_log_probs=batch["jackpot_top_log_probs"] if lists else none,
+        top_ids=batch["jackpot_top_ids"] if with_lists else blank.long(),
+        top_log_probs=batch["jackpot_top_log_probs"] if with_lists else blank,
         versions=torch.zeros(*ids.shape, 2, dtype=torch.int64, device=ids.device),
         by_policy=batch.get("jackpot_by_policy"),
     )

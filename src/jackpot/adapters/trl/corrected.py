@@ -9,6 +9,7 @@ Shapes: `B` sequences of a generation batch or of a micro-batch, `T` completion 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -19,11 +20,11 @@ from transformers import PreTrainedModel
 
 from jackpot.adapters.trl.base import (
     Batch,
-    GRPOTrainer,
     RolloutFunc,
-    columns,
+    Trainer,
     loss_mask,
     plain_model,
+    token_batch,
     usable_mask,
     without_dropout,
 )
@@ -34,21 +35,22 @@ from jackpot.config.objective import ObjectiveConfig
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums, to_host
 from jackpot.core.prng import fold_in, key_tensor, uniforms
-from jackpot.models.forward import check_head, logit_softcap, output_layer, predicting_hidden
-from jackpot.objectives.corrections import CorrectionInputs, measured
-from jackpot.objectives.joint import references
+from jackpot.core.types import TokenBatch
+from jackpot.models.forward import check_head, logit_softcap, output_layer, response_hidden
+from jackpot.objectives.corrections import CorrectionInputs
+from jackpot.objectives.joint import OldLogProbs, measured_inputs, token_scores
 from jackpot.objectives.kernels.linear_head import LinearHead
 from jackpot.objectives.metrics import correction_summary
-from jackpot.objectives.obrs import ZEstimate, known_z, topk_z
+from jackpot.objectives.obrs import ZEstimate, known_z
 from jackpot.training.objectives import policy_objective
 
 
 class _Lists(NamedTuple):
-    """Holds what a rollout returned for each completion: its tokens, and the top-k of whoever sampled them."""
+    """The top-k of whoever sampled, as a rollout returned them for each completion."""
 
     completion_ids: Sequence[Sequence[int]]
-    ids: Sequence[Any] | None  # [T, K] each, most probable first
-    log_probs: Sequence[Any] | None  # [T, K] each
+    ids: Sequence[Any]  # [T, K] each, most probable first
+    log_probs: Sequence[Any]  # [T, K] each
 
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
         """Return both as tensors [B, T, K], zeros behind the end of a completion.
@@ -57,40 +59,36 @@ class _Lists(NamedTuple):
             DataError: a list is not [T, K] with one K for all.
         """
         lengths = list(map(len, self.completion_ids))
-        ids = [torch.as_tensor(one, dtype=torch.int64) for one in self.ids]
-        log_probs = [torch.as_tensor(one, dtype=torch.float32) for one in self.log_probs]
-        found = {(tuple(one.shape[1:]), len(one) == length) for one, length in zip(ids, lengths, strict=True)}
-        found |= {(tuple(one.shape[1:]), len(one) == length) for one, length in zip(log_probs, lengths, strict=True)}
-        shape, fits = next(iter(found))
-        if len(found) > 1 or not fits or len(shape) != 1:
+        ids = [torch.as_tensor(rows, dtype=torch.int64) for rows in self.ids]
+        log_probs = [torch.as_tensor(rows, dtype=torch.float32) for rows in self.log_probs]
+
+        top = ids[0].shape[-1]
+        wanted = [(length, top) for length in lengths]
+        if [tuple(rows.shape) for rows in ids] != wanted or [tuple(rows.shape) for rows in log_probs] != wanted:
             raise DataError(
                 f"top_ids and top_log_probs of completions with {lengths[:3]} tokens have the shapes "
-                f"{[tuple(one.shape) for one in ids[:3]]} and {[tuple(one.shape) for one in log_probs[:3]]}; each must "
-                f"be [T, K], a row for every token of the completion, with one K for all"
+                f"{[tuple(rows.shape) for rows in ids[:3]]} and {[tuple(rows.shape) for rows in log_probs[:3]]}; each "
+                f"must be [T, K], a row for every token of the completion, with one K for all"
             )
-        blank = torch.zeros(len(lengths), width, *shape)
-        padded = (blank.long(), blank)
+
+        padded_ids = torch.zeros(len(lengths), width, top, dtype=torch.int64)
+        padded_log_probs = torch.zeros(len(lengths), width, top)
         for row, length in enumerate(lengths):
-            padded[0][row, :length], padded[1][row, :length] = ids[row], log_probs[row]
-        return padded
+            padded_ids[row, :length] = ids[row]
+            padded_log_probs[row, :length] = log_probs[row]
+        return padded_ids, padded_log_probs
 
 
-class Scores(NamedTuple):
-    """Holds what the policy says of completion tokens, without gradient. All [B, T], 0 where masked."""
-
-    log_probs: Tensor
-    z: ZEstimate  # of p_inf and these; 1 where the correction does not read it
-    of_rollout_model: Tensor | None = None  # log-probs of the model that is trained along; None where there is none
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Scores]") -> "Scores":
-        """Join the rows of several parts."""
-        log_probs, z, others = zip(*parts, strict=True)
-        z = ZEstimate(*map(torch.cat, zip(*z, strict=True)))
-        return cls(torch.cat(log_probs), z, None if others[0] is None else torch.cat(others))
+def _joined(parts: Sequence[OldLogProbs]) -> OldLogProbs:
+    """Join the rows of several parts."""
+    return OldLogProbs(
+        old_log_probs=torch.cat([part.old_log_probs for part in parts]),
+        rollout_model_old_log_probs=torch.cat([part.rollout_model_old_log_probs for part in parts]),
+        z=ZEstimate(*map(torch.cat, zip(*(part.z for part in parts), strict=True))),
+    )
 
 
-class CorrectedGRPOTrainer(GRPOTrainer):
+class CorrectedGRPOTrainer(Trainer):
     """Is TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
 
     Whoever samples must say how probable what it sampled was: TRL's vLLM (`use_vllm=True`), or a `rollout_func`. For
@@ -114,7 +112,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         ModelError: a model whose output layer is not supported.
     """
 
-    _tag_names = (*GRPOTrainer._tag_names, "jackpot")
+    _tag_names = (*Trainer._tag_names, "jackpot")
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         num_top_log_probs: int | None = None,
         **kwargs: Any,
     ) -> None:
-        given = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
         chosen = validated(ObjectiveConfig, {"correction": correction})
         self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
@@ -164,10 +162,12 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         """Whether the weights depend on the current policy."""
         return "new" in (self._objective.target, self._objective.proximal)
 
-    def _listen(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    def _listen(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
         """Call the rollout function, and keep from TRL the lists that it has no place for."""
         output = dict(rollout_func(prompts, trainer))
-        self._lists = _Lists(output["completion_ids"], output.pop("top_ids", None), output.pop("top_log_probs", None))
+        ids, log_probs = output.pop("top_ids", None), output.pop("top_log_probs", None)
+        if ids is not None and log_probs is not None:
+            self._lists = _Lists(output["completion_ids"], ids, log_probs)
         return output
 
     def _listen_to_vllm(self, generate: Callable[..., tuple], top: int, **arguments: Any) -> tuple:
@@ -198,14 +198,12 @@ class CorrectedGRPOTrainer(GRPOTrainer):
                 "the rollout function returned logprobs None, so there is nothing to correct by; return the log-probs "
                 "of the distribution that the tokens were sampled from, or use TRL's GRPOTrainer"
             )
+
         batch |= self._columns(batch, lists)
         scores = self._read(batch, self._reads_z)
-        if scores.of_rollout_model is not None:
-            batch["jackpot_rollout_model_old"] = scores.of_rollout_model
-        if self._follows:
-            batch |= {"jackpot_old": scores.log_probs, "jackpot_old_z": torch.stack(scores.z, dim=-1)}
+        batch |= self._kept(scores)
         self._corrected_at = self.state.global_step
-        self._correct([(batch, self._inputs(batch, scores, scores))])
+        self._correct([(batch, *self._measured(batch, scores, scores))])
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -214,13 +212,17 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         if not (self.model.training and self._follows) or self._corrected_at == self.state.global_step:
             return inputs
         self._corrected_at = self.state.global_step
-        place = self._step % self.args.steps_per_generation
-        step = self._buffered_inputs[place : place + self.args.gradient_accumulation_steps]
-        again = self._reads_z and self._objective.target == "new"
+
+        first = self._step % self.args.steps_per_generation
+        needs_z = self._reads_z and self._objective.target == "new"
         scored = []
-        for batch in step:
-            old = Scores(batch["jackpot_old"], ZEstimate(*batch["jackpot_old_z"].unbind(-1)))
-            scored.append((batch, self._inputs(batch, old, self._read(batch, again))))
+        for batch in self._buffered_inputs[first : first + self.args.gradient_accumulation_steps]:
+            old = OldLogProbs(
+                old_log_probs=batch["jackpot_old"],
+                rollout_model_old_log_probs=batch["jackpot_old"],  # no correction reads them
+                z=ZEstimate(*batch["jackpot_old_z"].unbind(-1)),
+            )
+            scored.append((batch, *self._measured(batch, old, self._read(batch, needs_z))))
         self._correct(scored)
         return inputs
 
@@ -240,86 +242,69 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         }
         if not self._reads_z:
             return made
-        if lists is None or lists.ids is None or lists.log_probs is None:
+        if lists is None:
             raise ConfigError(
                 f"correction {self._correction_name} needs the top-k of the distribution that the tokens were sampled "
                 f"from, and the rollout function did not return it; return top_ids and top_log_probs, [T, K] for each "
                 f"completion, or use correction tis"
             )
-        ids, log_probs = (one.to(device) for one in lists.padded(width))
-        return made | {"jackpot_top_ids": ids, "jackpot_top_log_probs": log_probs}
+        ids, log_probs = lists.padded(width)
+        return made | {"jackpot_top_ids": ids.to(device), "jackpot_top_log_probs": log_probs.to(device)}
+
+    def _kept(self, scores: OldLogProbs) -> dict[str, Tensor]:
+        """Return what is needed of a generation batch's scores once the policy has moved, as columns."""
+        if not self._follows:
+            return {}
+        return {"jackpot_old": scores.old_log_probs, "jackpot_old_z": torch.stack(scores.z, dim=-1)}
 
     @torch.no_grad()
-    def _read(self, batch: Batch, with_z: bool) -> Scores:
+    def _read(self, batch: Batch, with_z: bool) -> OldLogProbs:
         """Read a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
         model = plain_model(self.accelerator.unwrap_model(self.model))
-        size, rows, parts = len(batch["completion_ids"]), self.args.per_device_train_batch_size, []
+        columns = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+        rows, parts = self.args.per_device_train_batch_size, []
         with without_dropout(model):
-            for start in range(0, size, rows):
-                part = {name: column[start : start + rows] for name, column in columns(batch).items()}
+            for start in range(0, len(batch["completion_ids"]), rows):
+                part = {name: column[start : start + rows] for name, column in columns.items()}
                 with self.accelerator.autocast():
                     parts.append(self._read_rows(model, part, with_z))
-        return Scores.joined(parts)
+        return _joined(parts)
 
-    def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> Scores:
-        """Read some rows of a batch."""
-        mask = loss_mask(batch)
-        hidden = predicting_hidden(
-            model,
-            batch["prompt_ids"],
-            batch["prompt_mask"],
-            torch.arange(len(mask), device=mask.device),
-            batch["completion_ids"],
-            batch["completion_mask"],
-        )
-        top_ids = batch["jackpot_top_ids"][mask] if with_z else None
+    def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> OldLogProbs:
+        """Read some rows of a batch; Z is 1 where the correction does not read it."""
+        tokens = token_batch(batch, loss_mask(batch), with_lists=with_z)
         head = self._head(
-            hidden[mask],
-            None,
-            batch["completion_ids"][mask],
+            response_hidden(model, tokens),
+            self._rollout_model_hidden(tokens),
+            tokens.at_sampled(tokens.response_ids),
             temperature=self.temperature,
-            num_top=top_ids.shape[-1] if with_z else 0,
-            gather_ids=top_ids,
+            num_top=tokens.top_ids.shape[-1],
+            gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
-        z = known_z(torch.ones_like(head.log_probs))
-        if with_z:
-            z = topk_z(
-                rollout_top_log_probs=batch["jackpot_top_log_probs"][mask],
-                target_at_rollout_top=head.gathered,
-                rollout_top_ids=top_ids,
-                target_top_ids=head.top_ids,
-                target_top_log_probs=head.top_log_probs,
-                fill_ins=torch.full_like(head.top_log_probs, -torch.inf),
-                fill_valid=torch.zeros_like(head.log_probs, dtype=torch.bool),
-                lam=self._objective.correction.lam,
-            )
-        blank = torch.zeros(mask.shape, dtype=head.log_probs.dtype, device=mask.device)
-        log_probs, *z = (blank.masked_scatter(mask, values.to(blank.dtype)) for values in (head.log_probs, *z))
-        return Scores(log_probs, ZEstimate(*z))
+        lam = self._objective.correction.lam
+        scores = OldLogProbs.of(token_scores(head, tokens, self._is_current(tokens), lam, "topk", None))
+        return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
-    def _inputs(self, batch: Batch, old: Scores, now: Scores) -> CorrectionInputs:
-        """Arrange what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
-        usable = usable_mask(batch)
-        rollout = torch.where(usable, batch["sampling_per_token_logps"].float(), old.log_probs)
-        named = references(old.log_probs, now.log_probs, rollout)
-        return CorrectionInputs(
-            rollout_log_probs=rollout,
-            target_log_probs=named[self._objective.target],
-            proximal_log_probs=named[self._objective.proximal],
-            response_mask=usable,
-            uniforms=batch["jackpot_uniforms"],
-            advantages=batch["jackpot_advantages"][:, None].expand(rollout.shape),
-            z=(old if self._objective.target == "old" else now).z,
-            by_policy=batch.get("jackpot_by_policy"),
-        )
+    def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
+        """Return the states of a rollout model that is trained along, [N, H]; there is none here."""
+        return None
 
-    def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs]]) -> None:
+    def _is_current(self, tokens: TokenBatch) -> Tensor:
+        """Mark the tokens that were sampled from the distribution that their model still has: [B, T] bool."""
+        return torch.zeros_like(tokens.response_mask)
+
+    def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
+        """Arrange and measure what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
+        tokens = token_batch(batch, usable_mask(batch), with_lists=False)
+        rollout = torch.where(tokens.response_mask, tokens.rollout_log_probs, old.old_log_probs)
+        return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
+
+    def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs, Sums]]) -> None:
         """Put the weights of batches onto their advantages, by sums over all of them and over all processes."""
-        objective, has_z = self._objective, self._reads_z
-        overlaps, sums = [measured(objective.correction, inputs) for _, inputs in parts], []
-        totals = all_reduce_sums(add_sums(*overlaps))
-        for (batch, inputs), overlap in zip(parts, overlaps, strict=True):
+        objective, has_z, sums = self._objective, self._reads_z, []
+        totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in parts)))
+        for batch, inputs, overlap in parts:
             done = objective.correction.apply(inputs, totals)
             batch["advantages"] = inputs.advantages * done.weights * done.accept_mask
             if objective.proximal == "rollout":
@@ -329,7 +314,8 @@ class CorrectedGRPOTrainer(GRPOTrainer):
             mask = loss_mask(batch)
             unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
             sums.append(correction_summary(done, inputs, overlap, has_z) | unusable)
-        metrics = {name: one.value for name, one in to_host(all_reduce_sums(add_sums(*sums))).items()}
+
+        metrics = {name: entry.value for name, entry in to_host(all_reduce_sums(add_sums(*sums))).items()}
         self._log_metrics(metrics | ({"obrs/kappa": done.kappa} if has_z else {}))
 
     def _log_metrics(self, values: Mapping[str, Tensor | float]) -> None:

@@ -7,8 +7,7 @@ pass, and steps with the policy.
 Shapes: `B` sequences of a micro-batch, `T` completion tokens, `N` of them that the loss has, `H` hidden size; nats.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -16,15 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from jackpot.adapters.trl.base import Batch, GRPOTrainer, plain_model, token_batch
-from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer, Scores
+from jackpot.adapters.trl.base import Batch, Trainer, plain_model, token_batch, usable_mask
+from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer
 from jackpot.adapters.trl.refusals import refuse_processes, refuse_unmerged, refuse_with_two_models
 from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
 from jackpot.adapters.trl.writers import Writers
 from jackpot.config.build import validated
-from jackpot.config.config import Config
+from jackpot.config.config import Config, RolloutModelConfig
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums
 from jackpot.core.roles import Role
@@ -33,9 +31,9 @@ from jackpot.models.forward import backbone, checkpoint_activations, logit_softc
 from jackpot.models.load import check_same_tokenizer, load_model, load_tokenizer
 from jackpot.models.parts import WHOLE, write_part
 from jackpot.objectives.corrections.base import split_by_model
-from jackpot.objectives.joint import OldLogProbs, TokenScores, rollout_model_loss, token_scores
+from jackpot.objectives.joint import OldLogProbs, RolloutModelObjective, TokenScores, rollout_model_loss, token_scores
 from jackpot.objectives.kernels.linear_head import LinearHead, head_of, joint_linear_head
-from jackpot.objectives.obrs import acceptance, known_z
+from jackpot.objectives.obrs import acceptance
 from jackpot.rollout.engines.base import Engine
 from jackpot.training.joint_optimizer import JointOptimizer, next_distill_weight
 from jackpot.training.objectives import rollout_model_objective
@@ -89,12 +87,13 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         num_top_log_probs: int = NUM_TOP,
         **kwargs: Any,
     ) -> None:
-        given = signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
         refuse_with_two_models(given)
-        self._config = _settings(given, rollout_model, engines, correction, num_top_log_probs)
-        self._writers = Writers(self._config, {role: one for role, one in engines.items() if isinstance(one, Engine)})
+        self._config, self._settings = _settings(given, rollout_model, engines, correction, num_top_log_probs)
+        made: dict[Role, Engine] = {role: engine for role, engine in engines.items() if isinstance(engine, Engine)}
+        self._writers = Writers(self._config, made)
         self._rollout_optimizer: JointOptimizer | None = None
         self._parts: list[Sums] = []  # of the micro-batches of the optimizer step in progress
         self._read_by_policy: tuple[Batch, Tensor] | None = None  # the last micro-batch, and its states [B, T, H]
@@ -103,17 +102,18 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         refuse_processes(self)
         if self._config.is_mixed or self.args.eval_strategy != "no":
             refuse_unmerged(self.accelerator.unwrap_model(self.model))
-        path = self._config.rollout_model.path
+
+        path = self._settings.path
         check_same_tokenizer(self.processing_class, load_tokenizer(path))
         self.rollout_model = load_model(path, torch.float32, self.accelerator.device)
-        self._distill_weight = self._config.rollout_model.distill_weight
+        self._distill_weight = self._settings.distill_weight
         self._rollout_objective = None
-        if self._config.rollout_model.optimizer:
-            self._rollout_objective = rollout_model_objective(self._config.rollout_model, LOSSES[self.loss_type])
+        if self._settings.optimizer:
+            self._rollout_objective = rollout_model_objective(self._settings, LOSSES[self.loss_type])
             if self.args.gradient_checkpointing and self.rollout_model.supports_gradient_checkpointing:
                 checkpoint_activations(self.rollout_model)
         self.rollout_model.requires_grad_(self._rollout_objective is not None)
-        self._joint_head = LinearHead(
+        self._head = LinearHead(
             self._head.policy,
             output_layer(self.rollout_model),
             policy_soft_cap=self._head.policy_soft_cap,
@@ -141,34 +141,25 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         if not self._config.is_mixed:
             return made
         by_policy = torch.tensor(self._writers.by_policy, device=batch["completion_ids"].device)
-        share = self.accelerator.gather((~by_policy).float()).mean()
-        self._log_metrics({"sampling/rollout_model_share": share})
+        shares = self.accelerator.gather((~by_policy).float())
+        self._log_metrics({"sampling/rollout_model_share": shares.mean()})  # pyright: ignore[reportAttributeAccessIssue] (of a mapping, which it is not)
         return made | {"jackpot_by_policy": by_policy}
 
-    def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> Scores:
-        """Read some rows with both models. Where the rollout model's weights are still those that sampled a token, it
-        completes the top-k that Z is estimated from."""
-        tokens = token_batch(batch, with_lists=with_z)
-        other = response_hidden(self.rollout_model, tokens) if self._runs_both else None
-        head = self._joint_head(
-            response_hidden(model, tokens),
-            other,
-            tokens.at_sampled(tokens.response_ids),
-            temperature=self.temperature,
-            num_top=tokens.top_ids.shape[-1],
-            gather_ids=tokens.at_sampled(tokens.top_ids),
-            only_log_probs=True,
-        )
-        lam = self._objective.correction.lam
-        scores = token_scores(head, tokens, self._is_current(tokens), lam, "topk", None)
-        z = scores.z if with_z else known_z(torch.ones_like(scores.log_probs))
-        return Scores(scores.log_probs, z, scores.rollout_model_log_probs)
+    def _kept(self, scores: OldLogProbs) -> dict[str, Tensor]:
+        return super()._kept(scores) | {"jackpot_rollout_model_old": scores.rollout_model_old_log_probs}
+
+    def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
+        """Return the states of the rollout model, [N, H], while it has anything left to do.
+
+        Where its weights are still those that sampled a token, it completes the top-k that Z is estimated from.
+        """
+        return response_hidden(self.rollout_model, tokens) if self._runs_both else None
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Mark the tokens that were sampled from the distribution that their model still has: [B, T] bool."""
+        generated_by, version = self._generated_by._asdict(), self.version._asdict()
         is_current = {
-            role: self._writers.is_exact(role) and getattr(self._generated_by, role) == getattr(self.version, role)
-            for role in Version._fields
+            role: self._writers.is_exact(role) and generated_by[role] == version[role]
+            for role in ("policy", "rollout_model")
         }
         by_policy = tokens.by_policy
         if by_policy is None:
@@ -189,10 +180,12 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         """Do TRL's forward and backward pass of the policy, and then those of the rollout model; step that where TRL is
         about to step the policy."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        read, self._read_by_policy = self._read_by_policy, None
-        if read is None:
+        objective, read, self._read_by_policy = self._rollout_objective, self._read_by_policy, None
+        if objective is None or read is None:
             return loss
-        self._parts.append(self._rollout_model_backward(*read))
+
+        objective = replace(objective, distill_weight=self._distill_weight)
+        self._parts.append(self._rollout_model_backward(objective, *read))
         if self.accelerator.sync_gradients:
             self._step_rollout_model()
         return loss
@@ -200,32 +193,39 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         if not (self.model.training and self._rollout_objective and self._runs_both):
             return super()._compute_loss(model, inputs)
-        with _caught_states(plain_model(self.accelerator.unwrap_model(model))) as caught:
+
+        caught: list[Tensor] = []  # the last hidden states of the forward pass, [B, S, H]
+        hook = backbone(plain_model(self.accelerator.unwrap_model(model))).register_forward_hook(
+            lambda module, inputs, output: caught.append(output.last_hidden_state.detach())
+        )
+        try:
             loss = super()._compute_loss(model, inputs)
+        finally:
+            hook.remove()
+
         width = inputs["completion_ids"].shape[1]
         start = inputs["prompt_ids"].shape[1] - 1
         self._read_by_policy = inputs, caught[0][:, start : start + width]
         return loss
 
-    def _rollout_model_backward(self, batch: Batch, states: Tensor) -> Sums:
+    def _rollout_model_backward(self, objective: RolloutModelObjective, batch: Batch, states: Tensor) -> Sums:
         """Add up the rollout model's gradient on a micro-batch, and return its metrics.
 
         Args:
             states: of the policy, detached.
         """
-        tokens = token_batch(batch, with_lists=False)
-        objective = replace(self._rollout_objective, distill_weight=self._distill_weight)
+        tokens = token_batch(batch, usable_mask(batch), with_lists=False)
         with self.compute_loss_context_manager():
-            heads = self._joint_head
-            own = head_of(heads.policy, tokens.at_sampled(states), heads.policy_soft_cap)
-            bias = None if own.bias is None else own.bias.detach()
+            policy = head_of(self._head.policy, tokens.at_sampled(states), self._head.policy_soft_cap)
+            bias = None if policy.bias is None else policy.bias.detach()
             hidden = response_hidden(self.rollout_model, tokens)
             head = joint_linear_head(
-                replace(own, weight=own.weight.detach(), bias=bias),
-                head_of(heads.rollout_model, hidden, heads.rollout_model_soft_cap),
+                replace(policy, weight=policy.weight.detach(), bias=bias),
+                head_of(output_layer(self.rollout_model), hidden, logit_softcap(self.rollout_model)),
                 tokens.at_sampled(tokens.response_ids),
                 temperature=self.temperature,
             )
+
         nothing = torch.zeros_like(tokens.response_mask)
         scores = token_scores(head, tokens, nothing, self._objective.correction.lam, "topk", objective.distill)
         old = OldLogProbs(
@@ -252,27 +252,27 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
 
     def _step_rollout_model(self) -> None:
         """Step the rollout model on the gradient of all micro-batches and processes, and log what that was."""
+        assert self._rollout_optimizer is not None  # TRL makes the schedules before the first step
         sums, self._parts = all_reduce_sums(add_sums(*self._parts)), []
-        metrics, _ = self._rollout_optimizer.step(
-            sums, sampled_tokens=sums["mismatch/kl_policy_rollout"].count, steps_rollout_model=True
-        )
+        divergence = sums["mismatch/kl_policy_rollout"]
+        assert isinstance(divergence, Mean)  # of `_distances`
+        metrics, _ = self._rollout_optimizer.step(sums, sampled_tokens=divergence.count, steps_rollout_model=True)
         metrics["rollout_model/distill_weight"] = Mean.number(self._distill_weight)
-        if control := self._config.rollout_model.distill_control:
+        if control := self._settings.distill_control:
             self._distill_weight = next_distill_weight(
                 control,
                 self._distill_weight,
                 kl=metrics["mismatch/kl_policy_rollout"].value.item(),
                 acceptance=metrics["rollout_model/acceptance"].value.item(),
             )
-        self._log_metrics({name: one.value for name, one in metrics.items()})
+        self._log_metrics({name: entry.value for name, entry in metrics.items()})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make TRL's schedule, and the rollout model's optimizer, whose schedule ends at the same step."""
-        settings = self._config.rollout_model.optimizer
-        if settings:
-            own = ModelOptimizer(self.rollout_model.parameters(), settings, num_training_steps)
+        if settings := self._settings.optimizer:
+            of_model = ModelOptimizer(self.rollout_model.parameters(), settings, num_training_steps)
             self._rollout_optimizer = JointOptimizer(
-                {"rollout_model": own}, regularized=False, rollout_model_each_step=True
+                {"rollout_model": of_model}, regularized=False, rollout_model_each_step=True
             )
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -325,21 +325,25 @@ def _settings(
     engines: Mapping[Role, Engine | Mapping[str, Any] | None],
     correction: str | Mapping[str, Any],
     num_top_log_probs: int,
-) -> Config:
-    """Write the settings of TRL's trainer as those of a run of ours, as far as engines and checks read them.
+) -> tuple[Config, RolloutModelConfig]:
+    """Write the settings of TRL's trainer as those of a run of ours, as far as engines and checks read them, and return
+    those of the rollout model too.
 
     Raises:
         ConfigError: some do not fit.
     """
-    args, model = given["args"], given.get("model")
+    args, model = given["args"], given["model"]
     path = model if isinstance(model, str) else getattr(plain_model(model), "name_or_path", "")
-    of = {role: {"name": "transformers"} | dict(one) for role, one in engines.items() if isinstance(one, Mapping)}
-    for role, one in of.items():
-        if one["name"] != "transformers":
+    of = {
+        role: {"name": "transformers"} | dict(engine) for role, engine in engines.items() if isinstance(engine, Mapping)
+    }
+    for role, engine in of.items():
+        if engine["name"] != "transformers":
             raise ConfigError(
-                f"settings of the engine {one['name']!r} were given for the {role}; only one of transformers is made "
-                f"here. Make the engine, such as VLLMEngine(path, settings, ...), and give that"
+                f"settings of the engine {engine['name']!r} were given for the {role}; only one of transformers is "
+                f"made here. Make the engine, such as VLLMEngine(path, settings, ...), and give that"
             )
+
     run = {
         "seed": args.seed,
         "iterations": 1,
@@ -353,23 +357,13 @@ def _settings(
     run |= {"engine": of["rollout_model"]} if "rollout_model" in of else {}
     run |= {"evaluation": {"engine": of["policy"]}} if "policy" in of else {}
     config = validated(Config, run)
+    settings = config.rollout_model
+    assert settings is not None  # they are in `run`
+
     for name, plain in (("update", "step"), ("lora", None)):
-        if (found := getattr(config.rollout_model, name)) != plain:
+        if (value := getattr(settings, name)) != plain:
             raise ConfigError(
-                f"rollout_model.{name} is {found!r}, which is not supported inside TRL; leave it out, or train with "
+                f"rollout_model.{name} is {value!r}, which is not supported inside TRL; leave it out, or train with "
                 f"`jackpot train`"
             )
-    return config
-
-
-@contextmanager
-def _caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Catch the last hidden states of the forward passes of a model, [B, S, H] each, detached."""
-    caught: list[Tensor] = []
-    hook = backbone(model).register_forward_hook(
-        lambda module, inputs, output: caught.append(output.last_hidden_state.detach())
-    )
-    try:
-        yield caught
-    finally:
-        hook.remove()
+    return config, settings

@@ -6,52 +6,60 @@ from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin
 
-from jackpot.adapters.trl.base import GRPOTrainer
+from jackpot.adapters.trl.base import Trainer
 from jackpot.core.errors import ConfigError
 from jackpot.objectives.joint import PolicyObjective
 
 _UNMERGED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")  # settings of peft's LoRA
+_IMAGES = "models that read images are not supported; give a model of text and its tokenizer"
 _OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weigh all tokens of a response alike
+
+
+def _refuse(reasons: Mapping[str, object]) -> None:
+    """Raise ConfigError with the first of some texts that holds."""
+    for why, holds in reasons.items():
+        if holds:
+            raise ConfigError(why)
 
 
 def refuse(given: Mapping[str, Any], name: str, objective: PolicyObjective) -> None:
     """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with the correction of this name."""
     args, rollout_func = given.get("args"), given.get("rollout_func")
-    if objective.normalizer == "exact":
-        raise ConfigError(
-            f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
-            f"its most probable tokens at best; use normalizer: topk, and no budget"
-        )
-    if "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in GRPOTrainer.__mro__):
-        raise ConfigError("Unsloth rewrites the loss of TRL's trainer, so no correction of ours would reach it")
-    if isinstance(given.get("processing_class"), ProcessorMixin):
-        raise ConfigError("models that read images are not supported; give a model of text and its tokenizer")
     if args is None or not (args.use_vllm or rollout_func):
         raise ConfigError(
             "neither use_vllm=True nor a rollout_func was given: transformers generates with the policy itself and "
             "reports no log-probs, so there is nothing to correct; use TRL's GRPOTrainer"
         )
-    if args.use_vllm and args.vllm_importance_sampling_correction:
-        raise ConfigError(
+
+    of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in Trainer.__mro__)
+    has_turns = given.get("tools") or given.get("environment_factory")
+    _refuse(
+        {
+            f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
+            f"its most probable tokens at best; use normalizer: topk, and no budget": objective.normalizer == "exact",
+            "Unsloth rewrites the loss of TRL's trainer, so no correction of ours would reach it": of_unsloth,
+            _IMAGES: isinstance(given.get("processing_class"), ProcessorMixin),
             f"vllm_importance_sampling_correction is True, TRL's own correction, and correction {name} would come on "
-            f"top of it; set GRPOConfig(vllm_importance_sampling_correction=False)"
-        )
-    if getattr(args, "use_liger_kernel", False):
-        raise ConfigError("use_liger_kernel is True; its loss takes no weights of single tokens. Set it to False")
-    if args.importance_sampling_level == "sequence" and name not in _OF_RESPONSES:
-        raise ConfigError(
+            f"top of it; set GRPOConfig(vllm_importance_sampling_correction=False)": (
+                args.use_vllm and args.vllm_importance_sampling_correction
+            ),
+            "use_liger_kernel is True; its loss takes no weights of single tokens. Set it to False": (
+                getattr(args, "use_liger_kernel", False)
+            ),
             f"importance_sampling_level is 'sequence', where every token has the gradient of its whole response, so "
             f"correction {name} could not weigh or reject a token; use 'token', or one of the corrections "
-            f"{', '.join(sorted(_OF_RESPONSES))}"
-        )
-    if "z" in objective.correction.reads and (given.get("tools") or given.get("environment_factory")):
-        raise ConfigError(
+            f"{', '.join(sorted(_OF_RESPONSES))}": (
+                args.importance_sampling_level == "sequence" and name not in _OF_RESPONSES
+            ),
             f"correction {name} needs the top-k of every token, which TRL drops between the turns of tools and "
-            f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func"
-        )
+            f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func": (
+                has_turns and "z" in objective.correction.reads
+            ),
+        }
+    )
 
 
-def refuse_placement(trainer: GRPOTrainer) -> None:
+def refuse_placement(trainer: Trainer) -> None:
     """Raise ConfigError where the output layer's weight is not whole in this process, or is not that of a text model.
 
     The names of TRL's and accelerate's settings decide, as these are known after their set-up alone.
@@ -63,16 +71,15 @@ def refuse_placement(trainer: GRPOTrainer) -> None:
             f"{sharded} shards the policy, and the correction reads its output layer whole; use DDP or DeepSpeed "
             f"ZeRO-1 or 2, or train with `jackpot train`, which shards (docs/distributed.md)"
         )
-    if isinstance(trainer.processing_class, ProcessorMixin):
-        raise ConfigError("models that read images are not supported; give a model of text and its tokenizer")
+    _refuse({_IMAGES: isinstance(trainer.processing_class, ProcessorMixin)})
 
 
 def refuse_prompts(model: PreTrainedModel) -> None:
     """Raise ConfigError where an adapter of peft learns a prompt, which stands outside of the layers that are read."""
-    for name, one in getattr(model, "peft_config", {}).items():
-        if one.is_prompt_learning:
+    for name, settings in getattr(model, "peft_config", {}).items():
+        if settings.is_prompt_learning:
             raise ConfigError(
-                f"the adapter {name!r} is of type {one.peft_type.value}, whose prompt peft puts before the model, "
+                f"the adapter {name!r} is of type {settings.peft_type.value}, whose prompt peft puts before the model, "
                 f"where the correction does not see it; use an adapter inside the layers, such as LoRA"
             )
 
@@ -80,18 +87,18 @@ def refuse_prompts(model: PreTrainedModel) -> None:
 def refuse_unmerged(model: PreTrainedModel) -> None:
     """Raise ConfigError where the policy's engine cannot get the weights of peft's adapters merged."""
     adapters = getattr(model, "peft_config", {})
-    found = [name for one in adapters.values() for name in _UNMERGED if getattr(one, name, None)]
-    found += ["an embedding in target_modules"] if any("lora_embedding" in name for name in model.state_dict()) else []
-    kinds = {name: one.peft_type.value for name, one in adapters.items()}
-    if adapters and (kinds != {"default": "LORA"} or found):
+    more = [name for settings in adapters.values() for name in _UNMERGED if getattr(settings, name, None)]
+    more += ["an embedding in target_modules"] if any("lora_embedding" in name for name in model.state_dict()) else []
+    kinds = {name: settings.peft_type.value for name, settings in adapters.items()}
+    if adapters and (kinds != {"default": "LORA"} or more):
         raise ConfigError(
-            f"the policy has the adapters {kinds}{' with ' if found else ''}{', '.join(found)}, which cannot be merged "
+            f"the policy has the adapters {kinds}{' with ' if more else ''}{', '.join(more)}, which cannot be merged "
             f"into what its engine gets; where the policy writes, as its share or in evaluations, give it one adapter "
             f"of plain LoRA on linear layers"
         )
 
 
-def check_server(trainer: GRPOTrainer) -> None:
+def check_server(trainer: Trainer) -> None:
     """Raise ConfigError where a vLLM server reports other log-probs than of what it samples from.
 
     TRL looks for that only where its own correction is on; servers of TRL's before 1.16 do not tell.
@@ -115,42 +122,35 @@ def refuse_with_two_models(given: Mapping[str, Any]) -> None:
     args = given.get("args")
     if args is None:
         raise ConfigError("args is missing; give a GRPOConfig")
-    turns = given.get("tools") or given.get("environment_factory")
-    named = {
-        "use_vllm is True, and TRL's vLLM has no rollout model; set it to False, and give an engine of ours, such as "
-        "VLLMEngine, as `engine`": args.use_vllm,
-        "rollout_func was given, but the rollout model's engine writes; leave it out, or use CorrectedGRPOTrainer": (
-            given.get("rollout_func")
-        ),
-        f"num_iterations is {args.num_iterations}, and two models are trained once on each generation batch; use 1, "
-        f"and steps_per_generation for several optimizer steps": args.num_iterations != 1,
-        "tools or environment_factory was given, whose turns are not supported with two models": turns,
-        "loss_type is 'luspo', an average that the rollout model's loss does not have; use another": (
-            args.loss_type == "luspo"
-        ),
-        "fp16 is True, and nothing scales the rollout model's loss; use bf16=True, or float32": args.fp16,
-    }
-    for why, is_so in named.items():
-        if is_so:
-            raise ConfigError(why)
+    has_turns = given.get("tools") or given.get("environment_factory")
+    _refuse(
+        {
+            "use_vllm is True, and TRL's vLLM has no rollout model; set it to False, and give an engine of ours, such "
+            "as VLLMEngine, as `engine`": args.use_vllm,
+            "rollout_func was given, but the rollout model's engine writes; leave it out, or use "
+            "CorrectedGRPOTrainer": given.get("rollout_func"),
+            f"num_iterations is {args.num_iterations}, and two models are trained once on each generation batch; use "
+            f"1, and steps_per_generation for several optimizer steps": args.num_iterations != 1,
+            "tools or environment_factory was given, whose turns are not supported with two models": has_turns,
+            "loss_type is 'luspo', an average that the rollout model's loss does not have; use another": (
+                args.loss_type == "luspo"
+            ),
+            "fp16 is True, and nothing scales the rollout model's loss; use bf16=True, or float32": args.fp16,
+        }
+    )
 
 
-def refuse_processes(trainer: GRPOTrainer) -> None:
+def refuse_processes(trainer: Trainer) -> None:
     """Raise ConfigError where accelerate has set up what a second model beside TRL's optimizer cannot be trained with:
     DeepSpeed, another number format than TRL's settings name, several GPUs in one process."""
-    if getattr(trainer.accelerator.state, "deepspeed_plugin", None):
-        raise ConfigError(
-            "DeepSpeed is on, which takes the place of the optimizer beside which the rollout model steps; use DDP, or "
-            "train with `jackpot train`"
-        )
     used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"
-    if used != named:
-        raise ConfigError(
+    _refuse(
+        {
+            "DeepSpeed is on, which takes the place of the optimizer beside which the rollout model steps; use DDP, or "
+            "train with `jackpot train`": getattr(trainer.accelerator.state, "deepspeed_plugin", None),
             f"accelerate computes in mixed precision {used!r}, and by GRPOConfig it would be {named!r}; leave "
-            f"--mixed_precision out, and set bf16 in GRPOConfig"
-        )
-    if trainer.args.n_gpu > 1:
-        raise ConfigError(
+            f"--mixed_precision out, and set bf16 in GRPOConfig": used != named,
             f"this process trains on {trainer.args.n_gpu} GPUs by DataParallel; start one process for each with "
-            f"`accelerate launch`, or hide all but one by CUDA_VISIBLE_DEVICES"
-        )
+            f"`accelerate launch`, or hide all but one by CUDA_VISIBLE_DEVICES": trainer.args.n_gpu > 1,
+        }
+    )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jackpot.adapters.trl.base import GRPOConfig, GRPOTrainer
+from jackpot.adapters.trl.base import Trainer
 from jackpot.config.build import validated
 from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
@@ -22,7 +22,7 @@ class EngineRollouts:
     """Is a rollout function of TRL: one of our engines generates, with another model than the one in training.
 
     The sampling is that of TRL's settings. Seeds are hashed from TRL's seed, the optimizer step, the process and the
-    place in the batch, so a resumed run generates the same again.
+    row of the batch, so a resumed run generates the same again.
 
     Args:
         model: folder, hub name or starter:NAME of the model that generates, in this process; or an engine.
@@ -36,22 +36,23 @@ class EngineRollouts:
     def __init__(
         self, model: str | Path | Engine, *, dtype: str | None = None, num_top_log_probs: int = NUM_TOP
     ) -> None:
-        self._engine = model if isinstance(model, Engine) else None
-        if self._engine and dtype:
+        is_engine = isinstance(model, Engine)
+        if is_engine and dtype:
             raise ConfigError(f"dtype is {dtype!r}, but an engine was given, which has its own; leave it out")
-        self._model, self._settings = model, validated(TransformersEngineConfig, {"dtype": dtype} if dtype else {})
+        settings = validated(TransformersEngineConfig, {"dtype": dtype} if dtype else {})
+        self._engine: Engine | tuple[str | Path, TransformersEngineConfig] = model if is_engine else (model, settings)
         self._top = num_top_log_probs
         self._names = BatchNames()
 
-    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
         """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them.
 
         Raises:
             EngineError: the engine gave up a response.
             ConfigError: settings of TRL's sampling that our engines do not have.
         """
-        if self._engine is None:
-            self._engine = make_engine(self._model, self._settings, trainer)
+        if not isinstance(self._engine, Engine):
+            self._engine = make_engine(*self._engine, trainer)
         name, _ = self._names.next(trainer)
         return completions(self._engine.generate(requests(prompts, trainer, name, self._top)))
 
@@ -62,7 +63,7 @@ class BatchNames:
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}  # optimizer steps, and batches since the last of them
 
-    def next(self, trainer: GRPOTrainer) -> tuple[str, int]:
+    def next(self, trainer: Trainer) -> tuple[str, int]:
         """Return the name of the next batch, and how many came before it since the last optimizer step."""
         kind, step = "train" if trainer.model.training else "eval", trainer.state.global_step
         before, number = self._last.get(kind, (step, -1))
@@ -77,18 +78,18 @@ def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     Raises:
         EngineError: the engine gave up a response.
     """
-    if gave_up := [one.uid for one in rollouts if one.finish == "aborted"]:
+    if gave_up := [rollout.uid for rollout in rollouts if rollout.finish == "aborted"]:
         raise EngineError(f"the engine gave up {len(gave_up)} of {len(rollouts)} responses, such as {gave_up[0]}")
     return {
-        "prompt_ids": [list(one.prompt.token_ids) for one in rollouts],
-        "completion_ids": [one.token_ids.tolist() for one in rollouts],
-        "logprobs": [one.rollout_log_probs.tolist() for one in rollouts],
-        "top_ids": [one.top_ids for one in rollouts],
-        "top_log_probs": [one.top_log_probs for one in rollouts],
+        "prompt_ids": [list(rollout.prompt.token_ids) for rollout in rollouts],
+        "completion_ids": [rollout.token_ids.tolist() for rollout in rollouts],
+        "logprobs": [rollout.rollout_log_probs.tolist() for rollout in rollouts],
+        "top_ids": [rollout.top_ids for rollout in rollouts],
+        "top_log_probs": [rollout.top_log_probs for rollout in rollouts],
     }
 
 
-def sampling_of(args: GRPOConfig, num_top_log_probs: int) -> Sampling:
+def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
     """Return TRL's settings of sampling as ours.
 
     Raises:
@@ -96,8 +97,7 @@ def sampling_of(args: GRPOConfig, num_top_log_probs: int) -> Sampling:
     """
     unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
     unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
-    if given := {key: value for key, value in unknown.items() if value is not None}:
-        named = ", ".join(f"{key} is {value!r}" for key, value in given.items())
+    if named := ", ".join(f"{key} is {value!r}" for key, value in unknown.items() if value is not None):
         raise ConfigError(f"{named}: our engines do not have them; leave them out, or sample with vLLM")
     return Sampling(
         temperature=args.temperature,
@@ -108,7 +108,7 @@ def sampling_of(args: GRPOConfig, num_top_log_probs: int) -> Sampling:
     )
 
 
-def requests(prompts: list[Any], trainer: GRPOTrainer, name: str, num_top_log_probs: int) -> list[Request]:
+def requests(prompts: list[Any], trainer: Trainer, name: str, num_top_log_probs: int) -> list[Request]:
     """Make a request for each of TRL's prompts, with the sampling of TRL's settings.
 
     Args:
@@ -127,7 +127,10 @@ def requests(prompts: list[Any], trainer: GRPOTrainer, name: str, num_top_log_pr
 
 
 def make_engine(
-    path: str | Path, settings: TransformersEngineConfig, trainer: GRPOTrainer, drafter: Engine | None = None
+    path: str | Path,
+    settings: TransformersEngineConfig,
+    trainer: Trainer,
+    drafter: TransformersEngine | None = None,
 ) -> TransformersEngine:
     """Make the engine of a model that shares the tokenizer of TRL's.
 
@@ -137,5 +140,5 @@ def make_engine(
     tokenizer = trainer.processing_class
     check_same_tokenizer(tokenizer, load_tokenizer(path))
     model = load_model(path, DTYPES[settings.dtype], trainer.accelerator.device)
-    ends = {*eos_token_ids(model), tokenizer.eos_token_id}
+    ends = {*eos_token_ids(model), tokenizer.eos_token_id}  # pyright: ignore[reportUnhashable] (an id, and no list)
     return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=Version(0, 0), drafter=drafter)

@@ -7,41 +7,42 @@ what the engine reports is checked as in a run of ours (`training.guards`).
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.adapters.trl.base import GRPOTrainer, plain_model, without_dropout
+from jackpot.adapters.trl.base import plain_model, without_dropout
 from jackpot.adapters.trl.refusals import refuse_unmerged
 from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
 from jackpot.config.config import Config, Sampling
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.roles import Role
 from jackpot.core.types import Rollout, TokenBatch, Version
 from jackpot.models.forward import can_pack
+from jackpot.models.load import DTYPES
 from jackpot.models.lora import merged_weights
 from jackpot.models.scoring import list_log_probs
 from jackpot.rollout.engines.base import Engine, Request
+from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.sampler import assign_models
 from jackpot.training.batching import batch_to
 from jackpot.training.components import send_weights
 from jackpot.training.guards import EngineCheck
 from jackpot.training.old_policy import by_rollout
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+if TYPE_CHECKING:
+    from jackpot.adapters.trl.joint import JackpotGRPOTrainer
+
 _log = logging.getLogger(__name__)
 
 
 class TwoModels:
-    """Gives engines and checks the models that a trainer of TRL's trains, as a learner of ours does (`Scorer`).
+    """Gives engines and checks the models that a trainer of TRL's trains, as a learner of ours does (`Scorer`)."""
 
-    Args:
-        trainer: with the attributes `rollout_model` and `version`.
-    """
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: "JackpotGRPOTrainer") -> None:
         self._trainer = trainer
 
     @property
@@ -71,9 +72,9 @@ class TwoModels:
         """Compute log-probs as `Learner.score`, without dropout."""
         model, accelerator, scores = self[role], self._trainer.accelerator, {}
         with without_dropout(model), accelerator.autocast():
-            for batch in (batch_to(one, accelerator.device) for one in batches):
-                found = list_log_probs(model, batch, sampling).cpu()
-                scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": found}).items()}
+            for batch in (batch_to(batch, accelerator.device) for batch in batches):
+                log_probs = list_log_probs(model, batch, sampling).cpu()
+                scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": log_probs}).items()}
         return scores
 
 
@@ -102,20 +103,19 @@ class Writers:
         if role not in self._engines:
             return False
         held, config = self._engines[role].capabilities, self._config
-        is_same = _NAMES[held.dtype] == config.precision
+        is_same = held.dtype == DTYPES[config.precision]
         return is_same and not held.quantized and not config.sampling.truncated
 
     def forget(self) -> None:
         """Have every engine get its weights again, as these changed without an optimizer step."""
         self._held.clear()
 
-    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: "JackpotGRPOTrainer") -> dict[str, Any]:
         """Return a completion for each prompt: a rollout function of TRL.
 
         Raises:
-            EngineError: an engine holds other weights than it was sent, reports what it does not sample from, or gave
-                up a response.
-            ConfigError: more top log-probs than an engine returns.
+            EngineError: an engine holds other weights than it was sent, returns fewer top log-probs than it is asked
+                for, reports what it does not sample from, or gave up a response.
         """
         size, (name, number) = len(prompts), self._names.next(trainer)
         roles: list[Role] = ["policy"] * size
@@ -128,26 +128,28 @@ class Writers:
         wanted = requests(prompts, trainer, name, self._config.sampling.num_top_log_probs)
         return completions(self._generate(wanted, roles, trainer))
 
-    def _assign(self, name: str, size: int, trainer: GRPOTrainer) -> list[Role]:
+    def _assign(self, name: str, size: int, trainer: "JackpotGRPOTrainer") -> list[Role]:
         """Return the model of each completion of this process. The groups are those of the batch of all processes."""
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         group = self._config.batch.group_size
-        uids = [f"{name}/{place // group}" for place in range(processes * size)]
+        uids = [f"{name}/{index // group}" for index in range(processes * size)]
         return assign_models(self._config, self.iteration, uids)[rank * size : (rank + 1) * size]
 
-    def _generate(self, wanted: Sequence[Request], roles: Sequence[Role], trainer: GRPOTrainer) -> list[Rollout]:
+    def _generate(
+        self, wanted: Sequence[Request], roles: Sequence[Role], trainer: "JackpotGRPOTrainer"
+    ) -> list[Rollout]:
         """Have the engines generate, after they got the weights of training, and check what they report."""
-        metrics, found = trainer._metrics["train" if trainer.model.training else "eval"], {}
+        metrics, by_uid = trainer._metrics["train" if trainer.model.training else "eval"], {}
         drafts = "policy" in roles and self._may_draft
         used: list[Role] = [role for role in ("rollout_model", "policy") if role in roles or drafts]
         for role in used:
             self._send(role, trainer)
         for role in used:
-            own = [one for one, by in zip(wanted, roles, strict=True) if by == role]
+            of_role = [request for request, writer in zip(wanted, roles, strict=True) if writer == role]
             engine = self._engines[role]
-            rollouts = [replace(one, sampled_by=role) for one in engine.generate(own)]
+            rollouts = [replace(rollout, sampled_by=role) for rollout in engine.generate(of_role)]
             self._check(role, trainer).check_batch(engine, rollouts, self.iteration)
-            found |= {one.uid: one for one in rollouts}
+            by_uid |= {rollout.uid: rollout for rollout in rollouts}
             for key, value in engine.take_metrics().items():
                 metrics[f"jackpot/{key}"].append(value)
             for event in engine.take_events():
@@ -156,9 +158,9 @@ class Writers:
             if self._engines[role].capabilities.sleeps:
                 self._engines[role].sleep()
                 del self._held[role]
-        return [found[one.uid] for one in wanted]
+        return [by_uid[request.uid] for request in wanted]
 
-    def _send(self, role: Role, trainer: GRPOTrainer) -> None:
+    def _send(self, role: Role, trainer: "JackpotGRPOTrainer") -> None:
         """Have an engine hold the weights that its model has in training."""
         engine, version = self._engine(role, trainer), trainer.version
         steps = getattr(version, role)
@@ -171,24 +173,18 @@ class Writers:
         send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
         self._held[role] = steps
 
-    def _engine(self, role: Role, trainer: GRPOTrainer) -> Engine:
+    def _engine(self, role: Role, trainer: "JackpotGRPOTrainer") -> Engine:
         config = self._config
         if role not in self._engines:
-            if role == "rollout_model":
-                self._engines[role] = make_engine(config.rollout_model.path, config.engine, trainer)
-            else:
-                settings = config.evaluation.engine or config.engine
-                drafter = self._engine("rollout_model", trainer) if config.draft else None
-                self._engines[role] = make_engine(config.policy.path, settings, trainer, drafter)
-        most = self._engines[role].capabilities.num_top_log_probs
-        if config.sampling.num_top_log_probs > most:
-            raise ConfigError(
-                f"num_top_log_probs is {config.sampling.num_top_log_probs}, but the {role}'s engine returns at most "
-                f"{most}; lower it"
-            )
+            drafter = self._engine("rollout_model", trainer) if role == "policy" and config.draft else None
+            if not isinstance(drafter, TransformersEngine | None):
+                raise ConfigError("only an engine of transformers drafts; leave draft out of the policy's engine")
+            settings = (role == "policy" and config.evaluation.engine) or config.engine
+            assert isinstance(settings, TransformersEngineConfig)  # `joint` takes no other settings
+            self._engines[role] = make_engine(config.model_paths()[role], settings, trainer, drafter)
         return self._engines[role]
 
-    def _check(self, role: Role, trainer: GRPOTrainer) -> EngineCheck:
+    def _check(self, role: Role, trainer: "JackpotGRPOTrainer") -> EngineCheck:
         """Return the check of an engine; it logs how far its log-probs were from those of training."""
         if role not in self._checks:
 
@@ -200,5 +196,5 @@ class Writers:
         return self._checks[role]
 
 
-def _unwrapped(trainer: GRPOTrainer) -> PreTrainedModel:
+def _unwrapped(trainer: "JackpotGRPOTrainer") -> PreTrainedModel:
     return trainer.accelerator.unwrap_model(trainer.model)

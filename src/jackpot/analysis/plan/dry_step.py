@@ -263,11 +263,11 @@ def _critic_backward(dry: _DryModels, critic: PreTrainedModel) -> None:
     shape = dry.shape
     with _precision(dry.config):
         if can_pack(critic):
-            output = read_row(backbone(critic), _row(shape))
+            states = read_row(backbone(critic), _row(shape))
         else:
             ids = torch.zeros(shape.rows, shape.prompt_tokens + shape.response_tokens, dtype=torch.int64)
-            output = backbone(critic)(input_ids=ids, use_cache=False)
-    output.last_hidden_state.sum().backward()
+            states = backbone(critic)(input_ids=ids, use_cache=False).last_hidden_state
+    states.sum().backward()
 
 
 def _reference_kl(dry: _DryModels, policy_hidden: Tensor) -> tuple[Tensor, ...]:
@@ -302,7 +302,7 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
     """Return the hidden states that predict all response tokens, [N, H]."""
     if can_pack(model):
         row = _row(shape)
-        return read_row(backbone(model), row).last_hidden_state[0].index_select(0, row.predicting.flatten())
+        return read_row(backbone(model), row).index_select(0, row.predicting.flatten())
     prompts, rows, prompt_tokens, response_tokens = shape
     ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
     responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
