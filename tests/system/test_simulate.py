@@ -17,7 +17,7 @@ from jackpot.ui import cli
 from jackpot.ui.results import write_results
 from jackpot.ui.views.simulation_pairs import pair_sections
 
-PICTURES = ("ratios", "acceptance", "kl", "topk")
+PICTURES = ("ratios", "acceptance", "kl")
 
 
 def simulate(*arguments: str) -> str:
@@ -52,7 +52,7 @@ def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path,
         assert text in printed
     assert f"Wrote simulate.html, {', '.join(f'{name}.png' for name in PICTURES)}, simulate.json to " in printed
     found = numbers(folder)
-    assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "sources"]
+    assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "ratios"]
     for curve in found["curves"]:
         for mark in curve["marks"]:
             if mark["acceptance"] is not None:
