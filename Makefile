@@ -7,7 +7,7 @@ KILLS ?= 100
 DEFAULT := not slow and not vllm and not mutants and not trl and not adapters
 FAST := not process and not seconds and $(DEFAULT)
 
-.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint check-lint lock clean
+.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -107,15 +107,21 @@ dist: $(VENV)/ready  # what a release uploads; tests/system/test_wheel.py instal
 	$(BIN)/pip install --quiet -c constraints.txt build twine
 	rm -rf build dist && $(BIN)/python -m build --no-isolation && $(BIN)/twine check --strict dist/*
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready  # formats, mends and checks: style, spelling, types
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/codespell
+	$(MAKE) --no-print-directory types
+
+types: $(VENV)/ready  # src at the level basic; core, objectives and the public names in strict
+	$(BIN)/basedpyright
+	$(BIN)/basedpyright --project tools/pyright_strict.json --pythonpath $(BIN)/python
 
 check-lint: $(VENV)/ready  # what .pre-commit-config.yaml runs, on all files and without a change
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	if [ -x $(BIN)/pyright ]; then $(BIN)/pyright; fi
+	$(MAKE) --no-print-directory types
 
 lock: $(VENV)/ready  # every version of `.[train,dev]`, for `pip install -r requirements-dev.lock`; no host of an index in it
 	$(BIN)/uv pip compile --quiet --no-config --universal --python-version 3.11 --extra train --extra dev -c constraints.txt \

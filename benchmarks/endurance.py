@@ -34,6 +34,7 @@ import numpy as np
 import psutil
 import torch
 import transformers
+from png import write_png
 
 from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
@@ -42,7 +43,6 @@ from jackpot.models.load import load_model
 from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.run_folder.rollouts import list_rollout_files
 from jackpot.ui.charts import Chart, Series
-from jackpot.ui.png import write_png
 
 ROOT = Path(__file__).parents[1]
 MEASURED, PICTURE = ROOT / "docs" / "reliability" / "measured.json", ROOT / "docs" / "pictures" / "memory.png"

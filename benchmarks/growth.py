@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from interleaved import FOLDER, Benchmark, Job, Results, cell, main, markdown
+from png import write_png
 from step_task import SHAPES
 
 from jackpot.ui.charts import Chart, Series
-from jackpot.ui.png import write_png
 
 HEAD = {"worker": "head.py", "device": "cpu", "dtype": "fp32", "vocabulary": 151_936, "hidden": 1024, "tokens": 1024}
 HEAD |= {"top": 20, "what": "single", "variant": "ours"}

@@ -25,7 +25,6 @@ from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import response_batches
 from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
@@ -115,18 +114,16 @@ def judge(pair: str, run: Path) -> dict[str, object]:
     arms = configs(pair)
     settings = {arm: own_setting(config) for arm, config in arms.items() if config.rollout_model}
     by_label = {setting.label: setting for setting in settings.values()}
-    limits = ReadLimits()
-    found, files = find_format(run, "jackpot", limits)
+    dump, files = find_format(run, "jackpot")
     measured = Measured(list(by_label.values()))
-    for part in response_batches(read_files(found, files, print, limits)):
-        measured.add([one for one in part if one.sampled_mask.any()])
-    tokens = int(measured.run["total_variation"].count)
-    stats = {one.setting.label: one.stats for one in measured.corrections if one.stats.tokens == tokens}
+    for part in response_batches(read_files(dump, files, print)):
+        measured.add([response for response in part if response.sampled_mask.any()])
+    judged = {one.setting.label: one for one in measured.corrections if one.tokens == measured.tokens}
     return {
-        "tokens": tokens,
+        "tokens": measured.tokens,
         "total_variation": float(measured.run["total_variation"].value),
-        "labels": {arm: setting.label for arm, setting in settings.items() if setting.label in stats},
-        "groups": {label: _rounded(one.groups) for label, one in stats.items()},
+        "labels": {arm: setting.label for arm, setting in settings.items() if setting.label in judged},
+        "groups": {label: _rounded(one.groups) for label, one in judged.items()},
     }
 
 

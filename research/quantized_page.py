@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.png import write_png
 from jackpot.analysis.compare.comparison import Difference
 from jackpot.config.recipes import load_recipe
 from jackpot.core.statistics import Sample
 from jackpot.training.run_folder.folder import RunFolder
 from jackpot.ui.charts import Chart, Guide, Series
 from jackpot.ui.error_bars import error_bars
-from jackpot.ui.png import write_png
 from jackpot.ui.views.comparison import difference_cells
 from jackpot.ui.views.comparison import spread_text as percent
 from research.study_page import markdown

@@ -51,7 +51,7 @@ def folders(tree: ast.AST) -> set[str]:
     return {name.split(".")[1] for name in imports(tree) if name.startswith("jackpot.")}
 
 
-def test_the_package_has_the_folders_of_the_order_and_nothing_else():
+def test_the_package_has_the_folders_of_the_order():
     there = {path.name for path in PACKAGE.iterdir()} - {"__pycache__"}
     assert there <= {*ORDER, ADAPTERS, "corrections.py", "__init__.py", "__main__.py", "py.typed"}
 
@@ -125,7 +125,7 @@ def test_heavy_packages_are_imported_in_one_file_each():
         assert len(users) <= 1, f"{package} is imported by {users}"
 
 
-def test_every_test_file_is_collected_without_the_packages_that_only_some_environments_have():
+def test_test_files_import_no_optional_package_at_the_top():
     """vLLM's environment collects all of them."""
     some = {"plotly", "matplotlib", "playwright", "vllm", "ray", "trl", "verl", "wandb"}
     for path in sorted(TESTS.rglob("*.py")):
@@ -139,7 +139,7 @@ def test_no_file_outgrows_six_hundred_lines():
     assert long == {}
 
 
-def test_the_package_and_its_mathematics_need_only_torch_and_pydantic():
+def test_the_mathematics_needs_only_torch_and_pydantic():
     light = [name for name, tree in modules().items() if name.split(".")[0] in LIGHT and "triton" not in imports(tree)]
     assert "objectives.obrs" in light and "objectives.joint" in light
     done = run(without(TRAIN | HEAVY) + "import jackpot\n" + "\n".join(f"import jackpot.{name}" for name in light))
@@ -159,9 +159,7 @@ def test_settings_are_read_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_answers_are_judged_without_torch_and_the_package_has_its_names_all_the_same():
-    program = "import sys, jackpot, jackpot.rollout.rewards.worker\nassert 'torch' not in sys.modules\n"
-    program += "for name in jackpot.__all__:\n    assert getattr(jackpot, name) is not None\n"
-    program += "assert 'torch' in sys.modules\njackpot.nothing"
+def test_answers_are_judged_without_torch():
+    program = "import sys, jackpot, jackpot.rollout.rewards.worker\nassert 'torch' not in sys.modules\njackpot.nothing"
     done = run(program)
     assert "AttributeError: module 'jackpot' has no attribute 'nothing'" in done.stderr, done.stderr

@@ -23,7 +23,7 @@ def test_the_page_is_what_its_generator_writes(benchmarks: ModuleType) -> None:
     assert benchmarks.PAGE.read_text() == benchmarks.page()
 
 
-def test_every_file_of_results_is_of_one_commit_and_names_its_command(benchmarks: ModuleType) -> None:
+def test_every_result_file_names_commit_and_command(benchmarks: ModuleType) -> None:
     files = {path.stem for path in benchmarks.FOLDER.glob("*.jsonl")}
     assert files <= benchmarks.BENCHMARKS.keys()
     for name in files:
@@ -31,7 +31,7 @@ def test_every_file_of_results_is_of_one_commit_and_names_its_command(benchmarks
         assert f"benchmarks/{name}.py" in about["command"] and len(about["commit"]) >= 7 and about["machine"], name
 
 
-def test_the_floor_of_one_sequence_is_what_a_forward_pass_multiplies(benchmarks: ModuleType) -> None:
+def test_the_floor_of_a_sequence_is_one_forward_pass(benchmarks: ModuleType) -> None:
     """With attention counted as causal and the head at response positions; torch counts the whole square."""
     step, floor = benchmarks.step, importlib.import_module("floor")
     model = step.make_model("fixed", 4096).eval()

@@ -36,7 +36,7 @@ def test_every_row_of_the_failure_table_names_a_test() -> None:
         assert all((TESTS / name).is_file() for name in named), row
 
 
-def test_the_pods_of_kubernetes_are_those_that_the_network_policy_lets_in() -> None:
+def test_the_network_policy_lets_the_pods_in() -> None:
     job, service, policy = KUBERNETES
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[0] == "torchrun" and f"--nnodes={job['spec']['completions']}" in command

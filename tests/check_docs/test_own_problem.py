@@ -49,7 +49,7 @@ def test_the_rows_and_their_number_are_those_of_the_files(folder: Path) -> None:
     assert not set(rows) & set(held_out)
 
 
-def test_the_arm_of_real_models_changes_what_the_page_says_and_nothing_else(folder: Path) -> None:
+def test_the_real_arm_changes_what_the_page_says_only(folder: Path) -> None:
     own, real = (resolve("my_problem.yaml", arm, []).model_dump() for arm in (None, "qwen"))
     for model in ("policy", "rollout_model"):
         for one in (own, real):
@@ -66,6 +66,6 @@ def test_the_arm_of_real_models_runs_with_tiny_ones(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_recipe_of_the_environment_is_the_one_of_the_examples() -> None:
+def test_the_environment_recipe_is_that_of_the_examples() -> None:
     assert (ROOT / "examples" / "own_reset_step.yaml").read_text().partition("\n")[2] in PAGE
     assert yaml.safe_load(FILES["my_problem.yaml"])["policy"]["path"] == "starter:text_policy"

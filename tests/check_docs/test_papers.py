@@ -134,7 +134,7 @@ def test_the_page_names_the_recipe_and_its_ambiguities(name: str) -> None:
     assert f"`{name}`" in PAGE
 
 
-def test_every_published_mean_can_occur_but_for_those_that_the_page_lists() -> None:
+def test_published_means_can_occur_or_are_listed() -> None:
     """A mean of n answers to P problems is a multiple of 1 / (nP): 16 answers for AIME, 4 for the rest."""
     impossible, checked = set(), 0
     for name, paper, table, row, column, number in published():
@@ -208,7 +208,7 @@ FEWER_BITS = {
 
 
 @pytest.mark.parametrize("name", ["fp8_kv_4b", "tis_gsm8k", "jet_rl"])
-def test_rollouts_have_fewer_bits_where_the_paper_says_so_and_nowhere_else(name: str) -> None:
+def test_rollouts_have_fewer_bits_where_the_paper_says_so(name: str) -> None:
     for arm in list_recipe(name).arms:
         engine = resolve(name, arm, []).engine
         assert (engine.quantization, engine.kv_cache_dtype) == FEWER_BITS.get(arm, (None, None))

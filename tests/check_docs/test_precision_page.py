@@ -50,7 +50,7 @@ def test_the_table_has_what_the_flow_promises(what):
     assert what in section()
 
 
-def test_what_quantization_costs_is_the_arithmetic_of_a_layer_of_qwen3_8b():
+def test_the_cost_of_quantization_is_that_of_a_qwen3_layer():
     page, hidden, wide = (ROOT / "docs" / "precision.md").read_text(), 4096, 12_288
     flop = 2 * (2 * hidden * hidden + 2 * 1024 * hidden + 3 * hidden * wide)
     bf16, fp8 = (1e6 * flop / (0.5 * peak * 1e12) for peak in (989, 1979))

@@ -118,7 +118,7 @@ def test_the_end_of_the_quickstart_is_that_of_a_committed_run() -> None:
     assert f"after {last.cpu_seconds:.0f} CPU seconds of training" in " ".join(README.split())
 
 
-def test_the_tables_of_the_quickstart_are_those_of_the_committed_runs() -> None:
+def test_the_quickstart_tables_are_of_the_committed_runs() -> None:
     page, tutorial = ((ROOT / "docs" / name).read_text() for name in ("quickstart.md", "tutorial.md"))
     by_arm: dict[str, list[RunSummary]] = {}
     for run in sorted(summaries("quickstart.jsonl"), key=lambda run: run.seed):

@@ -1,19 +1,17 @@
-"""docs/settings.md is what `jackpot config --markdown` prints."""
+"""docs/settings.md is what `python -m tools.reference_pages` writes."""
 
 import re
 import runpy
 
 from helpers.paths import ROOT
-from jackpot.ui.commands.config import settings_page
+from tools.reference_pages import settings_page
 
 
 def test_the_page_of_settings_is_current() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), (
-        "jackpot config --markdown > docs/settings.md"
-    )
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), "python -m tools.reference_pages"
 
 
-def test_the_number_of_settings_is_the_one_that_the_page_of_old_names_states() -> None:
+def test_the_page_of_old_names_counts_the_settings() -> None:
     count = runpy.run_path(str(ROOT / "benchmarks" / "count_settings.py"))["count_settings"]
     keys, settings = count()
     stated = re.search(r"counts (\d+) keys", (ROOT / "docs" / "renamed.md").read_text())

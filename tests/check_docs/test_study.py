@@ -36,7 +36,7 @@ def test_the_page_is_what_its_generator_writes() -> None:
     assert study_page.PAGE.read_text() == study_page.page(study.committed())
 
 
-def test_committed_runs_are_of_the_plan_of_one_commit_and_of_its_settings() -> None:
+def test_committed_runs_are_of_one_commit_and_its_plan() -> None:
     committed = study.committed()
     finished = {panel: committed.read(panel) for panel in ("tuning", *study.PANELS)}
     assert len({one.source for runs in finished.values() for one in runs}) <= 1
@@ -54,7 +54,7 @@ def test_committed_runs_are_of_the_plan_of_one_commit_and_of_its_settings() -> N
 # The plan
 
 
-def test_the_plan_takes_at_most_14_core_hours_and_says_what_is_cut(tmp_path: Path) -> None:
+def test_the_plan_takes_14_core_hours_and_says_what_is_cut(tmp_path: Path) -> None:
     text, hours = empty_study(tmp_path).plan(study.PANELS)
     assert 8.0 < hours <= 14.0
     assert f"{hours:.1f} core-hours in all" in text and "Cut:" in text
@@ -62,7 +62,7 @@ def test_the_plan_takes_at_most_14_core_hours_and_says_what_is_cut(tmp_path: Pat
     assert list(dict.fromkeys(rows)) == list(study.PANELS)
 
 
-def test_every_cell_is_an_arm_of_the_recipe_with_five_seeds_or_a_reason() -> None:
+def test_every_cell_is_an_arm_with_five_seeds_or_a_reason() -> None:
     arms = load_recipe(str(study.RECIPE))["arms"]
     cells = [(panel, cell) for panel, cells in study.PANELS.items() for cell in cells]
     assert {cell.arm for _, cell in cells} == set(arms)
@@ -171,7 +171,7 @@ def test_the_page_needs_the_first_panel(tmp_path: Path) -> None:
         study_page.page(empty_study(tmp_path))
 
 
-def test_a_page_of_the_whole_study_has_ten_findings_and_every_panel(whole: "study.Study") -> None:
+def test_a_whole_study_has_ten_findings_and_every_panel(whole: "study.Study") -> None:
     text = study_page.page(whole)
     assert re.findall(r"^(\d+)\. \*\*", text, re.MULTILINE) == [str(number) for number in range(1, 11)]
     assert "not run yet" not in text.lower()
@@ -181,7 +181,7 @@ def test_a_page_of_the_whole_study_has_ten_findings_and_every_panel(whole: "stud
             assert f"| `{arm}` |" in text, cell.name
 
 
-def test_a_page_of_the_first_panel_says_which_others_have_not_run(tmp_path: Path) -> None:
+def test_a_first_panel_says_which_others_have_not_run(tmp_path: Path) -> None:
     one = empty_study(tmp_path)
     fill(one, "first")
     text = study_page.page(one)
@@ -189,7 +189,7 @@ def test_a_page_of_the_first_panel_says_which_others_have_not_run(tmp_path: Path
     assert not one.is_complete("gap") and one.is_complete("first")
 
 
-def test_the_long_run_takes_the_best_arm_at_half_of_the_rollout_cost(whole: "study.Study") -> None:
+def test_the_long_run_takes_the_best_arm_at_half_cost(whole: "study.Study") -> None:
     first = whole.read("first")
     none, best = whole.cells("long")
     arms = study_page.Arms(first, "far")
@@ -232,7 +232,7 @@ def test_the_target_needs_the_interval_and_the_cost(whole: "study.Study") -> Non
     assert study_page.target_text([arms], -0.01) == "close: none"
 
 
-def test_equal_cost_lies_on_a_line_between_evaluations_of_on_policy(whole: "study.Study") -> None:
+def test_equal_cost_lies_between_two_evaluations(whole: "study.Study") -> None:
     """The arm ends at a fifth of the FLOPs, and its base, evaluated at 0, 40 and 80, is on the way to its 40."""
     arms = study_page.Arms(whole.read("first"), "close")
     base = arms.runs["on_policy"][101].run.points
@@ -275,7 +275,7 @@ def spending(one: "study.Finished", times: float) -> "study.Finished":
 # Tuning, and what is refused
 
 
-def test_tuning_takes_the_best_last_accuracy_and_counts_a_collapse_as_0(whole: "study.Study") -> None:
+def test_tuning_counts_a_collapse_as_0(whole: "study.Study") -> None:
     cell = study.FAR_OBRS
     tuning = {factor: finished(whole, cell, 0, factor=factor) for factor in study.FACTORS}
     tuning[2.0] = ending(tuning[2.0], 0.99)

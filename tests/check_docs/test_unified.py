@@ -32,9 +32,7 @@ def test_each_commit_has_a_table_of_its_own(monkeypatch, results, capsys) -> Non
     assert new.startswith("new\n") and "| 1 | 75.0 |" in new and "updates compared |" in new and "| 12 |" in new
 
 
-def test_a_run_of_another_commit_is_not_this_ones_and_one_without_a_commit_is_refused(
-    monkeypatch, results, capsys
-) -> None:
+def test_runs_of_another_commit_or_of_none_are_refused(monkeypatch, results, capsys) -> None:
     chosen = ("--only", "outliers", "--arms", "unified", "--seeds", "101")
     for commit, left in (("new", "is finished"), ("newer", "runs")):
         main(monkeypatch, results, commit, "--plan", *chosen)

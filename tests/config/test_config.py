@@ -68,7 +68,7 @@ def message(*changes, **options):
         ({"rollout_model.share": {"schedule": "step", "hold": 1}}, "share is 0 or 1 in every iteration"),
     ],
 )
-def test_a_baseline_of_each_model_that_would_change_nothing_is_refused(changes, said):
+def test_a_baseline_that_would_change_nothing_is_refused(changes, said):
     mixed = {"objective.baseline": "model", "rollout_model.split": "group", "rollout_model.share": 0.5}
     build(OBRS, mixed)
     assert said in message(OBRS, mixed, changes)
@@ -92,7 +92,7 @@ def test_a_baseline_of_each_model_that_would_change_nothing_is_refused(changes, 
         ("batch.group", "batch.group_size"),
     ],
 )
-def test_an_unknown_setting_is_refused_with_its_place_a_guess_and_the_valid_ones(key, guess):
+def test_an_unknown_setting_is_refused_with_a_guess(key, guess):
     text = message({key: 1})
     assert text.startswith(f"unknown setting {key!r}; did you mean {guess!r}? Valid: ")
     assert guess in text.split("Valid: ")[1].split(", ")
@@ -113,7 +113,7 @@ def test_a_setting_in_the_wrong_block_is_refused_with_its_place(key, guesses):
     assert text.startswith(f"unknown setting {key!r}; did you mean {' or '.join(guesses)}"), text
 
 
-def test_names_of_other_trainers_stand_for_what_the_page_about_them_says():
+def test_names_of_other_trainers_are_those_of_the_page():
     rows = (ROOT / "docs" / "coming-from.md").read_text().splitlines()
     known = reference.settings("train")
     for theirs, ours in config_build.ELSEWHERE.items():
@@ -130,15 +130,15 @@ def test_names_of_other_trainers_stand_for_what_the_page_about_them_says():
         ("batch", 64, "write batch.NAME=VALUE. Names: ahead, "),
     ],
 )
-def test_one_value_for_a_block_of_settings_is_refused_with_the_right_form(key, value, form):
+def test_a_value_for_a_block_is_refused_with_the_right_form(key, value, form):
     assert message({key: value}).startswith(f"{key}: {value!r} was given, but {key} is a block of settings; {form}")
 
 
-def test_a_value_that_may_be_a_number_or_a_name_gets_one_sentence():
+def test_a_value_of_two_kinds_gets_a_single_sentence():
     assert message({"threads": 0}) == "threads: 0 was given. Input should be greater than or equal to 1, or 'auto'"
 
 
-def test_a_recipe_file_that_cannot_be_read_is_named_with_what_named_it(tmp_path):
+def test_a_recipe_that_cannot_be_read_is_named_with_its_heir(tmp_path):
     missing, based, empty = tmp_path / "missing.yaml", tmp_path / "based.yaml", tmp_path / "empty.yaml"
     based.write_text("base: quickstrat\n")
     empty.write_text("")
@@ -191,12 +191,12 @@ WRONG_VALUES = [
 
 
 @pytest.mark.parametrize(("key", "given", "guess", "valid"), UNKNOWN_VALUES)
-def test_an_unknown_value_is_refused_with_its_place_a_guess_and_the_valid_ones(key, given, guess, valid):
+def test_an_unknown_value_is_refused_with_a_guess(key, given, guess, valid):
     assert message({key: given}) == f"{key}: unknown value {given!r}{guess} Valid: {valid}"
 
 
 @pytest.mark.parametrize(("key", "given", "allowed"), WRONG_VALUES)
-def test_a_wrong_value_is_refused_with_its_place_what_was_given_and_what_is_allowed(key, given, allowed):
+def test_a_wrong_value_is_refused_with_what_is_allowed(key, given, allowed):
     assert message({key: given}) == f"{key}: {given!r} was given. Input should be {allowed}"
 
 
@@ -220,7 +220,7 @@ def test_several_mistakes_are_all_named():
 # Batches
 
 
-def test_a_step_that_does_not_divide_the_batch_is_refused_with_all_the_numbers():
+def test_a_step_that_does_not_divide_the_batch_is_refused():
     text = message({"batch.mini_batch_size": 5})
     assert text == (
         "batch: prompts 6 x group_size 4 = 24 sequences do not divide into optimizer steps of mini_batch_size 5; "
@@ -249,7 +249,7 @@ def test_groups_of_one_are_refused():
 
 
 @pytest.mark.parametrize("pull", [{"objective.entropy_coeff": 0.01}, {"objective.reference": {"kl_loss_coef": 0.1}}])
-def test_what_pulls_on_all_tokens_is_not_divided_by_the_accepted_ones(pull):
+def test_terms_of_all_tokens_are_not_divided_by_accepted(pull):
     assert "count: proposed" in message({"objective.count": "accepted"} | pull)
 
 
@@ -281,7 +281,7 @@ def test_an_exact_normalizer_of_a_truncated_engine_is_refused(truncation):
     build(truncation)
 
 
-def test_a_budget_takes_the_place_of_lam_and_needs_whole_distributions():
+def test_a_budget_replaces_lam_and_needs_whole_distributions():
     budget = {"objective.correction": {"name": "obrs", "budget": 0.9, "normalizer": "exact"}}
     assert build(budget).objective.correction.budget == 0.9
     assert "use normalizer: exact, or budget: null" in message(budget, {"objective.correction.normalizer": "topk"})
@@ -289,7 +289,7 @@ def test_a_budget_takes_the_place_of_lam_and_needs_whole_distributions():
     assert "less than 1" in message(budget, {"objective.correction.budget": 1.0})
 
 
-def test_an_exact_normalizer_whose_weights_will_have_moved_is_refused():
+def test_an_exact_normalizer_of_moved_weights_is_refused():
     exact_new = {"objective.correction": {"name": "obrs", "normalizer": "exact", "target": "new"}}
     for several, count in (({"batch.mini_batch_size": 8}, 3), ({"batch.ppo_epochs": 2}, 2)):
         assert f"with {count} optimizer steps per iteration they have moved on" in message(exact_new, several)
@@ -299,7 +299,7 @@ def test_an_exact_normalizer_whose_weights_will_have_moved_is_refused():
     build(exact_new)
 
 
-def test_an_exact_normalizer_needs_every_engine_that_generates_rollouts_unquantized():
+def test_an_exact_normalizer_needs_unquantized_engines():
     exact = {"objective.correction.normalizer": "exact"}
     own = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
     build(exact, own)  # it generates in evaluations alone
@@ -340,7 +340,7 @@ def test_target_modules_that_are_no_names_are_refused(given):
     assert message({"policy.lora": {"target_modules": given}}).startswith("policy.lora.target_modules")
 
 
-def test_a_setting_that_a_lora_block_does_not_have_is_refused_with_the_valid_ones():
+def test_an_unknown_setting_of_lora_is_refused():
     text = message({"policy.lora": {"dropout": 0.1}})
     assert text.endswith("Valid: policy.lora.alpha, policy.lora.rank, policy.lora.target_modules")
 
@@ -392,7 +392,7 @@ def test_a_distillation_that_cannot_be_controlled_is_refused(changes, said):
 # Blocks that say what differs from another one
 
 
-def test_the_critics_optimizer_says_what_differs_from_the_policys():
+def test_the_critics_optimizer_differs_from_the_policys():
     changes = {"objective.advantage": "gae", "policy.optimizer.weight_decay": 0.5, "policy.optimizer.betas": [0.8, 0.9]}
     built = build(changes, {"critic": {"optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.99]}}})
     assert built.critic.optimizer == config.OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.99), weight_decay=0.5)
@@ -401,12 +401,12 @@ def test_the_critics_optimizer_says_what_differs_from_the_policys():
     assert build(changes, {"critic": {"optimizer": {}}}).critic.optimizer.weights_dtype is None
 
 
-def test_test_data_without_a_source_are_refused_and_never_those_of_training():
+def test_held_out_data_without_a_source_is_refused():
     task = {"task": {"name": "math", "train": {"source": "mine"}, "test": {"limit": 5}}}
     assert "task.test.source: is missing" in message(task)
 
 
-def test_the_engine_of_evaluations_says_what_differs_from_engine_or_is_a_whole_engine():
+def test_the_engine_of_evaluations_differs_or_is_whole():
     vllm = {"engine": {"name": "vllm", "dtype": "bf16", "quantization": "fp8"}}
     assert build(vllm).evaluation.engine is None
     other = build(vllm, {"evaluation.engine.quantization": None}).evaluation.engine
@@ -440,7 +440,7 @@ def test_two_engines_never_share_a_server():
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}])
-def test_servers_whose_log_probs_are_those_before_filters_get_none(filters):
+def test_servers_with_log_probs_before_filters_get_none(filters):
     servers = {"engine": {"name": "sglang_server", "urls": "http://127.0.0.1:1"}, "evaluation.engine": "transformers"}
     assert "before these filters" in message(servers, {"sampling": filters})
     assert build(servers).engine.name == "sglang_server"
@@ -449,7 +449,7 @@ def test_servers_whose_log_probs_are_those_before_filters_get_none(filters):
     )
 
 
-def test_weights_reach_servers_of_other_machines_through_a_folder():
+def test_weights_reach_other_machines_through_a_folder():
     servers = {
         "engine": {"name": "vllm_server", "urls": ["http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:2"]}
     }
@@ -508,7 +508,7 @@ def test_a_verdict_has_short_forms(given, name, threshold):
     assert build({"task": task.model_dump()}).task == task  # as a run folder holds it
 
 
-def test_without_a_verdict_the_answer_decides_where_it_is_rewarded():
+def test_without_a_verdict_the_rewarded_answer_decides():
     assert build({"task": MATH}).task.decides == config_tasks.VerdictConfig(name="correct")
     assert build({"task": MATH | {"rewards": "a:b"}}).task.decides is None
     verified = {"rewards": ["a:b", {"name": "correct", "weight": 0.0}]}
@@ -521,7 +521,7 @@ def test_rewards_that_cannot_be_are_refused():
     assert "task.verdict.threshold" in message({"task": MATH | {"verdict": {"threshold": float("nan")}}})
 
 
-def test_another_source_of_data_replaces_its_block_and_the_same_one_does_not():
+def test_another_source_replaces_its_block_and_the_same_not():
     block = {"x": {"source": "own.jsonl", "columns": {"answer": "gold"}}}
     assert merge(block, {"x": "gsm8k"}) == {"x": {"source": "gsm8k"}}
     assert merge(block, {"x": {"source": "gsm8k"}}) == {"x": {"source": "gsm8k"}}
@@ -548,7 +548,7 @@ def test_settings_of_data_that_do_not_go_together_are_refused():
     assert "did you mean 'plain'" in message({"task": MATH, "task.train.answers": "plane"})
 
 
-def test_merge_goes_down_key_by_key_and_leaves_its_arguments_alone():
+def test_merge_goes_down_and_leaves_its_arguments_alone():
     base = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
     changes = {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
     merged = merge(base, changes)
@@ -557,7 +557,7 @@ def test_merge_goes_down_key_by_key_and_leaves_its_arguments_alone():
     assert changes == {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
 
 
-def test_another_name_replaces_its_block_and_the_same_name_does_not():
+def test_another_name_replaces_its_block_and_the_same_not():
     base = {"x": {"name": "obrs", "lam": 2.0}}
     assert merge(base, {"x": {"name": "tis"}}) == {"x": {"name": "tis"}}
     assert merge(base, {"x": "tis"}) == {"x": {"name": "tis"}}
@@ -566,7 +566,7 @@ def test_another_name_replaces_its_block_and_the_same_name_does_not():
     assert merge(base, {"x": {"c1": 1.0}}) == {"x": {"name": "obrs", "lam": 2.0, "c1": 1.0}}
 
 
-def test_a_change_inside_a_block_that_was_named_in_short_keeps_its_name():
+def test_a_change_inside_a_short_block_keeps_its_name():
     recipe = {"objective": {"correction": "tis"}}
     assert merge(recipe, nest("objective.correction.cap", 7.0))["objective"]["correction"] == {
         "name": "tis",
@@ -582,7 +582,7 @@ def test_nest_unfolds_dots():
     assert nest("a.b.c", 1) == {"a": {"b": {"c": 1}}} and nest("a", {"b": 1}) == {"a": {"b": 1}}
 
 
-def test_overrides_are_stronger_than_the_arm_and_the_arm_than_the_recipe():
+def test_overrides_beat_the_arm_and_the_arm_the_recipe():
     recipe = RECIPE | {
         "seed": 1,
         "description": "recipe",
@@ -662,7 +662,7 @@ def test_every_block_and_every_setting_has_a_docstring(block):
     assert [name for name, field in fields.items() if not field.description] == []
 
 
-def test_settings_and_recipes_are_read_without_the_packages_that_take_seconds_to_import():
+def test_settings_are_read_without_heavy_packages():
     modules = (path.relative_to(PACKAGE).with_suffix("").parts for path in sorted((PACKAGE / "config").rglob("*.py")))
     names = [".".join(["jackpot", *parts]).removesuffix(".__init__") for parts in modules]
     assert "jackpot.config.config" in names and "jackpot.config.recipes" in names
@@ -759,7 +759,7 @@ def test_arms_that_are_no_mapping_of_mappings_are_refused(arms):
     ("key", "value"),
     [("betas", [0.9]), ("betas", [0.9, 1.0]), ("learning_rate", math.inf), ("learning_rate", math.nan)],
 )
-def test_numbers_that_the_optimizer_cannot_use_are_refused_with_their_key(key, value):
+def test_numbers_that_no_optimizer_can_use_are_refused(key, value):
     with pytest.raises(ConfigError, match=f"policy.optimizer.{key}"):
         build_config(RECIPE, None, [nest(f"policy.optimizer.{key}", value)])
 
@@ -769,7 +769,7 @@ CAPS = ("objective.correction.c1", "objective.correction.c2", "policy.optimizer.
 
 @pytest.mark.parametrize("value", ["null", ".inf"])
 @pytest.mark.parametrize("key", CAPS)
-def test_no_cap_is_null_or_inf_and_is_read_back_from_a_run_folder(key: str, value: str) -> None:
+def test_no_cap_is_null_or_inf_and_is_read_back(key: str, value: str) -> None:
     config = resolve("quickstart", "obrs", [f"{key}={value}"])
     assert attrgetter(key)(config) == math.inf
     assert validated(Config, settings_of(config)) == config

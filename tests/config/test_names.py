@@ -24,7 +24,7 @@ def test_settings_are_short_and_unmistakable() -> None:
     assert {text: override_labels([text]) for text in LABELS} == {text: [label] for text, label in LABELS.items()}
 
 
-def test_the_order_does_not_matter_the_last_of_a_key_counts_and_the_seed_has_its_own_place() -> None:
+def test_the_last_of_a_key_counts_and_the_order_does_not() -> None:
     both = ["batch.prompts=8", "objective.correction.lam=2.0"]
     assert override_labels(both) == override_labels(both[::-1]) == ["prompts8", "lam2.0"]
     assert override_labels(["batch.prompts=4", *both, "seed=3"], ["seed"]) == ["prompts8", "lam2.0"]

@@ -35,7 +35,7 @@ def test_a_run_does_not_depend_on_the_notes(tmp_path: Path) -> None:
     assert resolve(write(tmp_path), "plain", []) == resolve(bare, "plain", [])
 
 
-def test_a_row_that_cannot_run_yet_says_why_in_place_of_an_unknown_arm(tmp_path: Path) -> None:
+def test_a_row_that_cannot_run_yet_says_why(tmp_path: Path) -> None:
     name = write(tmp_path)
     with pytest.raises(ConfigError, match=r"arm 'fp8' of recipe .* is not yet runnable: no FP8 here"):
         resolve(name, "fp8", [])
@@ -79,7 +79,7 @@ def test_mistakes_are_named_before_anything_runs(mistake: str, tmp_path: Path) -
         resolve(write(tmp_path, RECIPE.replace(right, wrong)), "plain", [])
 
 
-def test_a_program_gets_numbers_by_column_and_only_those_that_there_are(tmp_path: Path) -> None:
+def test_a_program_gets_the_numbers_there_are_by_column(tmp_path: Path) -> None:
     found = list_recipe(write(tmp_path)).as_json()
     plain, fp8 = found["published"]
     assert plain["numbers"] == {"gsm8k": 92.5} and fp8["numbers"] == {"gsm8k": 91, "aime24": 20.25}

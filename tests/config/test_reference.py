@@ -83,7 +83,7 @@ def test_a_setting_has_its_values_its_default_and_its_users(key: str, values: st
         ("top_log_probs", ""),  # of jackpot mismatch, which continues nothing
     ],
 )
-def test_a_setting_says_whether_it_may_change_when_a_run_continues(key: str, resume: str) -> None:
+def test_a_setting_says_whether_it_may_change_in_a_run(key: str, resume: str) -> None:
     assert SETTINGS[key].resume == resume
 
 
@@ -97,7 +97,7 @@ def test_every_setting_and_every_block_has_a_meaning() -> None:
     assert [key for command in COMMANDS for key, block in blocks(command).items() if not block.meaning] == []
 
 
-def test_a_number_without_bound_is_read_again_from_the_folder_of_its_run_as_it_was() -> None:
+def test_a_number_without_bound_is_read_again_as_it_was() -> None:
     """JSON, and so config.yaml, has no inf: it is refused, or null stands for it."""
 
     def fields(kind: type) -> Iterator[tuple[str, FieldInfo]]:
@@ -135,7 +135,7 @@ def test_every_setting_of_a_run_is_found() -> None:
     assert settings("train").keys() == expected | {block.removesuffix(".") for block in DIFFERENCES}
 
 
-def test_a_block_is_found_with_its_choices_and_the_settings_below() -> None:
+def test_a_block_is_found_with_choices_and_settings_below() -> None:
     found, below = find("engine")
     assert {block.command for block in found} == {"train", "eval"}
     assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server", "sglang_server"]

@@ -271,7 +271,7 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         assert Mean(*reduced["mean"]).value.item() == pytest.approx(both.mean(), rel=1e-13)
         assert Mean(*reduced["mean"]).standard_error.item() == pytest.approx(both.std() / len(both) ** 0.5, rel=1e-12)
         whole = ClusteredMean.of(torch.cat([values, more]), torch.cat([mask, mask_too]))
-        assert torch.stack(reduced["clustered"]).tolist() == pytest.approx(torch.stack(whole).tolist(), rel=1e-13)
+        assert torch.stack(reduced["clustered"]).tolist() == pytest.approx([float(part) for part in whole], rel=1e-13)
         assert Mean(*reduced["other"]).value.item() == pytest.approx(both.mean() + 1, rel=1e-13)
         assert Max(*reduced["largest"]).value.item() == both.max()
         assert Sum(*reduced["total"]).value.item() == len(both)
@@ -280,3 +280,10 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         for share in (0.1, 0.5, 0.9):
             wanted = np.quantile(both, share, method="inverted_cdf")
             assert Histogram(*reduced["spread"]).quantile(share).item() == pytest.approx(wanted, rel=0.015, abs=2e-6)
+
+
+def test_a_metric_of_another_kind_is_refused_by_its_name():
+    sums = {"tokens": Sum.number(3.0), "ratio": Mean.number(2.0)}
+    assert Mean.named(sums, "ratio") is sums["ratio"]
+    with pytest.raises(TypeError, match="tokens is a Sum; what reads it here needs a Mean"):
+        Mean.named(sums, "tokens")

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from helpers.runs import small_config
+from helpers.runs import SHORT, small_config
 from jackpot.launch.start import launch
 from jackpot.training.trainer import MetricsLine
 
-OVERRIDES = ("iterations=6", "rollouts.every=1", "checkpoint.keep=1")
+OVERRIDES = (SHORT, "iterations=6", "rollouts.every=1", "checkpoint.keep=1")
 
 
 @contextmanager

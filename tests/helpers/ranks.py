@@ -1,4 +1,4 @@
-"""What each rank does in test_ranks.py and test_kappa_repair.py."""
+"""What each rank does in test_ranks.py and test_kappa.py."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def step(config: Config, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     Of two ranks the first has one micro-batch, so that alone it would know kappa for nothing.
     """
     torch.set_num_threads(1)
-    parts = make_components(config, None, None)
+    parts = make_components(config)
     prompts = PromptStream(parts.task, "train", config.seed)
     made_of = (config, parts.writers, parts.task, parts.tokenizer, parts.costs, prompts, Clock())
     batch = Sampler(*made_of, lambda iteration, event: None).next_batch(1)

@@ -22,7 +22,7 @@ def gradient_of_update(learner: JointLearner, parts: Sequence[MicroBatch]) -> tu
     step = learner._optimizer.step
 
     def look(sums, **arguments):
-        gradients = [one.grad for one in learner._models["policy"].parameters()]
+        gradients = [one.grad for one in learner.models["policy"].parameters()]
         seen.append(torch.cat([one.double().flatten().clone() for one in gradients]))
         return step(sums, **arguments)
 

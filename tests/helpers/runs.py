@@ -30,6 +30,8 @@ SMALL = (
     "threads=1",
 )
 
+SHORT = "sampling.max_new_tokens=8"  # most of a small run is decoding; for tests to which answers do not matter
+
 COST = ForwardCost(per_token=1, per_pair=0)  # then FLOPs are tokens read
 
 

@@ -52,7 +52,7 @@ def assert_close(one: Path, other: Path) -> None:
             assert same[name] == (None if value is None else pytest.approx(value, rel=1e-3, abs=1e-3)), name
 
 
-def test_both_engines_of_a_run_generate_what_they_do_in_one_process(forked: list[ProcessLink]) -> None:
+def test_both_engines_generate_what_they_do_in_one_process(forked: list[ProcessLink]) -> None:
     config = small_config("placement.engines=2", "engine.draft={lam: 0.3}", "rollout_model.share=0.5")
     here = config.model_copy(update={"placement": PlacementConfig()})
     paths = config.model_paths()
@@ -122,7 +122,7 @@ def noting(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transfer", ["host", "device"])
-def test_engines_that_share_with_two_ranks_sleep_while_these_train(transfer, forked, tmp_path, monkeypatch) -> None:
+def test_engines_that_share_sleep_while_two_ranks_train(transfer, forked, tmp_path, monkeypatch) -> None:
     """Both ranks train between the sleep of both processes and the next weights, before which both release memory. The
     run is that of engines which never sleep, bit for bit."""
     overrides = ("placement.engines=2", "placement.chunk=4")
@@ -153,7 +153,7 @@ def test_engines_that_share_with_two_ranks_sleep_while_these_train(transfer, for
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_with_engines_and_without(forked, finished_run: FinishedRuns, tmp_path) -> None:
+def test_a_run_goes_on_with_engine_processes_and_without(forked, finished_run: FinishedRuns, tmp_path) -> None:
     """The processes read the models of the settings, and get the weights of the checkpoint before they generate."""
     run = finished_run.copy(tmp_path / "run", kill_after=2)
     assert train_run(small_config("placement.engines=2"), run, lambda line: None)
@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_engines_and_without(forked, finish
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_generates_what_this_one_does_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_process_generates_what_this_does_and_ends_with_it(tmp_path: Path) -> None:
     """With the program that a run starts. A leader that is killed leaves neither a process nor memory."""
     reading, writing = os.pipe()
     if not (leader := os.fork()):
@@ -230,7 +230,7 @@ def test_engines_that_cannot_be_placed_are_refused_by_name(overrides: tuple[str,
 
 
 @pytest.mark.parametrize(("ranks", "shares", "gpus"), [(2, True, "0120"), (2, False, "2012"), (1, True, "0120")])
-def test_an_engine_that_sleeps_gets_the_gpu_of_a_rank_and_others_one_without(ranks, shares, gpus, monkeypatch) -> None:
+def test_an_engine_that_sleeps_gets_the_gpu_of_a_rank(ranks, shares, gpus, monkeypatch) -> None:
     names = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
     for name, number in names.items():
         monkeypatch.setenv(name, str(number))

@@ -8,7 +8,7 @@ from helpers.runs import run, small_config
 from jackpot.objectives.kernels.reader import TorchReader
 
 
-def test_a_run_names_the_kernel_that_reads_its_logits_and_sets_tf32(tmp_path, monkeypatch):
+def test_a_run_names_its_head_kernel_and_sets_tf32(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "jackpot.launch.head_kernel.tile_reader", lambda kernel, device: TorchReader(f"{kernel} on {device}")
     )

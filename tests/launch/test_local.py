@@ -8,7 +8,7 @@ from jackpot.models.forward import output_layer
 from jackpot.objectives.kernels.linear_head import Fp32Linear
 
 
-def test_head_dtype_widens_the_output_layer_of_every_model_that_has_one():
+def test_head_dtype_widens_every_output_layer():
     settings = ("objective.reference.kl_loss_coef=0.1", "policy.lora.rank=2")
     for is_wide, added in ((False, ()), (True, ("head_dtype=fp32",))):
         models = load_models(small_config(*settings, *added), None, torch.device("cpu"))

@@ -78,7 +78,7 @@ def engines_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @needs_ray
-def test_a_run_that_loses_an_engine_and_a_rank_ends_bit_equal_to_one_that_loses_none(tmp_path: Path) -> None:
+def test_a_run_that_loses_an_actor_ends_bit_equal(tmp_path: Path) -> None:
     """2 ranks and 2 engines: an engine is killed after iteration 3, a rank after 4; the other engine hangs, and SIGTERM
     comes last.
 
@@ -121,7 +121,7 @@ def test_a_run_that_loses_an_engine_and_a_rank_ends_bit_equal_to_one_that_loses_
     assert metrics(folder)[:-1] == metrics(tmp_path / "undisturbed")[:-1]  # its last iteration is evaluated
 
 
-def test_an_actor_on_another_machine_takes_weights_from_what_travels_with_the_message(tmp_path: Path) -> None:
+def test_a_far_actor_gets_weights_with_the_message(tmp_path: Path) -> None:
     """The actor's class, without Ray. An actor that was started again has not begun, and answers nothing."""
     sent = dict(tiny_model(seed=1).named_parameters())
     save_file({name: tensor.detach() for name, tensor in sent.items()}, file := tmp_path / "weights")
@@ -168,7 +168,7 @@ def test_a_cluster_without_a_token_is_refused(mode: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", [RankError, WeightsError, type("Own", (WeightsError,), {})])
-def test_an_error_of_a_rank_reaches_the_driver_as_its_nearest_class_of_core_errors(kind: type[JackpotError]) -> None:
+def test_an_error_of_a_rank_reaches_the_driver(kind: type[JackpotError]) -> None:
     """Classes of the user's own modules are not known there."""
 
     def fail() -> None:
@@ -191,7 +191,7 @@ def test_ranks_get_the_variables_of_torchrun() -> None:
     assert alone[0]["MASTER_ADDR"] == "127.0.0.1" and alone[0]["WORLD_SIZE"] == "1"
 
 
-def test_engines_that_sleep_are_placed_with_the_ranks_in_turn_and_others_alone() -> None:
+def test_engines_that_sleep_are_placed_with_ranks() -> None:
     placed = ("placement.launcher=ray", "placement.ranks=2", "placement.engines=3")
     assert bundles(small_config(*placed)) == [0, 1, 2, 3, 4]
     assert bundles(small_config(*placed, "engine.enable_sleep_mode=true")) == [0, 1, 0, 1, 0]

@@ -88,7 +88,7 @@ def test_the_script_is_valid_bash_and_asks_for_all_nodes(options: tuple[str, ...
     assert ("#SBATCH --gpus-per-node=8" in directives) == ("--gpus" not in options)
 
 
-def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path: Path) -> None:
+def test_servers_and_ranks_get_their_nodes(tmp_path: Path) -> None:
     """Two nodes train and one serves; paths and settings have what a shell would take apart."""
     run, description = str(tmp_path / "a run's $HOME"), "description=it's `one` $(date) word *"
     options = ["--nodes", "2", "--servers", "1", "--gpus", "2", "--run", run]
@@ -129,7 +129,7 @@ def test_servers_and_ranks_get_their_nodes_and_every_word_arrives_whole(tmp_path
     assert len(keys) == 1 and len(keys.pop()) == 64
 
 
-def test_settings_of_servers_that_the_user_chose_stay_in_the_command(tmp_path: Path) -> None:
+def test_chosen_settings_of_servers_stay_in_the_command(tmp_path: Path) -> None:
     """Those of the evaluations' engine, which differ from an engine that changes its kind, are given anew."""
     chosen = ["engine={name: vllm_server, urls: http://a:1, weights_folder: w, dtype: bf16}", "engine.timeout=60.0"]
     replaced = ["evaluation.engine.dtype=fp32", "evaluation.engine.gpu_memory_utilization=0.3"]
@@ -168,7 +168,7 @@ def test_what_a_job_cannot_do_is_refused_before_it_is_submitted(case: str, tmp_p
 
 
 @pytest.mark.slow
-def test_a_job_trains_on_its_ranks_and_sigterm_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_ends_a_job_with_a_checkpoint(tmp_path: Path) -> None:
     """With the real torchrun, on CPUs. SLURM sends SIGTERM to the script before the job's time is over."""
     options = ["--gpus", "0", "--ranks", "2", "--run", str(tmp_path / "run")]
     script = printed("quickstart", *SMALL, "iterations=500", *options, cwd=tmp_path)

@@ -79,7 +79,7 @@ def test_every_model_that_is_trained_is_checkpointed_and_no_other() -> None:
     }
     assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
-    critic = load_critic(small_config(*settings), None, torch.device("cpu"))
+    critic = load_critic(small_config(*settings), config.policy.path, torch.device("cpu"))
     for model in (loaded["policy"], critic):
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         assert layers and all(isinstance(layer.forward, partial) for layer in layers)

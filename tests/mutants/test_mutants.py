@@ -33,51 +33,51 @@ def of_learner(*names: str) -> tuple[str, ...]:
 KAPPA = (
     *of_learner(
         "kappa_is_the_one_of_the_whole_step",
-        "a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported",
+        "a_prepass_is_taken_only_where_kappa_needs_it",
     ),
-    "training/test_kappa_repair.py::test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice",
-    "training/test_kappa_repair.py::test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step_before",
+    "training/test_kappa.py::test_with_regularizers_auto_reads_twice",
+    "training/test_kappa.py::test_each_step_begins_with_the_kappa_of_the_step_before",
 )
 REPAIR = tuple(
-    f"training/test_kappa_repair.py::test_{name}"
+    f"training/test_kappa.py::test_{name}"
     for name in (
         "weights_that_differ_by_rounding_alone_are_not_repaired",
         "the_error_is_estimated_as_the_equation_says",
         "only_sequences_with_a_gradient_at_a_cap_are_read_again",
-        "no_more_sequences_are_repaired_than_take_the_error_below_the_tolerance",
-        "the_repaired_step_is_the_one_that_knows_kappa_beforehand",
-        "two_ranks_of_which_one_has_a_token_at_a_cap_take_the_step_of_one",
+        "no_more_is_repaired_than_the_tolerance_needs",
+        "the_repaired_step_is_that_which_knows_kappa_before",
+        "a_cap_on_one_of_two_ranks_leaves_the_step_of_one",
     )
 )
 SKIPPED = of_learner(
-    "groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model",
-    "a_rollout_model_that_nothing_pulls_is_not_moved_by_its_momentum",
-    "when_everything_is_rejected_the_loss_is_zero_and_the_step_is_counted_as_skipped",
-    "only_rejected_tokens_with_an_advantage_count_as_nothing_to_learn",
+    "equal_rewards_skip_the_policy_alone",
+    "a_model_that_nothing_pulls_has_no_momentum",
+    "a_step_whose_tokens_are_all_rejected_is_skipped",
+    "rejected_advantages_alone_are_nothing_to_learn",
     "a_step_without_any_token_moves_nothing_and_says_so",
-    "a_non_finite_gradient_skips_both_models_and_leaves_their_optimizers_as_they_were",
+    "a_non_finite_gradient_skips_both_models",
 )
 AGES = of_learner(
-    "fill_ins_are_used_only_while_the_writing_weights_are_in_training",
-    "the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others",
-    "the_kept_mass_is_that_of_the_tokens_which_the_engine_may_sample",
+    "fill_ins_need_the_writing_weights_in_training",
+    "the_engine_is_compared_on_tokens_of_equal_weights",
+    "the_kept_mass_is_that_of_what_the_engine_may_sample",
 )
-STEP_SIZE = of_learner("the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size")
+STEP_SIZE = of_learner("the_rate_is_scaled_by_the_root_of_the_ess")
 STEP = of_learner(
-    "a_single_step_needs_no_scores_of_its_own_and_costs_no_extra_forward",
-    "old_log_probs_of_several_steps_are_those_before_the_first_update",
+    "a_single_step_costs_no_extra_forward_pass",
+    "old_log_probs_are_those_before_the_first_update",
     "two_steps_are_those_of_the_float64_reference",
 )
-ANNEALED = "training/test_mixed_runs.py::test_an_annealed_run_that_was_killed_ends_as_one_that_was_not"
+ANNEALED = "training/test_mixed_runs.py::test_a_killed_annealed_run_ends_as_the_whole_run"
 MIXED = tuple(
     f"training/test_mixed_runs.py::test_{name}"
     for name in (
         "kappa_is_each_models_own",
-        "a_mixed_step_is_the_sum_of_what_each_models_rollouts_give_alone",
-        "each_engine_is_compared_with_its_own_model_and_only_exact_ones_have_fill_ins",
+        "a_mixed_step_is_the_sum_of_each_models_rollouts",
+        "each_engine_is_compared_with_its_own_model",
     )
 )
-NOT_CARRIED = "training/test_kappa_repair.py::test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried"
+NOT_CARRIED = "training/test_kappa.py::test_kappa_is_one_where_the_models_do_not_overlap"
 FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         ["models/drafts.py::verify", "models/drafts.py::tokens_per_verification"], ("models/test_drafts.py",)
@@ -87,8 +87,8 @@ FORMULAS = {  # "file::function": tests
         ("objectives/test_obrs.py", *CORRECTIONS),
     ),
     "objectives/kernels/linear_head.py::LinearHead.z_for_budget": of_learner(
-        "a_budget_chooses_the_lam_of_every_position_so_that_z_is_the_budget",
-        "a_budget_rejects_evenly_what_the_policy_itself_generated",
+        "a_budget_chooses_lam_so_that_z_is_the_budget",
+        "a_budget_rejects_evenly_what_the_policy_generated",
     ),
     "objectives/obrs.py::topk_z": ("objectives/test_topk_z.py",),
     "objectives/obrs.py::kappa": CORRECTIONS,
@@ -123,10 +123,10 @@ FORMULAS = {  # "file::function": tests
         ("objectives/test_joint.py", "objectives/test_regularizers.py"),
     ),
     "objectives/joint.py::rollout_model_loss": ("objectives/test_joint.py",),
-    "training/step_totals.py::StepTotals.before_backward": KAPPA,
+    "training/kappa.py::StepTotals.before_backward": KAPPA,
     **dict.fromkeys(
         [
-            f"training/kappa_repair.py::{name}"
+            f"training/kappa.py::{name}"
             for name in ("KappaRepair.apply", "KappaRepair._repair", "KappaRepair._backward", "_delta", "_to_repair")
         ],
         REPAIR,
@@ -146,9 +146,9 @@ FORMULAS = {  # "file::function": tests
     "training/components.py::RunComponents.next_writers": (
         "training/test_drafted_runs.py::test_who_generates_or_drafts_next_needs_new_weights",
     ),
-    "training/gradients.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
-    "training/gradients.py::GradientSplit._measure": (ROLLOUT_MODEL_STEPS,),
-    "training/gradients.py::split_numbers": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::GradientAccumulator.add": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::GradientSplit._measure": (ROLLOUT_MODEL_STEPS,),
+    "training/joint_optimizer.py::split_numbers": (ROLLOUT_MODEL_STEPS,),
     "training/optimizer.py::ModelOptimizer.reduce": ("training/test_optimizer.py",),
     **dict.fromkeys(
         [
@@ -161,7 +161,7 @@ FORMULAS = {  # "file::function": tests
         [f"training/trainer.py::Trainer.{name}" for name in ("_finish_iteration", "_saves_rollouts", "_is_last")],
         (
             "training/test_trainer.py::test_evaluations_and_rollouts_are_due_as_the_settings_say",
-            "training/test_trainer.py::test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run",
+            "training/test_trainer.py::test_other_weights_than_were_sent_end_the_run",
         ),
     ),
 }

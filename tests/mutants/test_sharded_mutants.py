@@ -14,7 +14,7 @@ from helpers import sharded
 from jackpot.core import shards
 from jackpot.models import forward, lora
 from jackpot.models.gathered import Gathered
-from jackpot.training import batching, joint_learner, kappa_repair, optimizer, step_totals
+from jackpot.training import batching, joint_learner, kappa, optimizer
 from jackpot.training.old_policy import OldPolicySnapshot
 from training import test_sharded
 from training.test_sharded import QUICK, SLOW, check
@@ -75,11 +75,11 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
     ),
     "kappa from a rank's own micro-batches": (
         REPAIRED,
-        lambda patch: patch.setattr(step_totals, "all_reduce_sums", lambda sums: sums),
+        lambda patch: patch.setattr(kappa, "all_reduce_sums", lambda sums: sums),
     ),
     "as many repairs as a rank's own": (
         REPAIRED,
-        lambda patch: patch.setattr(kappa_repair, "max_over_ranks", lambda number: number),
+        lambda patch: patch.setattr(kappa, "max_over_ranks", lambda number: number),
     ),
     "old log-probs of a rank's own rollouts": (
         SLOW["two epochs, dealt anew"],

@@ -38,7 +38,7 @@ def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE, optimizer=optimizer)
     frozen = copy.deepcopy(FROZEN)
     if estimate:
-        policy = learner._models["policy"]
+        policy = learner.models["policy"]
         learner._reference = Reference(frozen, policy, estimate=estimate, temperature=TEMPERATURE)
     return learner, frozen
 
@@ -149,7 +149,7 @@ def test_the_regularizer_stands_on_all_tokens_and_is_not_rejected():
     """With lam so large that every token is rejected, the gradient is the regularizer's alone."""
     objective = replace(policy_objective(lam=1e6, kappa="none"), kl_loss_coef=0.5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
-    policy = learner._models["policy"]
+    policy = learner.models["policy"]
     learner._reference = Reference(copy.deepcopy(FROZEN), policy, estimate="exact", temperature=TEMPERATURE)
     (result,) = train(learner, batches(WRITTEN))
     assert result.metrics["correction/accepted"].value == 0.0
@@ -163,7 +163,7 @@ def test_a_run_continues_beside_its_own_reference_alone(tmp_path):
     saved = learner.state_dict()
     learner.load(tmp_path, saved)
     frozen.model.norm.weight.data[0] += 1e-3
-    learner._reference = Reference(frozen, learner._models["policy"], estimate="exact", temperature=TEMPERATURE)
+    learner._reference = Reference(frozen, learner.models["policy"], estimate="exact", temperature=TEMPERATURE)
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
         learner.load(tmp_path, saved)
 

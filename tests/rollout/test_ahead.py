@@ -49,12 +49,15 @@ def whole(finished_run: FinishedRuns) -> tuple[Path, Path]:
     return finished_run(*AHEAD), finished_run(*AHEAD, kill_after=3)
 
 
-@pytest.mark.parametrize("overrides", [(), ("batch.mini_batch_size=8",), ("rollout_model.update=iteration",)])
+FEW = ("batch.prompts=2", "batch.group_size=2", "sampling.max_new_tokens=8", "evaluation.problems=2")
+
+
+@pytest.mark.parametrize("overrides", [(), ("batch.mini_batch_size=2",), ("rollout_model.update=iteration",)])
 def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    run(small_config(*AHEAD, *overrides, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path)
+    run(small_config(*AHEAD, *FEW, *overrides, "checkpoint.every=1", "checkpoint.keep=9"), tmp_path)
     after = [0, *(load_state(tmp_path / "checkpoints" / f"step-{n}")["version"][1] for n in range(1, 5))]
     lines, steps = metrics(tmp_path), after[1]
-    assert steps == (1 if overrides != ("batch.mini_batch_size=8",) else 2) and after == [n * steps for n in range(5)]
+    assert steps == (1 if overrides != ("batch.mini_batch_size=2",) else 2) and after == [n * steps for n in range(5)]
     for iteration, batch in rows(tmp_path).items():
         written = after[max(0, iteration - 2)]
         assert {version[1] for row in batch for version in row["versions"]} == {written}
@@ -64,17 +67,16 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
         assert (lines[iteration]["mismatch/engine_gap"] is None) == is_stale
 
 
-def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, tmp_path: Path) -> None:
+def test_every_prompt_is_trained_on_once_and_in_the_same_order(whole, finished_run: FinishedRuns) -> None:
     ahead, _ = whole
-    run(small_config("rollouts.every=1"), tmp_path)
-    assert prompts(ahead) == prompts(tmp_path)
+    assert prompts(ahead) == prompts(finished_run("rollouts.every=1"))
     assert [len(batch) for batch in rows(ahead).values()] == [16] * 4
     assert all(row["uid"].startswith(f"{iteration}/") for iteration, batch in rows(ahead).items() for row in batch)
     state = load_state(ahead / "checkpoints" / "last")
     assert state["prompts"]["position"] == 16  # nothing is begun that no iteration will train on
 
 
-def test_dynamic_sampling_writes_its_further_rounds_with_the_same_weights(tmp_path: Path) -> None:
+def test_dynamic_sampling_has_the_same_weights_in_all_rounds(tmp_path: Path) -> None:
     run(small_config(*AHEAD, "batch.filter_groups.max_num_gen_batches=4"), tmp_path)
     lines = metrics(tmp_path)[1:]
     assert max(line["sampling/gen_batches"] for line in lines[1:]) > 1
@@ -100,8 +102,7 @@ def test_a_killed_run_trains_on_what_was_written_ahead(whole, tmp_path: Path) ->
 
 # Several batches ahead
 
-TINY = ("batch.prompts=2", "batch.group_size=2", "sampling.max_new_tokens=8", "evaluation.problems=2")
-TINY += ("iterations=6", "evaluation.every=3", "checkpoint.every=1", "rollouts.every=1")
+TINY = (*FEW, "iterations=6", "evaluation.every=3", "checkpoint.every=1", "rollouts.every=1")
 
 
 def lag_of(iteration: int, ahead: int) -> int:
@@ -151,7 +152,7 @@ def assert_bounded_and_killed_equal(home: Path, ahead: int, kills: Sequence[int]
         assert_equal_ends(home / "whole", home / f"{kill}")
 
 
-def test_several_batches_ahead_are_trained_on_once_within_the_bound_and_survive_a_kill(tmp_path: Path) -> None:
+def test_several_batches_ahead_are_within_the_bound_at_a_kill(tmp_path: Path) -> None:
     assert_bounded_and_killed_equal(tmp_path, 3, [3])  # between two weight updates
 
 
@@ -192,7 +193,7 @@ def test_when_a_run_waits_for_its_batches_changes_nothing(tmp_path: Path) -> Non
     assert all(torch.equal(mine[name], other[name]) for name in mine) and rows(ours) == rows(theirs)
 
 
-def test_what_was_written_ahead_is_checked_by_the_weights_that_wrote_it(tmp_path: Path, monkeypatch) -> None:
+def test_rollouts_are_checked_by_the_weights_that_wrote_them(tmp_path: Path, monkeypatch) -> None:
     """At this learning rate weights of another iteration would be taken for a broken engine."""
     monkeypatch.setattr(guards, "CHECKED_TOKENS", 64)
     run(small_config(*FAST, "batch.ahead=2", "iterations=5"), tmp_path)
@@ -214,9 +215,7 @@ class Deaf(TransformersEngine):
         return digest
 
 
-def test_an_engine_that_kept_its_old_weights_is_found_before_its_batch_is_trained_on(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_an_engine_that_kept_its_old_weights_is_found(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Deaf)
     with pytest.raises(EngineError, match="other weights"):
         run(small_config(*FAST, "batch.ahead=3"), tmp_path)
@@ -245,16 +244,16 @@ class Overlap:
         monkeypatch.setattr("jackpot.launch.engines.make_engine", self.make)
 
     def make(self, *arguments: Any) -> ThreadedEngine:
-        number = len(self.engines)
-        self.engines.append(ThreadedEngine(make_engine(*arguments), lambda: self.hold(number)))
+        index = len(self.engines)
+        self.engines.append(ThreadedEngine(make_engine(*arguments), lambda: self.hold(index)))
         return self.engines[-1]
 
-    def hold(self, number: int) -> None:
-        if number == 0 and self.engines[0].finished >= 8 + 16:  # the first evaluation and the first batch
+    def hold(self, index: int) -> None:
+        if index == 0 and self.engines[0].finished >= 8 + 16:  # the first evaluation and the first batch
             assert self.trains.wait(PATIENCE)
 
 
-def test_the_engine_writes_the_next_batch_while_the_learner_trains(whole, tmp_path: Path, monkeypatch) -> None:
+def test_the_engine_generates_while_the_learner_trains(whole, tmp_path: Path, monkeypatch) -> None:
     overlap = Overlap(monkeypatch)
     run(small_config(*AHEAD), tmp_path)
     assert len(overlap.during) == 4 and all(count > 0 for count in overlap.during[:3])
@@ -266,7 +265,7 @@ def test_the_engine_writes_the_next_batch_while_the_learner_trains(whole, tmp_pa
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_while_a_batch_is_being_written_ends_the_run_cleanly(signals: int, tmp_path: Path, monkeypatch) -> None:
+def test_ctrl_c_while_a_batch_is_written_ends_the_run_cleanly(signals: int, tmp_path: Path, monkeypatch) -> None:
     """The first one after the iteration, with a checkpoint; the second one at once."""
     overlap = Overlap(monkeypatch)
     train = JointLearner.train

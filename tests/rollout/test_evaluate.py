@@ -36,7 +36,7 @@ from jackpot.rollout.evaluate import eval_request, evaluate, generate_and_score
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
-from jackpot.training.run_folder.models import resolve_model_path
+from jackpot.training.run_folder.checkpoint import resolve_model_path
 
 SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
@@ -68,7 +68,7 @@ def rows(folder: Path, name: str = "arithmetic") -> list[dict]:
     return pq.read_table(folder / f"{name}.parquet").to_pylist()
 
 
-def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows(whole) -> None:
+def test_every_problem_is_answered_k_times_and_counted(whole) -> None:
     folder, result = whole
     task = make_task(small_config().task, load_tokenizer("starter:policy"))
     prompts = [task.prompt("test", index) for index in range(20)]
@@ -95,7 +95,7 @@ def test_every_problem_is_answered_k_times_and_the_numbers_are_those_of_the_rows
     assert written["pass_at_k"]["3"]["value"] == summary.pass_at_k[3].value
 
 
-def test_answers_do_not_depend_on_how_many_are_asked_at_once_or_on_k(whole, tmp_path: Path) -> None:
+def test_answers_depend_neither_on_concurrency_nor_on_k(whole, tmp_path: Path) -> None:
     evaluation(tmp_path / "few", {"engine": {"max_num_seqs": 5}})
     assert rows(tmp_path / "few") == rows(whole[0])
     evaluation(tmp_path / "one", {"k": 1, "problems": 7})
@@ -105,7 +105,7 @@ def test_answers_do_not_depend_on_how_many_are_asked_at_once_or_on_k(whole, tmp_
 
 
 @pytest.mark.parametrize("kills", [[1], [30, 45]])
-def test_a_killed_evaluation_goes_on_and_ends_byte_for_byte_the_same(kills, whole, tmp_path: Path) -> None:
+def test_a_killed_evaluation_ends_byte_for_byte_the_same(kills, whole, tmp_path: Path) -> None:
     for kill in kills:
         with pytest.raises(Killed):
             evaluation(tmp_path, kill_after=kill)
@@ -144,7 +144,7 @@ def test_a_kill_before_or_after_the_table_costs_nothing(whole, tmp_path: Path) -
     assert result.was_done and not (tmp_path / "arithmetic.jsonl").exists()
 
 
-def test_a_finished_evaluation_loads_no_engine_and_changes_nothing(whole, tmp_path: Path) -> None:
+def test_a_finished_evaluation_loads_no_engine(whole, tmp_path: Path) -> None:
     folder, result = whole
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
     servers = {"engine": {"urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}}  # no server there
@@ -203,7 +203,7 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     evaluate_model(evaluation_config("starter:policy", [SMALL, {"problems": 2}]), tmp_path, listen)
 
 
-def test_a_full_disk_ends_it_with_an_error_and_the_next_start_goes_on(whole, tmp_path: Path) -> None:
+def test_a_full_disk_ends_it_and_the_next_start_goes_on(whole, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*arithmetic\.jsonl.*to continue"), largest_file(3000):
         evaluation(tmp_path)
     assert 0 < (tmp_path / "arithmetic.jsonl").stat().st_size <= 3000
@@ -227,7 +227,7 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_signal_that_nobody_can_catch_costs_what_was_not_scored(whole, tmp_path: Path) -> None:
+def test_a_kill_costs_what_was_not_scored(whole, tmp_path: Path) -> None:
     command = "from jackpot.rollout import evaluate; evaluate._SCORE_BATCH = 4; from jackpot.ui.cli import main; main()"
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]
     settings = ["problems=20", "threads=1", "sampling.max_new_tokens=24"]
@@ -313,7 +313,7 @@ def test_benchmarks_are_read_put_and_scored_as_the_settings_say(text_model, tmp_
     assert {row["tokens"] for row in found} <= set(range(1, 13)) and any(row["finish"] == "length" for row in found)
 
 
-def test_a_prompt_that_fills_the_context_is_refused_before_the_first_answer(text_model, tmp_path, monkeypatch) -> None:
+def test_a_prompt_that_fills_the_context_is_refused_at_once(text_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     write_problems(tmp_path / "aime24.jsonl", [1, 2], problem=["short", "long " * 300])
     with pytest.raises(DataError, match=r"aime24: the prompt of aime24/test/1 has \d+ tokens, and the context"):
@@ -321,7 +321,7 @@ def test_a_prompt_that_fills_the_context_is_refused_before_the_first_answer(text
     assert not (tmp_path / "out" / "aime24.jsonl").exists()
 
 
-def test_an_endless_set_has_so_many_problems_and_a_finite_one_no_more_than_it_has(tmp_path: Path) -> None:
+def test_an_endless_set_is_cut_and_a_finite_one_is_whole(tmp_path: Path) -> None:
     [result] = evaluation(tmp_path, {"k": 1, "problems": None})
     assert result.summary.problems == ENDLESS == 512
 

@@ -64,7 +64,7 @@ def assert_equal(first: Rollout, second: Rollout) -> None:
 # With a real model
 
 
-def test_a_task_without_a_tool_gets_what_the_engine_writes_bit_for_bit():
+def test_without_a_tool_rollouts_are_those_of_the_engine():
     requests = problems(40)
     found = generate_rollouts(starter_engine(), SINGLE, TOKENIZER, requests)
     for mine, engines in zip(found, starter_engine().generate(requests), strict=True):
@@ -126,7 +126,7 @@ def test_responses_do_not_depend_on_the_batch_or_the_order(size):
 
 
 @pytest.mark.parametrize(("prompt", "max_new", "limit"), [(5, 1, 1), (5, 2, 2), (5, 12, 12), (CONTEXT - 9, 50, 9)])
-def test_the_limit_counts_every_token_and_a_reply_that_leaves_no_room_is_not_written(prompt, max_new, limit):
+def test_a_reply_that_leaves_no_room_is_not_written(prompt, max_new, limit):
     """The limit is max_new_tokens or what the context leaves."""
     requests = [tiny_request(f"{n}", prompt, seed=n, max_new_tokens=max_new) for n in range(200)]
     tool = Tool(range(2, 10), VOCAB_SIZE)
@@ -231,7 +231,7 @@ def play(turns, lines, **sampling):
     return rollout, engine.requests[1:], task
 
 
-def test_each_turn_is_a_request_of_its_own_with_all_that_was_said_as_its_prompt():
+def test_each_turn_is_a_request_with_all_that_was_said():
     turns = [("stop", 7, 5), ("stop", 5), ("length", 8, 8)]
     rollout, requests, task = play(turns, ["11 12", ""], max_new_tokens=7, stop_token_ids=(9,))
     assert rollout.token_ids.tolist() == [7, 5, 11, 12, 5, 8, 8] and rollout.finish == "length"
@@ -270,7 +270,7 @@ def test_how_a_response_ends(turns, lines, finish, tokens):
     assert {len(getattr(rollout, name)) for name in columns} == {len(tokens)}
 
 
-def test_conversations_keep_apart_and_come_in_the_order_of_their_requests():
+def test_conversations_come_in_the_order_of_their_requests():
     turns = {uid: [("stop", 6 + n, 5), ("stop", 6 + n, 5), ("stop", 6 + n)] for n, uid in enumerate("abc")}
     engine = Scripted(turns)
     found = generate_rollouts(engine, Tool([5], VOCAB_SIZE), Numbers(), [tiny_request(uid) for uid in turns])
@@ -286,7 +286,7 @@ def test_a_turn_that_the_engine_does_not_return_is_named():
         play([("stop", 5)], ["3"])
 
 
-def test_without_turns_the_engine_gets_the_callers_requests_and_its_rollouts_are_not_copied(monkeypatch):
+def test_without_turns_neither_requests_nor_rollouts_are_copied(monkeypatch):
     engine, requests = Scripted({"a": [("stop", 7, 5)], "b": [("length", 8)]}), [tiny_request("a"), tiny_request("b")]
     wrote, collect = [], engine.collect
     monkeypatch.setattr(engine, "collect", lambda *args, **kwargs: wrote.extend(got := collect(*args, **kwargs)) or got)

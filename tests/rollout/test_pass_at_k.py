@@ -10,7 +10,6 @@ from jackpot.core.errors import DataError
 from jackpot.rollout.pass_at_k import (
     ResponseOutcomes,
     estimate_mean,
-    mean_at_k,
     pass_at_k,
     pass_probabilities,
     reported_ks,
@@ -27,7 +26,7 @@ def by_subsets(samples: int, right: int, k: int) -> float:
 
 
 @pytest.mark.parametrize("samples", range(1, 9))
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_answer(samples: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int) -> None:
     for k in range(1, samples + 1):
         expected = [by_subsets(samples, right, k) for right in range(samples + 1)]
         assert pass_probabilities(samples, k) == pytest.approx(expected, abs=1e-15)
@@ -40,19 +39,20 @@ def test_pass_at_k_is_unbiased() -> None:
         assert np.dot(chances, pass_probabilities(samples, k)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
 
 
-def test_pass_at_k_agrees_with_the_product_form_where_the_binomials_are_huge() -> None:
+def test_pass_at_k_is_the_product_form_of_huge_binomials() -> None:
     """The product of Chen et al.'s figure 3, in logarithms; C(4096, 2048) has no float."""
     samples, k = 4096, 2048
+    probabilities = pass_probabilities(samples, k)
     for right in (0, 1, 5, 40, 2047, 2048, 4096):
         left = [math.log1p(-k / i) for i in range(samples - right + 1, samples + 1) if i > k]
         expected = 1.0 if samples - right < k else -math.expm1(math.fsum(left))
-        assert pass_probabilities(samples, k)[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
+        assert probabilities[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
-def test_pass_at_one_is_mean_at_k_and_pass_at_n_is_whether_any_is_right() -> None:
+def test_pass_at_one_is_the_mean_and_pass_at_n_the_share_of_any() -> None:
     right = np.array([0, 1, 5, 6, 6, 2])
     passes = pass_at_k(right, 6)
-    assert passes[1] == mean_at_k(right, 6)
+    assert passes[1] == estimate_mean(right / 6)
     assert passes[6].value == pytest.approx(5 / 6)
     assert list(passes) == [1, 2, 4, 6]
 
@@ -65,14 +65,17 @@ def test_k_goes_up_by_powers_of_two_and_ends_at_all_answers(samples: int, ks: li
 
 
 @pytest.mark.parametrize("k", [0, -1, 5])
-def test_a_k_beyond_the_answers_is_refused_and_says_how_many_there_are(k: int) -> None:
+def test_a_k_beyond_the_answers_is_refused_with_their_number(k: int) -> None:
     with pytest.raises(DataError, match=rf"pass@{k} was asked for, but there are 4 answers .* 1 to 4"):
         pass_probabilities(4, k)
 
 
 def test_one_response_a_problem_gives_wilsons_interval() -> None:
     """The bounds solve |m - mean| = t sqrt(m (1 - m) / n), with Student's t of 39 degrees of freedom from a table."""
-    found, n = mean_at_k(np.array([1] * 6 + [0] * 34), 1), 40 * 41 / 42  # two problems of the same spread are added
+    found, n = (
+        estimate_mean(np.array([1.0] * 6 + [0.0] * 34)),
+        40 * 41 / 42,
+    )  # two problems of the same spread are added
     for bound in (found.low, found.high):
         assert abs(bound - 0.15) == pytest.approx(2.0227 * math.sqrt(bound * (1 - bound) / n), rel=1e-3)
 
@@ -80,7 +83,7 @@ def test_one_response_a_problem_gives_wilsons_interval() -> None:
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (2, 4.3027), (5, 2.5706), (29, 2.0452)])
 def test_few_problems_have_students_quantile(degrees: int, quantile: float) -> None:
     """All wrong: N is the number of problems, and the upper bound t^2 / (N + t^2)."""
-    found = mean_at_k(np.zeros(degrees + 1, dtype=np.int64), 4)
+    found = estimate_mean(np.zeros(degrees + 1, dtype=np.int64) / 4)
     assert (found.value, found.low) == (0.0, 0.0)
     assert found.high == pytest.approx(quantile**2 / (degrees + 1 + quantile**2), rel=0.02)
 
@@ -88,7 +91,7 @@ def test_few_problems_have_students_quantile(degrees: int, quantile: float) -> N
 def test_the_interval_of_many_problems_is_the_normal_one() -> None:
     draw = np.random.default_rng(5)
     right = draw.binomial(8, draw.uniform(size=2000))
-    found = mean_at_k(right, 8)
+    found = estimate_mean(right / 8)
     error = np.std(right / 8) / math.sqrt(2000)
     assert standard_error(right / 8) == pytest.approx(error, rel=0.005)
     assert found.low == pytest.approx(found.value - 1.96 * error, abs=0.05 * error)
@@ -96,18 +99,16 @@ def test_the_interval_of_many_problems_is_the_normal_one() -> None:
 
 
 @pytest.mark.parametrize(("truth", "spread", "k"), [(0.03, 2.0, 4), (0.1, 0.5, 16), (0.2, 2.0, 1), (0.97, 2.0, 4)])
-def test_the_interval_of_30_problems_holds_the_truth_about_as_often_as_it_says(
-    truth: float, spread: float, k: int
-) -> None:
+def test_the_interval_of_30_problems_covers_what_it_says(truth: float, spread: float, k: int) -> None:
     """600 sets of problems whose accuracy is known; a percentile bootstrap holds the first truth in 77 of 100 sets."""
     draw = np.random.default_rng(11)
     chances = draw.beta(truth * spread, (1.0 - truth) * spread, size=(600, 30))
-    found = [mean_at_k(right, k) for right in draw.binomial(k, chances)]
+    found = [estimate_mean(right / k) for right in draw.binomial(k, chances)]
     held = sum(one.low <= truth <= one.high for one in found) / len(found)
     assert 0.91 <= held <= 0.995
 
 
-def test_the_interval_lies_within_0_and_1_holds_the_mean_and_mirrors() -> None:
+def test_the_interval_lies_within_0_and_1_and_mirrors() -> None:
     draw = np.random.default_rng(3)
     for values in (draw.beta(0.1, 1.0, size=20), np.full(20, 0.3), np.ones(5), np.array([0.0, 1.0])):
         one, other = estimate_mean(values), estimate_mean(1.0 - values)
@@ -118,10 +119,10 @@ def test_the_interval_lies_within_0_and_1_holds_the_mean_and_mirrors() -> None:
 
 
 def test_a_single_problem_has_no_interval_and_none_is_refused() -> None:
-    one = mean_at_k(np.array([3]), 4)
+    one = estimate_mean(np.array([3]) / 4)
     assert (one.value, one.low, one.high) == (0.75, None, None)
     with pytest.raises(DataError, match="no problems"):
-        mean_at_k(np.zeros(0, dtype=np.int64), 4)
+        estimate_mean(np.zeros(0))
 
 
 def test_a_summary_without_a_verdict_has_rewards_alone() -> None:

@@ -147,7 +147,7 @@ def test_nothing_depends_on_the_order_in_which_the_responses_end(overrides):
     assert events_again == events and 4 * len(events) == len(engine.requests)
 
 
-def test_without_dynamic_sampling_every_group_is_kept_and_one_round_written():
+def test_without_dynamic_sampling_every_group_is_kept():
     sampler, *_, engine = sampler_of(every_third)
     batch = sampler.next_batch(1)
     assert kept(batch) == [0, 1, 2, 3] and len(engine.requests) == len(batch.scored) == 16
@@ -156,7 +156,7 @@ def test_without_dynamic_sampling_every_group_is_kept_and_one_round_written():
     assert without_advantage(batch) == 0.5
 
 
-def test_dynamic_sampling_writes_rounds_until_there_are_enough_unequal_groups():
+def test_dynamic_sampling_ends_with_enough_unequal_groups():
     sampler, _, _, engine = sampler_of(every_third, DYNAMIC)
     batch = sampler.next_batch(1)
     assert kept(batch) == [0, 3, 6, 9]
@@ -169,7 +169,7 @@ def test_dynamic_sampling_writes_rounds_until_there_are_enough_unequal_groups():
     assert value(batch, "tokens/rollout") == 48 * LENGTH
 
 
-def test_dynamic_sampling_takes_rewards_that_differ_by_rounding_alone_for_equal():
+def test_rewards_that_differ_by_rounding_alone_are_equal():
     rounded = (0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2)
     sampler, *_ = sampler_of(lambda number: MIXED if number % 2 else rounded, DYNAMIC)
     batch = sampler.next_batch(1)
@@ -177,7 +177,7 @@ def test_dynamic_sampling_takes_rewards_that_differ_by_rounding_alone_for_equal(
 
 
 @pytest.mark.parametrize(("baseline", "wanted"), [("model", [1, 3, 5, 7]), ("group", [0, 1, 2, 3])])
-def test_groups_are_filtered_by_the_rewards_that_the_baseline_compares(baseline, wanted):
+def test_groups_are_filtered_by_what_the_baseline_compares(baseline, wanted):
     """The rollout model gives the first two responses, the policy the others."""
     own_equal, own_unequal = (1.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0)
     shares = ("rollout_model.share=0.5", "rollout_model.split=group", f"objective.baseline={baseline}")
@@ -218,13 +218,13 @@ def test_the_prompts_go_on_where_the_last_round_ended():
 @pytest.mark.parametrize(
     ("length", "wanted"), [(0, 0.0), (1, 0.0), (16, 0.0), (17, -0.125), (20, -0.5), (23, -0.875), (24, -1.0)]
 )
-def test_the_overlong_penalty_falls_evenly_over_the_last_tokens_before_the_limit(length, wanted):
+def test_the_overlong_penalty_falls_evenly_to_the_limit(length, wanted):
     """DAPO eq. 13 with L_max 24 and L_cache 8: 0, then ((L_max - L_cache) - |y|) / L_cache, then -1."""
     assert overlong_penalty(length, 24, 8, 1.0) == wanted
     assert overlong_penalty(length, 24, 8, 0.5) == 0.5 * wanted
 
 
-def test_the_penalty_is_taken_from_the_reward_and_not_from_what_is_correct():
+def test_the_penalty_changes_the_reward_and_not_the_verdict():
     config = small_config("objective.overlong_buffer.len=20", "objective.overlong_buffer.penalty_factor=2.0")
     prompt = Prompt(uid="0", text="", answer="", token_ids=(3,))
     rollout = answer(Request(uid="0#0", prompt=prompt, seed=0, sampling=config.sampling))
@@ -250,7 +250,7 @@ def test_dynamic_sampling_compares_rewards_without_penalties():
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf])
-def test_a_rollout_whose_log_probs_are_not_finite_is_dropped_counted_and_told(number):
+def test_a_rollout_with_non_finite_log_probs_is_dropped(number):
     def spoil(rollout):
         if not rollout.uid.endswith("#2"):
             return rollout
@@ -274,7 +274,7 @@ def test_what_a_tool_wrote_may_have_any_log_prob():
     assert len(batch.scored) == 16 and not events and value(batch, "response/tool_tokens") == 1.0
 
 
-def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled():
+def test_whitened_advantages_count_sampled_tokens():
     def shorter(rollout):
         is_first = rollout.uid.endswith("#0")
         return replace(rollout, sampled_mask=torch.arange(LENGTH) < (2 if is_first else LENGTH))
@@ -286,7 +286,7 @@ def test_lengths_count_for_whitened_advantages_as_the_tokens_that_were_sampled()
     assert samples[0].advantages.tolist() == pytest.approx([wanted] * LENGTH, rel=1e-6)
 
 
-def test_what_could_not_be_scored_is_counted_by_its_cause_and_reported():
+def test_what_could_not_be_scored_is_counted_by_its_cause():
     class Failing(Numbered):
         def scores(self, answers):
             scores = super().scores(answers)
@@ -340,7 +340,7 @@ def test_with_one_reward_or_in_a_later_batch_the_run_goes_on(fails, iteration):
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e160, math.nan, math.inf])
-def test_a_reward_that_float32_cannot_hold_is_refused_and_counted(reward):
+def test_a_reward_beyond_float32_is_refused_and_counted(reward):
     sampler, _, events, _ = sampler_of(lambda number: (1.0, reward, 1.0, 0.5))
     batch = sampler.next_batch(5)
     assert [item.score.reward for item in batch.scored] == [1.0, 0.0, 1.0, 0.5] * 4
@@ -349,7 +349,7 @@ def test_a_reward_that_float32_cannot_hold_is_refused_and_counted(reward):
     assert events == [{"event": "reward_invalid", "uid": f"5/{n}#1", "why": why, "iteration": 5} for n in range(4)]
 
 
-def test_a_task_without_a_verdict_has_no_share_of_right_responses():
+def test_without_a_verdict_there_is_no_share_of_right_ones():
     class Unjudged(Numbered):
         def score(self, prompt, response, finished):
             return replace(super().score(prompt, response, finished), correct=None)
@@ -362,7 +362,7 @@ def test_a_task_without_a_verdict_has_no_share_of_right_responses():
     assert all(math.isnan(value(batch, f"reward/{name}")) for name in ("correct", "all_right", "all_wrong"))
 
 
-def test_scoring_of_a_group_begins_when_it_is_complete_and_is_waited_for_at_the_end():
+def test_scoring_of_a_group_begins_when_it_is_complete():
     happened = []
 
     class Slow(Numbered):
@@ -381,7 +381,7 @@ def test_scoring_of_a_group_begins_when_it_is_complete_and_is_waited_for_at_the_
     assert happened == starts + waits
 
 
-def test_a_group_is_scored_at_once_with_what_a_task_needs_to_know():
+def test_a_group_is_scored_at_once_with_what_a_task_needs():
     asked = []
 
     class Asked(Numbered):

@@ -69,7 +69,7 @@ def test_a_share_is_met_on_average_and_within_one_unit_each_time(split):
     assert abs(sum(counts) / len(counts) - exact) < 4 * 0.5 / len(counts) ** 0.5
 
 
-def test_prompts_are_chosen_by_their_names_and_the_iteration_and_not_by_their_places():
+def test_prompts_are_chosen_by_name_and_iteration_not_by_order():
     config = small_config("rollout_model.share=0.5")
 
     def chosen(iteration, prompts):

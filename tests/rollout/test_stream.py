@@ -94,7 +94,7 @@ def test_waiting_and_scoring_are_timed_apart(watched) -> None:
     assert seconds["score"] + seconds["rollout"] <= elapsed
 
 
-def test_responses_come_as_they_end_and_nobody_has_to_ask_for_them() -> None:
+def test_responses_come_as_they_end_without_being_asked_for() -> None:
     config = small_config(ONE_GROUP)
     task = make_task(config.task, TOKENIZER)
     requests = [
@@ -112,7 +112,7 @@ def test_responses_come_as_they_end_and_nobody_has_to_ask_for_them() -> None:
 @pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.filter_groups.max_num_gen_batches=2",)])
 def test_a_run_does_not_depend_on_how_its_rollouts_come_in(overrides, tmp_path: Path, threads: None) -> None:
     """By themselves, or in the trainer's own thread."""
-    config = small_config(*overrides)
+    config = small_config(*overrides, "evaluation.problems=2")
     run(config, tmp_path / "threaded")
     with pytest.MonkeyPatch.context() as undone:
         undone.setattr("jackpot.launch.engines.make_engine", make_engine)

@@ -47,7 +47,7 @@ def healthy(tmp_path_factory) -> Path:
     return home
 
 
-def test_no_tool_calls_a_run_in_one_flow_broken(healthy):
+def test_no_tool_calls_a_unified_run_broken(healthy):
     found = diagnosis(healthy)
     assert (found["verdict"], found["findings"]) == ("no finding", [])
     assert found["summary"].startswith("No finding: after 5 iterations ") and "differently" not in found["summary"]
@@ -57,7 +57,7 @@ def test_no_tool_calls_a_run_in_one_flow_broken(healthy):
     assert printed.endswith("# what the run's mismatch does to training")
 
 
-def test_mismatch_names_the_layers_of_a_side_in_another_precision(healthy):
+def test_mismatch_names_the_layers_in_another_precision(healthy):
     pair, printed = mismatch(healthy, "--learner", "quantization=null,kv_cache_dtype=fp8")
     assert pair["numbers"]["gap"]["value"] > 1e-3
     named = {layers: (first, second) for layers, first, second in pair["layers"]}
@@ -66,7 +66,7 @@ def test_mismatch_names_the_layers_of_a_side_in_another_precision(healthy):
     assert "model.layers.*.self_attn.q_proj (3)" in printed and "keys and values" in printed
 
 
-def test_diagnose_names_an_engine_that_writes_outside_of_the_flow(tmp_path):
+def test_diagnose_names_an_engine_that_is_not_unified(tmp_path):
     others = ("rollout_model={path: 'starter:rollout_model', optimizer: null, share: 0.0}",)
     assert not train(tmp_path, "iterations=1", *others, "evaluation.engine={quantization: fp8, kv_cache_dtype: fp8}")
     found = diagnosis(tmp_path)
@@ -74,14 +74,14 @@ def test_diagnose_names_an_engine_that_writes_outside_of_the_flow(tmp_path):
     assert wanted in found["summary"]
 
 
-def test_diagnose_says_why_a_run_with_other_scales_in_the_engine_stopped(tmp_path, monkeypatch):
+def test_diagnose_says_that_other_scales_stopped_a_run(tmp_path, monkeypatch):
     own = weights.quantize_linears
     monkeypatch.setattr(weights, "quantize_linears", lambda model, scheme: own(model, with_scales(scheme, "float32")))
     assert "the engine's log-probs are not those of the distribution" in train(tmp_path)
     assert_named(diagnosis(tmp_path), "at most 1e-05 is allowed in fp32 on a CPU")
 
 
-def test_diagnose_says_why_a_run_with_other_codes_in_the_engine_stopped(tmp_path, monkeypatch):
+def test_diagnose_says_that_other_codes_stopped_a_run(tmp_path, monkeypatch):
     own = weights.ModelWeights.load
 
     def flip(held, named_tensors):

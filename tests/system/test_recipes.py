@@ -32,7 +32,7 @@ def test_every_arm_of_every_recipe_resolves() -> None:
             assert config.iterations * config.batch.steps_per_iteration >= 70, (recipe, arm)
 
 
-def test_the_studys_models_are_those_that_the_starter_command_makes() -> None:
+def test_the_studys_models_are_made_again() -> None:
     paths = {arm: resolve(STUDY, arm, []).policy.path for arm in load_recipe(STUDY)["arms"]}
     assert {Path(path).name for path in STAND_INS} < set(STUDY_MODELS)
     assert set(paths.values()) == {"runs/study/models/policy"}

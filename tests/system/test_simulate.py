@@ -2,7 +2,6 @@
 
 import json
 import math
-import struct
 import sys
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from jackpot.ui import cli
 from jackpot.ui.results import write_results
 from jackpot.ui.views.simulation_pairs import pair_sections
 
-PICTURES = ("ratios", "acceptance", "kl")
-
 
 def simulate(*arguments: str) -> str:
     """What the command prints, in one line of single spaces."""
@@ -31,13 +28,9 @@ def numbers(folder: Path) -> dict:
     return json.loads((folder / "simulate.json").read_text())
 
 
-def assert_pictures(folder: Path, *names: str) -> None:
-    """There is a page, and each picture is a PNG with something to see."""
-    assert sorted(path.stem for path in folder.glob("*.png")) == sorted(names)
-    for name in names:
-        content = (folder / f"{name}.png").read_bytes()
-        width, height = struct.unpack(">II", content[16:24])
-        assert content.startswith(b"\x89PNG") and width > 700 and height > 500 and len(content) > 10_000
+def assert_page(folder: Path) -> None:
+    """There is a page with charts, and the numbers, and nothing else."""
+    assert sorted(path.name for path in folder.iterdir()) == ["simulate.html", "simulate.json"]
     assert "Plotly" in (folder / "simulate.html").read_text()
 
 
@@ -47,10 +40,10 @@ def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path,
     monkeypatch.setattr(simulation, "SWEEP_STATES", 4)
     printed = simulate("--seed", "3")
     folder = tmp_path / "runs" / "simulate"
-    assert_pictures(folder, *PICTURES)
+    assert_page(folder)
     for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is accepted"):
         assert text in printed
-    assert f"Wrote simulate.html, {', '.join(f'{name}.png' for name in PICTURES)}, simulate.json to " in printed
+    assert "Wrote simulate.html, simulate.json to " in printed
     found = numbers(folder)
     assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "ratios"]
     for curve in found["curves"]:
@@ -64,7 +57,7 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
     candidates = ("--rollout-model", "starter:rollout_model", "--rollout-model", "starter:policy")
     printed = simulate("quickstart", *SMALL, *candidates, "--prompts", "8")
     folder = tmp_path / "runs" / "simulate-quickstart"
-    assert_pictures(folder, *PICTURES)
+    assert_page(folder)
     found = numbers(folder)["candidates"]
     assert [one["name"] for one in found] == ["starter:rollout_model", "starter:policy"]
     for one in found:
@@ -86,7 +79,7 @@ def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, mon
     [candidate] = numbers(tmp_path / "runs" / "simulate-quickstart-tis")["candidates"]
     assert candidate["name"] == "starter:rollout_model" and candidate["responses"] == 4
     simulate("quickstart", "--prompts", "4", "--out", "here")
-    assert_pictures(tmp_path / "here", *PICTURES)
+    assert_page(tmp_path / "here")
     assert numbers(tmp_path / "here")["candidates"] == [candidate]
 
 
@@ -99,7 +92,7 @@ def test_what_is_not_finite_is_null_in_the_folder(tmp_path: Path) -> None:
 
 def test_so_few_states_that_no_curve_can_be_drawn_leave_empty_charts(tmp_path: Path) -> None:
     simulate("quickstart", "sampling.max_new_tokens=1", "--prompts", "1", "--out", str(tmp_path / "few"))
-    assert_pictures(tmp_path / "few", *PICTURES)
+    assert_page(tmp_path / "few")
     found = numbers(tmp_path / "few")
     assert found["candidates"][0]["states"] == 1 and found["views"]["curves"][0]["points"] == []
 

@@ -77,7 +77,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], K
 
 
 @pytest.mark.parametrize("scenario", SOAKED)
-def test_a_kill_loses_the_steps_since_the_last_checkpoint_and_no_checkpoint(scenario: str, soak) -> None:
+def test_a_kill_loses_steps_and_no_checkpoint(scenario: str, soak) -> None:
     run = soak(scenario)
     assert len(run.seen.steps) == run.kills and run.seen.within_a_checkpoint >= run.kills // 10
     assert run.seen.steps == sorted(run.seen.steps)

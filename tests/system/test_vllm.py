@@ -83,7 +83,7 @@ def test_a_tool_can_take_turns_with_vllm(tmp_path: Path) -> None:
     assert metrics(tmp_path)[-1]["response/tool_tokens"] > 0.0
 
 
-def test_a_server_that_dies_and_comes_back_during_training_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_a_server_that_dies_and_comes_back_costs_only_time(tmp_path: Path) -> None:
     server = VLLMServer(save_untied(Path(resolve_path("starter:rollout_model")), tmp_path / "untied"))
 
     def restart(line: MetricsLine) -> None:

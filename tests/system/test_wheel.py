@@ -89,9 +89,7 @@ def test_the_wheel_has_its_files_and_says_what_it_is(wheel: Path) -> None:
     assert {"train", "vllm", "ray", "wandb", "lora", "dev"} <= {*facts.get_all("Provides-Extra")}
 
 
-def test_without_extras_there_is_the_correction_and_commands_say_what_to_install(
-    environment: Environment, tmp_path: Path
-) -> None:
+def test_without_extras_commands_say_what_to_install(environment: Environment, tmp_path: Path) -> None:
     programs = environment("")
     done = run(programs / "python", "-c", CORRECTION, cwd=tmp_path)
     assert done.stdout.startswith("[[1.0, 1.0]] 0."), done.stderr

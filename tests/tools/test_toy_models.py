@@ -65,7 +65,7 @@ def test_there_is_a_policy_and_a_smaller_rollout_model():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_packaged_starter_has_the_weights_that_its_accuracy_was_measured_with(name):
+def test_a_starter_has_the_weights_that_were_measured(name):
     assert sha256((starter_path(name) / "model.safetensors").read_bytes()).hexdigest()[:16] == DIGESTS[name]
 
 
@@ -117,7 +117,7 @@ def test_the_tokenizer_gives_every_character_back():
     assert tokenizer.encode("12+3=") == [ids[CHARACTERS.index(character)] for character in "12+3="]
 
 
-def test_the_byte_tokenizer_has_a_token_for_every_byte_and_gives_every_text_back(tmp_path):
+def test_the_byte_tokenizer_gives_every_text_back(tmp_path):
     make_byte_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # as any tool loads it
     text = "".join(map(chr, range(0x800))) + " Ann's 3  漢字\r\n\t🎉 \ud7ff\uffff </s>"
@@ -131,14 +131,14 @@ def test_the_byte_tokenizer_has_a_token_for_every_byte_and_gives_every_text_back
     assert asked == "How many?\n"
 
 
-def test_the_tokenizer_adds_nothing_and_marks_what_it_does_not_know():
+def test_the_tokenizer_adds_nothing_and_marks_the_unknown():
     tokenizer = make_tokenizer()
     assert tokenizer.encode("é1") == [tokenizer.unk_token_id, *tokenizer.encode("1")]
     ended = [*tokenizer.encode("#51"), tokenizer.eos_token_id, tokenizer.pad_token_id]
     assert tokenizer.decode(ended, skip_special_tokens=True) == "#51"
 
 
-def test_a_correct_writer_carries_out_one_addition_after_the_other():
+def test_a_correct_writer_adds_one_number_after_the_other():
     correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
     assert sample_solution((12, 34), correct, random.Random(0)) == "46#46"
     assert sample_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
@@ -201,7 +201,7 @@ def test_making_a_starter_twice_gives_the_same_weights(name):
     assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
-def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
+def test_making_a_starter_leaves_randomness_and_threads_alone():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -215,7 +215,7 @@ def test_making_a_starter_leaves_the_callers_randomness_and_threads_alone():
         torch.set_num_threads(before)
 
 
-def test_making_all_starters_reports_progress_and_saves_folders_that_load(tmp_path):
+def test_making_all_starters_saves_folders_that_load(tmp_path):
     seen = []
     make_toy_models(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
     assert [report[:3] for report in seen] == [(name, step, 3) for name in PACKAGED for step in (1, 2, 3)]
@@ -232,7 +232,7 @@ def parameters(folder: Path) -> int:
     return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
-def test_the_studys_policy_is_five_times_as_large_as_its_writers_and_reads_the_same_tokens(tmp_path):
+def test_the_studys_policy_is_five_times_its_writers(tmp_path):
     make_toy_models(tmp_path, SHORT_STUDY)
     sizes = {folder.name: parameters(folder) for folder in tmp_path.iterdir()}
     assert set(sizes) == {"policy", "close", "far", "gap"}
@@ -254,7 +254,7 @@ def test_supervision_lowers_the_loss():
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_supervision_sees_the_response_and_its_end_but_not_the_prompt():
+def test_supervision_sees_the_response_and_not_the_prompt():
     tokenizer = make_tokenizer()
     spec = replace(TOY_MODELS["policy"], batch_size=8)
     ids, labels = toy_models._examples(tokenizer, spec, 0, random.Random(0))

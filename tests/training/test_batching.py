@@ -77,7 +77,7 @@ def test_every_sequence_is_in_exactly_one_step_of_every_epoch(sizes, mini_batch_
     assert all(len(step) == mini_batch_size for step in steps if len(items) % mini_batch_size == 0)
 
 
-def test_several_steps_are_shuffled_by_seed_and_epoch_and_one_step_is_not():
+def test_several_steps_are_shuffled_and_one_step_is_not():
     items = make_rollouts([(2, 3)] * 24)
     options = dict(micro_batch_tokens=1000)
 
@@ -123,7 +123,7 @@ def test_no_micro_batch_has_more_tokens_than_the_budget(sizes, budget, pads):
     assert sorted(uid for part in parts for uid in part.uids) == sorted(f"r{n}" for n in range(len(sizes)))
 
 
-def test_sequences_of_like_length_share_a_micro_batch_where_padding_is_read():
+def test_like_lengths_share_a_batch_where_padding_is_read():
     items = make_rollouts([(2, 8), (2, 1), (2, 8), (2, 1), (2, 1), (2, 8)])
     parts = micro_batches(items, 30, seed=0, epoch=0, pads=True)
     assert [sorted(part.uids) for part in parts] == [["r1", "r3", "r4"], ["r0", "r2", "r5"]]
@@ -169,7 +169,7 @@ def test_a_sequence_longer_than_the_budget_is_refused_and_named():
 
 @few
 @given(lengths, st.booleans())
-def test_a_batch_holds_every_number_of_its_rollouts_and_nothing_else(sizes, share_prompts):
+def test_a_batch_holds_what_its_rollouts_hold_and_no_more(sizes, share_prompts):
     items = make_rollouts(sizes, share_prompts=share_prompts)
     batch = collate(items, seed=0, epoch=0)
     width = max(length for _, length in sizes)
@@ -192,7 +192,7 @@ def test_a_batch_holds_every_number_of_its_rollouts_and_nothing_else(sizes, shar
     assert torch.equal(batch.response_ids.flatten()[batch.response_index], batch.response_ids[batch.response_mask])
 
 
-def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+def test_prompts_are_padded_left_and_responses_right():
     batch = collate(make_rollouts([(1, 1), (3, 2)]), seed=0, epoch=0)
     assert batch.prompt_mask.tolist() == [[False, False, True], [True, True, True]]
     assert batch.prompt_ids.tolist() == [[0, 0, 100], [101, 1, 2]]

@@ -14,7 +14,7 @@ from jackpot.core.types import Score
 from jackpot.launch.build import load_critic, make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.losses import clipped_value_error
-from jackpot.training.critic import Critic
+from jackpot.training.advantages import Critic
 from jackpot.training.optimizer import ModelOptimizer
 from objectives.test_advantages import gae_by_recursion
 
@@ -86,7 +86,7 @@ def test_there_are_tool_tokens_and_responses_that_end_with_one():
     assert any((~mask).any() for mask in masks) and all(mask.any() for mask in masks)
 
 
-def test_values_are_those_of_the_states_that_the_tokens_were_sampled_in(model):
+def test_values_are_those_of_the_states_before_the_tokens(model):
     critic = critic_of(model)
     (step,) = batches(WRITTEN, budget=60)
     assert len(step) > 2
@@ -100,7 +100,7 @@ def test_values_are_those_of_the_states_that_the_tokens_were_sampled_in(model):
             assert values[row].numpy() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-def test_a_critic_made_of_a_language_model_values_everything_at_zero_and_keeps_its_body(fresh):
+def test_a_new_critic_values_everything_at_zero(fresh):
     critic = critic_of(copy.deepcopy(fresh))
     assert not any(critic.values(batch).any() for batch in batches(WRITTEN)[0])
     body = dict(smallest_model(3).model.named_parameters())
@@ -114,7 +114,7 @@ def test_a_value_model_is_saved_with_its_head(model, tmp_path):
     assert again.score.weight.abs().max() > 0.0
 
 
-def test_advantages_are_gae_on_the_sampled_tokens_whitened_over_the_batch(model):
+def test_advantages_are_gae_whitened_over_the_batch(model):
     found = make_learner(POLICY, ROLLOUT_MODEL, critic=critic_of(model)).compute_advantages(WRITTEN)
     raw = credited_by_hand(model, WRITTEN)
     own = np.concatenate([raw[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN])
@@ -126,7 +126,7 @@ def test_advantages_are_gae_on_the_sampled_tokens_whitened_over_the_batch(model)
         assert credited.advantages.dtype == torch.float32
 
 
-def test_the_value_loss_and_its_gradient_are_ppos_clipped_one_after_the_critic_has_moved(model):
+def test_the_value_loss_is_ppos_clipped_loss(model):
     critic = critic_of(model)
     samples = make_learner(POLICY, ROLLOUT_MODEL, critic=critic).compute_advantages(WRITTEN)
     raw = credited_by_hand(model, WRITTEN)
@@ -169,7 +169,7 @@ def test_the_clipped_error_and_its_gradient_are_those_of_numpy(clip):
     assert loses.any() or clip > 1.0
 
 
-def test_the_learner_steps_the_critic_on_the_mean_over_sampled_tokens(model):
+def test_the_critic_steps_on_the_mean_over_sampled_tokens(model):
     """AdamW's first step with a large eps, from the gradient of the unclipped float64 loss."""
     critic = critic_of(model, clip=100.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, critic=critic)
@@ -226,5 +226,5 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
 
 def test_a_batch_without_a_usable_rollout_gets_no_advantages():
     config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
-    critic = make_critic(config, load_critic(config, None, torch.device("cpu")))
+    critic = make_critic(config, {"critic": load_critic(config, config.policy.path, torch.device("cpu"))})
     assert critic.batches([]) == [] == critic.compute_advantages([], {})

@@ -8,7 +8,7 @@ import pytest
 from helpers.learners import batches, make_learner, rollout_model_objective, smallest_model, train, write
 from helpers.runs import metrics, run, small_config
 from jackpot.config.config import DistillControlConfig, OptimizerConfig
-from jackpot.training.distill_control import next_distill_weight
+from jackpot.training.joint_optimizer import next_distill_weight
 
 KL, ACCEPTANCE = "mismatch/kl_policy_rollout", "obrs/acceptance"
 POLICY = smallest_model(0)
@@ -33,7 +33,7 @@ WRITTEN = write(POLICY)
         (dict(metric="acceptance", target=0.9), dict(acceptance=math.nan), 1.0),
     ],
 )
-def test_the_weight_changes_by_the_relative_error_over_the_horizon(control, measured, wanted) -> None:
+def test_the_weight_changes_by_the_error_over_the_horizon(control, measured, wanted) -> None:
     both = {"kl": math.nan, "acceptance": math.nan} | measured
     assert next_distill_weight(DistillControlConfig(**control), 1.0, **both) == pytest.approx(wanted, rel=1e-12)
 
@@ -49,7 +49,7 @@ def learner_of(control: DistillControlConfig | None, **changes):
     return learner
 
 
-def test_the_models_stay_at_the_target_where_they_would_run_apart() -> None:
+def test_models_stay_at_the_target_where_they_would_part() -> None:
     held, free = learner_of(DistillControlConfig(target=0.05, horizon=1.0)), learner_of(None)
     course = {
         learner: [train(learner, batches(WRITTEN))[0].metrics for _ in range(steps)]

@@ -29,7 +29,7 @@ def test_the_policy_generates_what_a_fresh_rollout_model_drafts(tmp_path):
     assert checks and {event["model"] for event in checks} == {"policy"}
 
 
-def test_the_model_that_drafts_has_the_newest_weights_after_every_iteration(tmp_path):
+def test_the_drafting_model_has_the_newest_weights(tmp_path):
     held, evaluates_at_the_ends = [], "evaluation.every=9"
 
     def listen(line):
@@ -81,7 +81,7 @@ def test_a_drafted_run_that_was_killed_ends_as_one_that_was_not(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
 
 
-def test_relaxed_drafts_are_corrected_as_the_distribution_that_drew_them(tmp_path):
+def test_relaxed_drafts_are_corrected_as_what_drew_them(tmp_path):
     run(small_config(*DRAFTED[:1], "engine.draft={tokens: 2, lam: 0.3}", "iterations=1"), tmp_path)
     line = read_lines(tmp_path)[1]
     assert line["mismatch/engine_gap"] > 1e-3 > 1e-5 > line["eval/policy_engine_gap"]  # evaluations are exact

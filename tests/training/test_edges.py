@@ -15,7 +15,7 @@ from jackpot.models.load import load_model
 from jackpot.training.run_folder.folder import RunFolder
 
 
-def test_more_top_log_probs_than_tokens_are_refused_and_all_tokens_give_the_exact_z(tmp_path: Path) -> None:
+def test_all_tokens_give_the_exact_z_and_more_are_refused(tmp_path: Path) -> None:
     ten = settings(tmp_path)
     assert small_config(*ten).sampling.num_top_log_probs == 20
     with pytest.raises(ConfigError, match=r"sampling.num_top_log_probs is 20, .* at most 10.*; lower it"):
@@ -40,7 +40,7 @@ def weights(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     "iterations", [6, pytest.param(500, marks=pytest.mark.slow)], ids=lambda count: f"{count} iterations"
 )
-def test_equal_rewards_leave_the_policy_as_it_is_while_distillation_goes_on(iterations: int, tmp_path: Path) -> None:
+def test_equal_rewards_leave_the_policy_to_distillation(iterations: int, tmp_path: Path) -> None:
     rewards = settings(tmp_path, reward=0.1 + 0.2)
     every = (f"iterations={iterations}", "evaluation.every=1000", "checkpoint.every=1000", "rollouts.every=1000")
     few = ("batch.prompts=2", "batch.group_size=3", "sampling.max_new_tokens=3") if iterations > 100 else ()

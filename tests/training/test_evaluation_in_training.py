@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.runs import FinishedRuns, assert_same_run, read_lines, run, small_config
+from helpers.runs import SHORT, FinishedRuns, assert_same_run, read_lines, run, run_and_copy, small_config
 from jackpot.analysis.compare.arms import differing_arms
 from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
@@ -59,7 +59,7 @@ def test_the_first_of_k_answers_is_the_only_one_of_one(trained, tmp_path: Path) 
     assert not [name for name in line if name.startswith("eval/") and "_at_k" in name]
 
 
-def test_the_problems_of_a_set_are_made_once_for_all_models_and_evaluations(tmp_path: Path, monkeypatch) -> None:
+def test_the_problems_of_a_set_are_made_once(tmp_path: Path, monkeypatch) -> None:
     made, prompt = [], Arithmetic.prompt
     monkeypatch.setattr(Arithmetic, "prompt", lambda task, *which: (made.append(which), prompt(task, *which))[1])
     run(small_config("iterations=2", "batch.prompts=1", "evaluation.benchmarks=arithmetic"), tmp_path)
@@ -73,16 +73,15 @@ def test_the_tokens_of_every_set_count_as_evaluation(trained) -> None:
 
 
 def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
-    config = small_config("evaluation.k=2", *SETS)
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)
+    config = small_config(SHORT, "evaluation.k=2", *SETS)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
     for path in (tmp_path / "whole" / "eval").iterdir():
         assert path.read_bytes() == (tmp_path / "killed" / "eval" / path.name).read_bytes()
 
 
-def test_an_unknown_benchmark_is_refused_before_training_with_those_that_exist(tmp_path: Path) -> None:
+def test_an_unknown_benchmark_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm8'; did you mean 'gsm8k'") as refused:
         run(small_config("evaluation.benchmarks=gsm8"), tmp_path)
     assert "tool_arithmetic" in str(refused.value)

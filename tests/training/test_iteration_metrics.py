@@ -25,7 +25,7 @@ def step(**values: float) -> StepResult:
     return StepResult(metrics=names, events=(), traces={})
 
 
-def test_metrics_with_a_standard_error_are_of_the_first_epoch_and_others_of_all() -> None:
+def test_standard_errors_are_of_the_first_epoch_alone() -> None:
     steps = [step(**dict.fromkeys((*WITH_STANDARD_ERROR, "obrs/z"), value)) for value in (1.0, 3.0, 10.0, 20.0)]
     components = SimpleNamespace(config=SimpleNamespace(batch=SimpleNamespace(ppo_epochs=2)))
     found = metric_values(training_sums([], steps, components, 1))
@@ -49,7 +49,7 @@ def test_an_effective_share_of_a_handful_of_tokens_is_null() -> None:
     assert shares(FEWEST_TOKENS) == pytest.approx([shares(FEWEST_TOKENS)[0]] * 3)
 
 
-def test_the_explained_variance_is_what_the_critics_error_leaves_of_the_returns() -> None:
+def test_explained_variance_is_what_the_error_leaves() -> None:
     returns, errors = torch.tensor([0.0, 1.0, 0.0, 3.0]), torch.tensor([0.5, 0.5, 0.0, 1.0])
     mask = torch.ones(4, dtype=torch.bool)
     found = metric_values({"critic/error": Mean.of(errors, mask), "critic/return": Mean.of(returns, mask)})
@@ -70,7 +70,7 @@ def test_an_iteration_without_metrics_has_none() -> None:
         (0.0, True, {}),
     ],
 )
-def test_throughput_is_tokens_over_the_seconds_of_generation_and_of_training(tokens, overlaps, speeds) -> None:
+def test_throughput_is_tokens_over_seconds(tokens, overlaps, speeds) -> None:
     found = throughput({"rollout": Seconds(2.0, 1.0), "train": Seconds(3.0, 2.5)}, tokens, overlaps)
     seconds = {"seconds/rollout": 2.0, "seconds/train": 3.0, "cpu_seconds/rollout": 1.0, "cpu_seconds/train": 2.5}
     assert found == seconds | speeds
@@ -84,7 +84,7 @@ def test_what_was_trained_on_counts_once_an_epoch(finished_run: FinishedRuns) ->
     assert line["reward/frac_zero_std"] == sum(not any(row["advantages"]) for row in rows) / len(rows)
 
 
-def test_the_error_of_acceptance_is_clustered_by_response_and_at_least_that_of_rare_rejections() -> None:
+def test_the_error_of_acceptance_is_clustered_by_response() -> None:
     mask = torch.ones(30, 4, dtype=torch.bool)
     alike = torch.linspace(-0.2, 0.3, 30, dtype=torch.float64)[:, None].expand(30, 4)  # one error a response
 

@@ -94,7 +94,7 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=40))):
         assert len(step) > 2
         start = {role: parameters(learner, role) for role in roles}
-        now = {role: double(learner._models[role]) for role in roles}
+        now = {role: double(learner.models[role]) for role in roles}
         losses = reference_losses(now, old, items, epoch=epoch, temperature=temperature, **changes)
         result = learner.update(step)
         for role, loss in zip(roles, losses, strict=True):
@@ -108,7 +108,7 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
 
 @pytest.mark.parametrize("target", ["old", "new"])
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_a_budget_chooses_the_lam_of_every_position_so_that_z_is_the_budget(target, mask, monkeypatch):
+def test_a_budget_chooses_lam_so_that_z_is_the_budget(target, mask, monkeypatch):
     """Two optimizer steps on a batch, the second on what is stored of the old policy; few positions at a time."""
     monkeypatch.setattr(linear_head, "_SORTED_AT_ONCE", 7 * VOCAB)
     budget = dict(budget=0.8, target=target, mask=mask)
@@ -118,7 +118,7 @@ def test_a_budget_chooses_the_lam_of_every_position_so_that_z_is_the_budget(targ
     old = {role: double(model) for role, model in zip(("policy", "rollout_model"), models, strict=True)}
     adamw = ReferenceAdamW(LINEAR)
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(WRITTEN, epochs=2, budget=40))):
-        start, now = parameters(learner, "policy"), old | {"policy": double(learner._models["policy"])}
+        start, now = parameters(learner, "policy"), old | {"policy": double(learner.models["policy"])}
         loss, _ = reference_losses(now, old, WRITTEN, epoch=epoch, **budget)
         result = learner.update(step)
         assert value(result, "obrs/z") == pytest.approx(0.8, abs=1e-6)
@@ -128,7 +128,7 @@ def test_a_budget_chooses_the_lam_of_every_position_so_that_z_is_the_budget(targ
         assert_same_move(parameters(learner, "policy"), wanted, start)
 
 
-def test_a_budget_rejects_evenly_what_the_policy_itself_generated():
+def test_a_budget_rejects_evenly_what_the_policy_generated():
     learner = make_learner(POLICY, None, objective=policy_objective(budget=0.8, lam=1.0, normalizer="exact"))
     result = one_step(learner, write(POLICY))
     assert value(result, "obrs/lam") == pytest.approx(1.25, rel=1e-5)
@@ -186,7 +186,7 @@ def test_kappa_is_the_one_of_the_whole_step():
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto", "none"])
-def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(kappa, monkeypatch):
+def test_a_prepass_is_taken_only_where_kappa_needs_it(kappa, monkeypatch):
     forwards = []
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa=kappa))
     scores = learner._scores
@@ -210,7 +210,7 @@ def test_a_prepass_is_taken_only_where_kappa_needs_one_and_its_cost_is_reported(
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_old_log_probs_of_several_steps_are_those_before_the_first_update(epochs):
+def test_old_log_probs_are_those_before_the_first_update(epochs):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     steps = learner.compute_old_log_probs(batches(WRITTEN, mini_batch_size=4, epochs=epochs, budget=60))
     assert len(steps) == 3 * epochs
@@ -227,14 +227,14 @@ def test_old_log_probs_of_several_steps_are_those_before_the_first_update(epochs
     assert any((trace["log_probs"].double() - before[uid]).abs().max() > 1e-2 for uid, trace in result.traces.items())
 
 
-def test_a_single_step_needs_no_scores_of_its_own_and_costs_no_extra_forward(monkeypatch):
+def test_a_single_step_costs_no_extra_forward_pass(monkeypatch):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     monkeypatch.setattr(learner, "_forward", lambda *args: pytest.fail("a forward pass"))
     assert all(micro.old is None for micro in learner.compute_old_log_probs(batches(WRITTEN, budget=40))[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"epochs": 2}])
-def test_the_exact_normaliser_serves_every_step_on_a_batch_with_the_old_target(changes):
+def test_the_exact_normalizer_serves_all_steps_on_a_batch(changes):
     """Z belongs to the old policy and the writing weights: the anchor holds it after both models have moved."""
     items = write(ROLLOUT_MODEL, num_top_log_probs=0)
     exact = policy_objective(normalizer="exact")
@@ -257,11 +257,11 @@ def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
     one_step(learner, WRITTEN)
     with pytest.raises(ValueError, match="were not sampled from the weights"):
         one_step(learner, WRITTEN)
-    one_step(learner, write(learner._models["rollout_model"], version=learner.version))
+    one_step(learner, write(learner.models["rollout_model"], version=learner.version))
 
 
 @pytest.mark.parametrize(("version", "exact_engines"), [(Version(0, 0), ()), (Version(0, 1), ("rollout_model",))])
-def test_fill_ins_are_used_only_while_the_writing_weights_are_in_training(version, exact_engines):
+def test_fill_ins_need_the_writing_weights_in_training(version, exact_engines):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2, version=version)
     blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, exact_engines=exact_engines), items)
     assert value(blind, "obrs/z_bound_width") > 0.01
@@ -305,7 +305,7 @@ def test_without_correction_the_step_is_grpo_by_hand():
 # Steps that are not taken
 
 
-def test_groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model():
+def test_equal_rewards_skip_the_policy_alone():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     result = one_step(learner, with_advantages(WRITTEN, 0.0), budget=60)
     assert why(result) == {"policy": "all groups have equal rewards"}
@@ -317,7 +317,7 @@ def test_groups_of_equal_reward_skip_the_policy_and_train_the_rollout_model():
 
 
 @pytest.mark.parametrize("name", ["response", "token"])
-def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample_size(name):
+def test_the_rate_is_scaled_by_the_root_of_the_ess(name):
     """Of the whole step, in several micro-batches: by the ratios of responses, or by what TIS makes of tokens."""
     objective = policy_objective("tis", cap=1.2)
     moves, rates = [], []
@@ -359,7 +359,7 @@ def test_a_skipped_step_leaves_momentum_and_schedule_alone():
     assert torch.equal(parameters(skipping, "policy"), parameters(straight, "policy"))
 
 
-def test_a_rollout_model_that_nothing_pulls_is_not_moved_by_its_momentum():
+def test_a_model_that_nothing_pulls_has_no_momentum():
     objective = rollout_model_objective(distill_weight=0.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=objective, optimizer=ADAM)
     one_step(learner, WRITTEN)
@@ -371,7 +371,7 @@ def test_a_rollout_model_that_nothing_pulls_is_not_moved_by_its_momentum():
 
 @pytest.mark.parametrize("count", ["proposed", "accepted"])
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
-def test_when_everything_is_rejected_the_loss_is_zero_and_the_step_is_counted_as_skipped(count, aggregate):
+def test_a_step_whose_tokens_are_all_rejected_is_skipped(count, aggregate):
     objective = policy_objective(lam=1e9, count=count, aggregate=aggregate)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
     result = one_step(learner, WRITTEN, budget=60)
@@ -381,7 +381,7 @@ def test_when_everything_is_rejected_the_loss_is_zero_and_the_step_is_counted_as
     assert learner.version == Version(0, 1)
 
 
-def test_only_rejected_tokens_with_an_advantage_count_as_nothing_to_learn():
+def test_rejected_advantages_alone_are_nothing_to_learn():
     """A kept token of advantage 0 gives no gradient; momentum alone must not move the policy."""
     kept = with_advantages(WRITTEN[:6], 0.0)
     rejected = [
@@ -393,7 +393,7 @@ def test_only_rejected_tokens_with_an_advantage_count_as_nothing_to_learn():
     assert why(result)["policy"] == "all tokens with an advantage were rejected"
 
 
-def test_empty_and_one_token_responses_are_trained_on_like_all_others():
+def test_empty_and_one_token_responses_are_trained_on():
     short = [cut(item, length) for item, length in zip(WRITTEN, [0, 1, 0, 1, 2, 1], strict=False)]
     items = [*short, *WRITTEN[6:]]
     whole, parts, without = (make_learner(POLICY, ROLLOUT_MODEL) for _ in range(3))
@@ -414,7 +414,7 @@ def test_a_step_without_any_token_moves_nothing_and_says_so():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_gradient_skips_both_models_and_leaves_their_optimizers_as_they_were(bad):
+def test_a_non_finite_gradient_skips_both_models(bad):
     hurt, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM) for _ in range(2))
     spoiled = [*with_advantages(WRITTEN[:1], bad), *WRITTEN[1:]]
     for learner in (hurt, straight):
@@ -444,17 +444,17 @@ def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
 # Who is trained, and by what
 
 
-def test_a_frozen_rollout_model_does_not_move_and_is_still_compared_with():
+def test_a_frozen_rollout_model_is_compared_with():
     learner = make_learner(POLICY, ROLLOUT_MODEL, is_frozen=True)
     results = train(learner, batches(WRITTEN, epochs=2))
     assert torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
     assert learner.version == Version(2, 0)
-    assert not any(weight.requires_grad for weight in learner._models["rollout_model"].parameters())
+    assert not any(weight.requires_grad for weight in learner.models["rollout_model"].parameters())
     assert value(results[0], "mismatch/kl_rollout_policy") > 0.01
     assert "rollout_model/loss" not in results[0].metrics
 
 
-def test_distillation_pulls_the_rollout_model_and_never_the_policy():
+def test_distillation_pulls_the_rollout_model_alone():
     objective = rollout_model_objective(ppo_weight=0.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=objective)
     divergences = [
@@ -529,7 +529,7 @@ def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
     torch.save(learner.state_dict(), tmp_path / "state.pt")
     learner.save(tmp_path, ["policy"])
     assert torch.equal(flat(type(POLICY).from_pretrained(tmp_path / "policy")), parameters(learner, "policy"))
-    models = learner._models["policy"], learner._models["rollout_model"]
+    models = learner.models["policy"], learner.models["rollout_model"]
     resumed = make_learner(*models, objective=objective, optimizer=ADAM)
     resumed.load(tmp_path, torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.version == learner.version == Version(2, 2)
@@ -593,7 +593,7 @@ def test_the_order_of_the_batch_changes_nothing(order):
 
 @pytest.mark.parametrize("normalizer", ["exact", "topk"])
 @pytest.mark.parametrize("lam", [0.7, 1.0, 1.6])
-def test_on_a_sampled_batch_acceptance_averages_to_z_and_the_ratio_to_one(lam, normalizer):
+def test_acceptance_averages_to_z_and_the_ratio_to_one(lam, normalizer):
     """A martingale difference each: within 4 standard errors of 0 and 1, unless Z or the log-probs are wrong.
 
     top-k with fill-ins misses what is in neither list: its Z must lie below the acceptance, and its upper bound above.
@@ -614,7 +614,7 @@ def test_on_a_sampled_batch_acceptance_averages_to_z_and_the_ratio_to_one(lam, n
         assert metrics["obrs/z_bound_width"].value > 0.001
 
 
-def test_the_sampled_coins_accept_as_often_as_the_acceptance_says():
+def test_sampled_coins_accept_as_the_acceptance_says():
     items = write(ROLLOUT_MODEL, prompts=24, group=12, seed=12)
     metrics = one_step(make_learner(POLICY, ROLLOUT_MODEL), items).metrics
     accepted, expected = metrics["correction/accepted"], metrics["obrs/acceptance"].value
@@ -631,7 +631,7 @@ def test_the_engine_and_the_learner_agree_on_the_written_tokens():
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}])
-def test_the_kept_mass_is_that_of_the_tokens_which_the_engine_may_sample(truncation):
+def test_the_kept_mass_is_that_of_what_the_engine_may_sample(truncation):
     items = write(ROLLOUT_MODEL, seed=3, **truncation)
     kept = []
     for item in items:
@@ -647,7 +647,7 @@ def test_the_kept_mass_is_that_of_the_tokens_which_the_engine_may_sample(truncat
 
 
 @pytest.mark.parametrize("mini_batch_size", [None, 6])
-def test_the_engine_is_compared_on_tokens_of_the_weights_that_the_batch_met_and_on_no_others(mini_batch_size):
+def test_the_engine_is_compared_on_tokens_of_equal_weights(mini_batch_size):
     """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""
     shift = 0.125  # of every reported probability, so that the gap is known
     fresh, items = WRITTEN[::2], []

@@ -83,7 +83,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
     assert not torch.allclose(alone["policy"], parameters(one_learner(), "policy"))
 
 
-def test_a_rank_whose_disk_is_full_costs_the_checkpoint_and_no_run(tmp_path: Path) -> None:
+def test_a_rank_with_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path) -> None:
     """Rank 1 has no room until it builds its learner anew."""
     save_models(tmp_path)
     config, disk = config_of(tmp_path), ExitStack()
@@ -142,7 +142,7 @@ def test_all_ranks_have_the_threads_of_the_leader(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_advantages_of_a_critic_are_whitened_over_the_rollouts_of_all_ranks(tmp_path: Path) -> None:
+def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
     save_models(tmp_path)
     config = config_of(tmp_path, "objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
     scored = [

@@ -55,7 +55,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     paths, device = config.model_paths(), torch.device("cpu")
     models = {role: load_trained(config, role, path, device, resumes=False) for role, path in paths.items()}
     learner = make_learner(config, models, exact_engines=list(models))
-    parts = replace(make_components(config, None, None), learner=learner)
+    parts = replace(make_components(config), learner=learner)
     run_folder = RunFolder(folder)
     run_folder.start(config, 1, -1)
     assert Trainer(parts, run_folder, None, lambda line: None).train()
@@ -89,7 +89,7 @@ def test_adapters_move_the_base_stays_and_the_engines_follow(finished: Finished)
         assert largest_gap(engine, models[role], parts) < 1e-5 < 1e-2 < largest_gap(engine, start, parts)
 
 
-def test_training_sees_the_distribution_that_the_engine_samples_from(finished: Finished) -> None:
+def test_training_sees_what_the_engine_samples_from(finished: Finished) -> None:
     gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished.folder)[1:]]
     assert len(gaps) == 4 and max(gaps) < 1e-5
 
@@ -104,7 +104,7 @@ def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
             engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))
 
 
-def test_a_checkpoint_holds_a_plain_model_and_an_adapter_that_peft_reads(finished: Finished) -> None:
+def test_a_checkpoint_holds_an_adapter_that_peft_reads(finished: Finished) -> None:
     ids = torch.arange(3, 12).view(1, 9)
     for role, model in finished.models.items():
         folder = finished.folder / "checkpoints" / "last" / role
@@ -118,14 +118,14 @@ def test_a_checkpoint_holds_a_plain_model_and_an_adapter_that_peft_reads(finishe
                 assert torch.equal(PeftModel.from_pretrained(base, folder / "adapter")(ids).logits, model(ids).logits)
 
 
-def test_the_optimizer_keeps_moments_of_the_adapter_alone_as_the_plan_says(finished: Finished) -> None:
+def test_the_optimizer_keeps_moments_of_the_adapter_alone(finished: Finished) -> None:
     for role, size in model_sizes(finished.config).items():
         moments = load_file(finished.folder / "checkpoints" / "last" / "moments" / f"{role}.safetensors")
         counts = [moment.numel() for name, moment in moments.items() if name.endswith(".exp_avg")]
         assert sum(counts) == size.trained and size.trained > 0
 
 
-def test_the_seed_of_the_run_decides_the_adapters_and_each_model_has_its_own() -> None:
+def test_the_seed_of_the_run_decides_the_adapters() -> None:
     def first(seed: int, role: Role) -> torch.Tensor:
         config = small_config(*BOTH, f"seed={seed}", "rollout_model.path=starter:policy", "rollout_model.lora.rank=4")
         model = load_trained(config, role, "starter:policy", torch.device("cpu"), resumes=False)
@@ -148,10 +148,10 @@ def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
         launch(config, tmp_path / "run", lambda line: None)
 
 
-def test_a_new_run_from_a_checkpoint_starts_at_its_merged_weights(finished_run: FinishedRuns) -> None:
+def test_a_run_from_a_checkpoint_starts_at_merged_weights(finished_run: FinishedRuns) -> None:
     first = finished_run("iterations=2", *POLICY)
     start = first / "checkpoints" / "last" / "policy"
     config = small_config(*POLICY, f"policy.path={start}")
-    parts = make_components(config, None, None)
+    parts = make_components(config)
     merged = weights(first, "policy")
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))

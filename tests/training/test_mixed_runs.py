@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, train, write
-from helpers.runs import assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
+from helpers.runs import SHORT, assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
 from jackpot.config.config import OptimizerConfig
 from jackpot.core.types import Score, ScoredRollout
 from jackpot.training.advantages import response_advantages
@@ -18,9 +18,9 @@ LINEAR = OptimizerConfig(learning_rate=5e3, eps=1e4, max_grad_norm=1e6)  # steps
 ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
 
 
-def test_a_share_of_0_is_the_on_policy_run_bit_for_bit_and_one_of_1_is_the_run_without_a_share(tmp_path, finished_run):
-    alone = run(small_config("policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "on_policy")
-    share = run(small_config("rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
+def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
+    alone = run(small_config(SHORT, "policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "on_policy")
+    share = run(small_config(SHORT, "rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
     ours, theirs = weights(tmp_path / "on_policy", "policy"), weights(tmp_path / "share 0", "policy")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name in (
@@ -44,8 +44,8 @@ def test_a_share_of_0_is_the_on_policy_run_bit_for_bit_and_one_of_1_is_the_run_w
 
 
 @pytest.mark.parametrize("overrides", [(ANNEALED,), (ANNEALED, "batch.mini_batch_size=8", "rollout_model.split=group")])
-def test_an_annealed_run_that_was_killed_ends_as_one_that_was_not(tmp_path, overrides):
-    config = small_config(*overrides)
+def test_a_killed_annealed_run_ends_as_the_whole_run(tmp_path, overrides):
+    config = small_config(SHORT, *overrides)
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
@@ -104,7 +104,7 @@ def policy_move(items, rollout_model, budget, **settings):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_mixed_step_is_the_sum_of_what_each_models_rollouts_give_alone(name):
+def test_a_mixed_step_is_the_sum_of_each_models_rollouts(name):
     """The policy's own as in a run without a rollout model, the others as in one with nothing else, kappa included."""
     settings, budget = SETTINGS[name]
     own = policy_move(OWN, None, budget, **settings)
@@ -125,7 +125,7 @@ def test_kappa_is_each_models_own():
 
 
 @pytest.mark.parametrize("exact", ["policy", "rollout_model"])
-def test_each_engine_is_compared_with_its_own_model_and_only_exact_ones_have_fill_ins(exact):
+def test_each_engine_is_compared_with_its_own_model(exact):
     changes = dict(objective=policy_objective(), is_mixed=True, num_top_log_probs=5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=(exact,), **changes)
     steps = batches([*OWN, *OTHERS], budget=10_000)
@@ -138,7 +138,7 @@ def test_each_engine_is_compared_with_its_own_model_and_only_exact_ones_have_fil
     assert result.metrics["mismatch/kept_mass"].value == pytest.approx(1.0, abs=1e-5)
 
 
-def test_rewards_are_compared_within_the_group_or_within_what_one_model_generated_of_it():
+def test_rewards_are_compared_within_group_or_model():
     rewards = {("policy", 0): 1.0, ("policy", 1): 0.0, ("rollout_model", 0): 1.0, ("rollout_model", 1): 1.0}
     (first, *_), items = OWN, []
     for (role, number), reward in rewards.items():

@@ -53,7 +53,7 @@ def test_steps_are_adamw_on_the_mean_gradient():
     assert optimizer.steps == 3
 
 
-def test_gradients_are_clipped_after_they_are_divided_and_the_norm_is_from_before():
+def test_gradients_are_clipped_after_they_are_divided():
     everything, weights, config, total = make(OptimizerConfig(learning_rate=0.1, max_grad_norm=0.5))
     optimizer = ModelOptimizer(everything, config, total)
     mean = give_gradients(weights, 0) / 2.0
@@ -87,7 +87,7 @@ def test_weight_decay_pulls_towards_zero_at_the_scheduled_rate():
     torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_without_gradients_there_is_nothing_to_prepare_and_discarding_forgets_them():
+def test_discarding_forgets_gradients():
     everything, weights, config, total = make()
     optimizer = ModelOptimizer(everything, config, total)
     assert prepare(optimizer, 3.0) == 0.0
@@ -167,7 +167,7 @@ def test_moments_of_another_model_are_refused(change: str, why: str):
         optimizer.load_state_dict(optimizer.state_dict(), moments)
 
 
-def test_bf16_weights_are_rounded_after_every_step_and_lose_small_ones():
+def test_bf16_weights_lose_small_steps():
     start, found = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16().float(), {}
     for rate in (1e-6, 1e-2):
         for dtype in (None, "bf16"):

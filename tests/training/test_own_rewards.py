@@ -42,7 +42,7 @@ def table(folder: Path, *overrides: str) -> str:
     return console.file.getvalue()
 
 
-def test_without_a_verdict_mean_rewards_stand_in_place_of_accuracies(own: Path) -> None:
+def test_without_a_verdict_mean_rewards_replace_accuracies(own: Path) -> None:
     lines = read_lines(own)
     assert all(line["eval/policy_reward"] < -1.0 and line["eval/policy_reward_stderr"] > 0.0 for line in lines)
     assert not [name for line in lines for name in line if "accuracy" in name or "pass_at_k" in name]
@@ -53,7 +53,7 @@ def test_without_a_verdict_mean_rewards_stand_in_place_of_accuracies(own: Path) 
     assert all(text in shown for text in (f"{before:#.4g} ±", f"{after:#.4g} ±", f"{after - before:+#.4g} ±"))
 
 
-def test_of_fewer_problems_than_asked_the_run_and_the_tools_count_what_there_are(finished_run: FinishedRuns) -> None:
+def test_fewer_problems_than_asked_are_counted_as_they_are(finished_run: FinishedRuns) -> None:
     few = TASK.replace(f"test: {DATA}", f"test: {DATA.replace('64', '5')}")
     given = (f"task={{{few}, {REWARDS}, verdict: -9}}", "iterations=1")
     folder = finished_run(*given)
@@ -64,7 +64,7 @@ def test_of_fewer_problems_than_asked_the_run_and_the_tools_count_what_there_are
     assert history.config.evaluation.problems == 8 and history.problems == 5
 
 
-def test_a_set_without_a_verdict_has_rewards_in_metrics_and_in_the_closing_table() -> None:
+def test_a_set_without_a_verdict_has_rewards() -> None:
     rollouts = tuple(SimpleNamespace(token_ids=[0], finish="stop") for _ in range(4))
     scores = tuple(Score(reward=reward) for reward in (1.0, 0.0, -3.0, 0.0))
     found = Evaluation(k=2, rollouts=rollouts, responses=("",) * 4, scores=scores).set_metrics()
@@ -76,7 +76,7 @@ def test_a_set_without_a_verdict_has_rewards_in_metrics_and_in_the_closing_table
     assert "policy on mine, mean reward" in console.file.getvalue() and "-0.5000 ± 1.0" in console.file.getvalue()
 
 
-def test_the_best_checkpoint_is_the_one_with_the_highest_mean_reward(own: Path) -> None:
+def test_the_best_checkpoint_has_the_highest_mean_reward(own: Path) -> None:
     lines = [line for line in read_lines(own) if line["iteration"]]
     best = max(lines, key=lambda line: (line["eval/policy_reward"], -line["iteration"]))["iteration"]
     assert (own / "checkpoints" / "best").readlink().name == f"step-{best}"
@@ -91,7 +91,7 @@ def test_sample_and_report_show_rewards_and_no_verdict(own: Path, tmp_path: Path
     assert table["correct"].null_count == len(table) > 0 == table["reward"].null_count
 
 
-def test_eval_measures_the_held_out_problems_of_the_run_by_their_mean_reward(own: Path, tmp_path: Path) -> None:
+def test_eval_measures_held_out_problems_by_mean_reward(own: Path, tmp_path: Path) -> None:
     command = ["eval", str(own), "--benchmarks", "own", "--out", str(tmp_path), "problems=4"]
     done = CliRunner().invoke(cli.app, command, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
@@ -123,7 +123,7 @@ def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> No
     RunFolder(tmp_path).check(small_config(*OWN))
 
 
-def test_with_a_verdict_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: FinishedRuns) -> None:
+def test_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: FinishedRuns) -> None:
     folder = finished_run(*WITH_VERDICT)
     lines = read_lines(folder)
     assert [line["eval/policy_reward"] for line in lines] == [line["eval/policy_reward"] for line in read_lines(own)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
-from helpers.runs import assert_same_run, metrics, run, small_config
+from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.analysis.diagnose.rules import ENGINE_GAP
 from jackpot.config.config import Sampling
@@ -22,8 +22,8 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.quantization.quantizer import E4M3
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.engines.transformers.weights import ModelWeights
-from jackpot.training.gaps import CPU_FP32, LARGEST_GAPS
 from jackpot.training.guards import check_gap
+from jackpot.training.limits import CPU_FP32, LARGEST_GAPS
 
 ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "evaluation.engine=transformers")
 
@@ -38,7 +38,7 @@ ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "eval
     ],
     ids=" ".join,
 )
-def test_the_policy_trains_on_what_its_quantized_copy_wrote_and_sees_the_gap(settings, tmp_path):
+def test_the_policy_sees_the_gap_to_its_quantized_copy(settings, tmp_path):
     config = small_config(*ALONE, *settings)
     run(config, tmp_path)
     lines, told = metrics(tmp_path), events(tmp_path)
@@ -105,7 +105,7 @@ def test_equal_codes_in_another_dtype_have_the_quantized_limit(tmp_path):
     assert 1e-5 < metrics(tmp_path)[-1]["eval/policy_engine_gap"] < LARGEST_GAPS["quantized"]
 
 
-def test_an_fp8_engine_gets_codes_and_scales_and_another_one_weights(tmp_path, monkeypatch):
+def test_an_fp8_engine_gets_codes_and_scales(tmp_path, monkeypatch):
     kinds, own = {}, TransformersEngine.update_weights
 
     def listen(engine, named_tensors, version):
@@ -122,7 +122,7 @@ def test_an_fp8_engine_gets_codes_and_scales_and_another_one_weights(tmp_path, m
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8_w8a8"])
-def test_one_code_or_scale_that_the_engine_holds_otherwise_stops_the_run(quantization, tmp_path, monkeypatch):
+def test_a_code_or_scale_that_differs_stops_the_run(quantization, tmp_path, monkeypatch):
     own = ModelWeights.load
 
     def flip(weights, named_tensors):
@@ -137,10 +137,9 @@ def test_one_code_or_scale_that_the_engine_holds_otherwise_stops_the_run(quantiz
 
 
 @pytest.mark.slow
-def test_a_run_in_the_fp8_flow_that_was_killed_continues_bit_equal(tmp_path):
+def test_a_killed_fp8_run_continues_bit_equal(tmp_path):
     config = small_config(*UNIFIED, "engine.kv_cache_dtype=fp8")
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
 
@@ -171,7 +170,7 @@ def test_what_the_fp8_flow_does_not_have_is_refused_by_name(settings, why):
         small_config(*settings)
 
 
-def test_layers_that_the_engine_of_the_policy_computes_differently_are_named_where_it_writes():
+def test_layers_computed_differently_are_named():
     cache = "evaluation.engine={quantization: fp8, kv_cache_dtype: fp8}"
     found = [["keys and values", "fp8", "fp32"]]
     assert computed_differently(small_config(*UNIFIED, *OF_POLICY, cache)) == found
@@ -207,7 +206,7 @@ def test_the_headline_kl_is_that_of_all_engines_that_write():
     assert small_config("rollout_model.share=0.5", *unwritten).kl_metric == of_samples
 
 
-def test_a_rollout_model_of_its_own_is_quantized_and_the_policy_of_the_evaluations_is_not(finished_run, tmp_path):
+def test_a_separate_rollout_model_is_quantized_alone(finished_run, tmp_path):
     settings = ("engine.quantization=fp8", "evaluation.engine=transformers")
     run(small_config(*settings, "iterations=1"), tmp_path / "quantized")
     quantized, plain = metrics(tmp_path / "quantized")[-1], metrics(finished_run("iterations=2"))[-1]
@@ -229,7 +228,7 @@ def test_the_exact_normalizer_is_refused_on_a_quantized_engine():
             engine_is_exact(config, engine.capabilities.quantized)  # what a server was started with, no setting tells
 
 
-def test_a_gap_that_stops_other_runs_lets_one_with_a_quantized_engine_go_on_up_to_a_quarter():
+def test_a_quantized_engine_may_have_a_gap_of_a_quarter():
     rollout = rollout_of(tiny_prompt(3), [4, 5])  # probability 1 each, as the engine says
 
     def gap(precision: str, probability: float) -> float:
@@ -268,13 +267,13 @@ def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
     ],
     ids=str,
 )
-def test_a_gap_in_evaluations_has_the_limit_of_the_engine_that_wrote_them(settings, of_rounding, of_correction):
+def test_a_gap_in_evaluations_has_the_limit_of_its_engine(settings, of_rounding, of_correction):
     metric, history = "eval/policy_engine_gap", MetricHistory([], [], small_config(*settings))
     found = rounding(metric)(history, [0.0]), quantizing(metric)(history, [0.0])
     assert found == (of_rounding, of_correction)
 
 
-def test_the_gap_of_rollouts_has_the_limit_of_all_engines_that_wrote_them():
+def test_the_gap_of_rollouts_has_the_limit_of_all_engines():
     quantized = ("engine.quantization=fp8", "evaluation.engine=transformers")
     bf16 = ("rollout_model.share=0.5", "evaluation.engine={dtype: bf16}")
     for settings, expected in (

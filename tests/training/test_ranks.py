@@ -29,7 +29,7 @@ def test_two_ranks_take_the_steps_of_one(case: str, tmp_path: Path) -> None:
     config = small_config(*CASES[case], *GRADIENT_DESCENT)
     mp.start_processes(run_rank, args=(config, tmp_path), nprocs=2, start_method="fork")  # nothing is imported again
     whole = step(config, 0, 1)
-    start = make_components(config, None, None).learner
+    start = make_components(config).learner
     before = {"distill_weight": torch.tensor(config.rollout_model.distill_weight)}
     before |= {f"{role}/{name}": w for role in ("policy", "rollout_model") for name, w in start.weights(role)}
     for rank in range(2):

@@ -9,10 +9,9 @@ import pytest
 from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.core.errors import CheckpointError, TrainingError
 from jackpot.launch.start import train_run
-from jackpot.training.collapse import fall_of
-from jackpot.training.rollback import RollbackGuard
+from jackpot.training.limits import fall_of
+from jackpot.training.rollback import Rollback, RollbackGuard, Rollbacks
 from jackpot.training.run_folder.folder import RunFolder, run_config
-from jackpot.training.run_folder.rollbacks import Rollback, Rollbacks
 from jackpot.training.trainer import MetricsLine
 
 # A hundred times the quickstart's learning rate: nothing is right after one iteration.
@@ -30,7 +29,7 @@ def accuracies(folder: Path) -> list[float]:
     return [line["eval/policy_accuracy"] for line in metrics(folder)]
 
 
-def test_a_run_that_collapses_goes_back_and_ends_as_good_as_it_began(tmp_path: Path) -> None:
+def test_a_run_that_collapses_goes_back_and_ends_good(tmp_path: Path) -> None:
     config = small_config(*COLLAPSES, GUARD, "iterations=3")
     seen = [line["iteration"] for line in run(config, tmp_path)]
     assert seen == [0, 1, 2, 1, 2, 3]
@@ -62,7 +61,7 @@ def test_without_a_checkpoint_from_before_a_collapsed_run_stops(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_a_run_stopped_before_or_killed_after_its_rollback_ends_bit_equal(ahead: int, tmp_path: Path) -> None:
+def test_a_kill_around_a_rollback_leaves_the_run_bit_equal(ahead: int, tmp_path: Path) -> None:
     config = small_config(*COLLAPSES, GUARD, f"batch.ahead={ahead}")
     run_and_copy(config, tmp_path / "whole", tmp_path / "after", after=3)
 
@@ -97,14 +96,14 @@ LOW = {"iteration": 5, "eval/policy_accuracy": 0.0}
 
 
 @pytest.mark.parametrize(("checkpoints", "back_to"), [((1, 2, 4, 5), 2), ((1, 2, 3, 4, 5), 3), ((0, 5), 0), ((1,), 1)])
-def test_it_goes_back_to_the_newest_checkpoint_that_an_evaluation_found_good(tmp_path, checkpoints, back_to) -> None:
+def test_it_goes_back_to_the_newest_good_checkpoint(tmp_path, checkpoints, back_to) -> None:
     guard = RollbackGuard(small_config("guard.rollback={}"), collapsed_folder(tmp_path, *checkpoints))
     assert guard.check({"iteration": 5, "reward/mean": 0.0}) is False  # no evaluation
     assert guard.check(LOW)
     assert Rollbacks(tmp_path).pending.back_to == back_to
 
 
-def test_rates_multiply_and_after_the_last_rollback_the_next_collapse_stops_the_run(tmp_path: Path) -> None:
+def test_rates_multiply_and_rollbacks_come_to_an_end(tmp_path: Path) -> None:
     config = small_config("guard.rollback={times: 2, factor: 0.5}")
     folder = collapsed_folder(tmp_path, 2)
     for factor in (0.5, 0.25):
@@ -135,5 +134,5 @@ def test_a_damaged_record_of_rollbacks_is_refused(tmp_path: Path) -> None:
         ((0.6, 0.1, 0.59, 0.1, 0.1), 2),  # a single low one may be chance
     ],
 )
-def test_the_last_good_evaluation_is_as_good_as_the_best_but_for_chance(accuracies, last_good) -> None:
+def test_the_last_good_evaluation_is_the_best_but_for_chance(accuracies, last_good) -> None:
     assert fall_of(list(enumerate(accuracies)), 512).last_good == last_good

@@ -23,7 +23,7 @@ from helpers.learners import (
     write,
 )
 from jackpot.config.config import OptimizerConfig
-from jackpot.training.gradients import GradientAccumulator
+from jackpot.training.joint_optimizer import GradientAccumulator
 from jackpot.training.optimizer import ModelOptimizer
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
@@ -57,7 +57,7 @@ def parts_of(items, aggregate="token-mean", of_states=False):
 
 @pytest.mark.parametrize("mini_batch_size", [3, 4, 6])
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_it_steps_once_on_the_gradient_of_the_whole_rollout_batch(mini_batch_size, aggregate):
+def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
     """While the policy stays where it is, all steps together are one step on everything."""
     learner = make_learner(
         POLICY,
@@ -90,7 +90,7 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
     assert len(results) == 6 and learner.version.rollout_model == 1
     assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
     assert value(results[-1], "lag/policy_max") == 5.0
-    later = write(learner._models["rollout_model"], version=learner.version)
+    later = write(learner.models["rollout_model"], version=learner.version)
     results = learner.train(batches(later, mini_batch_size=6), False)
     assert [value(result, "lag/policy_max") for result in results] == [0.0, 1.0]
     assert learner.version.rollout_model == 2
@@ -102,7 +102,7 @@ def test_with_the_policy_it_steps_as_often_as_the_policy():
     assert learner.version == (3, 3)
 
 
-def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
+def test_each_rollout_batch_divides_by_its_own_tokens():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     for optimizer in learner._optimizer._optimizers.values():
         optimizer._config = STILL
@@ -115,9 +115,7 @@ def test_the_second_rollout_batch_does_not_divide_by_the_tokens_of_the_first():
 @pytest.mark.parametrize("budget", [10_000, 40])
 @pytest.mark.parametrize("mini_batch_size", [4, 12])
 @pytest.mark.parametrize("each_step", [True, False])
-def test_the_parts_of_its_gradient_are_those_of_separate_losses_at_the_hidden_states(
-    budget, mini_batch_size, each_step
-):
+def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_size, each_step):
     """In every optimizer step, whether the rollout model moves in it or not."""
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=each_step)
     for optimizer in learner._optimizer._optimizers.values():
@@ -134,7 +132,7 @@ def test_the_parts_of_its_gradient_are_those_of_separate_losses_at_the_hidden_st
         assert not any("split" in name for name in result.metrics)
 
 
-def test_the_parts_change_no_weight_and_are_measured_only_where_they_are_wanted():
+def test_the_parts_change_no_weight():
     learners = [make_learner(POLICY, ROLLOUT_MODEL) for _ in range(2)]
     one, other = (
         learner.train(batches(WRITTEN, budget=40), wanted)[0]
@@ -155,7 +153,7 @@ def test_a_part_that_is_not_there_has_norm_zero_and_no_cosine():
     assert "rollout_model/grad_cosine" not in result.metrics
 
 
-def test_a_last_step_without_a_token_does_not_lose_the_gradient_of_those_before_it():
+def test_a_last_step_without_a_token_loses_no_gradient():
     unsampled = [
         replace(item, rollout=replace(item.rollout, sampled_mask=torch.zeros_like(item.rollout.sampled_mask)))
         for item in WRITTEN[:2]
@@ -169,7 +167,7 @@ def test_a_last_step_without_a_token_does_not_lose_the_gradient_of_those_before_
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-def test_a_step_that_is_not_finite_is_left_out_of_the_sum_and_counted(broken):
+def test_a_step_that_is_not_finite_is_left_out_of_the_sum(broken):
     """For all models, whichever step it is; the rollout model steps on what the other steps gave."""
     steps = batches(WRITTEN, mini_batch_size=4)
     infinite = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken]]
@@ -192,7 +190,7 @@ def test_where_no_step_is_finite_the_rollout_model_stays():
     assert learner.version == (0, 0) and torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
 
 
-def test_a_gradient_counts_where_it_and_those_of_the_other_models_are_finite():
+def test_a_gradient_counts_where_all_models_are_finite():
     weight, added = torch.nn.Parameter(torch.zeros(2)), []
     accumulator = GradientAccumulator(ModelOptimizer([weight], LINEAR, 1))
     for size, others_are_finite in ((2.0, True), (math.nan, True), (1.0, False)):

@@ -116,7 +116,7 @@ def test_two_ranks_take_the_steps_of_one_with(name, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_rounds_otherwise_than_in_one_process_is_the_same_each_time(folder, tmp_path):
+def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
     case, config, samples = SLOW["four micro-batches"], config_of(folder, PREPASS), samples_of(folder)
 
     def work(rank):
@@ -134,13 +134,13 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
 
     def change(learner):
         with torch.no_grad():
-            for model in learner._models.values():
+            for model in learner.models.values():
                 for parameter in model.parameters():
                     local(parameter).mul_(1.1)
 
     def work(rank):
         learner = learner_of(config, True)
-        alone = [isinstance(one.get_input_embeddings(), FSDPModule) for one in learner._models.values()]
+        alone = [isinstance(one.get_input_embeddings(), FSDPModule) for one in learner.models.values()]
         assert alone == [True, False]  # the rollout model's belongs to its head
         mine = deal(batches, RANKS)[rank]
         learner.score("policy", mine, config.sampling)
@@ -164,7 +164,7 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pass_without_gradient_reads_the_weights_as_they_are_and_a_folder_holds_whole_ones(folder, tmp_path):
+def test_a_pass_without_gradient_reads_whole_weights(folder, tmp_path):
     check_weights_are_current(folder, tmp_path)
 
 
@@ -202,7 +202,7 @@ def check_continued(overrides: tuple[str, ...], saved_by: int, ranks: tuple[int,
     return [one["files"] for one in before]
 
 
-def test_what_two_ranks_save_is_a_plain_folder_in_parts_and_continues_in_one_process(folder, tmp_path):
+def test_what_two_ranks_save_continues_in_one_process(folder, tmp_path):
     files = check_continued((PREPASS,), 2, (1,), folder, tmp_path)
     for rank, own in enumerate(files):
         end = f"-0000{rank + 1}-of-00002.safetensors"
@@ -226,7 +226,7 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
 
     def change(learner):
         with torch.no_grad():
-            for model in learner._models.values():
+            for model in learner.models.values():
                 for parameter in model.parameters():
                     local(parameter).add_(0.01)
         return learner

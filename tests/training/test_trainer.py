@@ -120,7 +120,7 @@ def test_saved_rollouts_hold_every_token_of_both_sides(finished: Path) -> None:
         assert row["response"] == "".join(token for token in row["tokens"] if not token.startswith("<"))
 
 
-def test_a_task_with_a_tool_trains_on_the_tokens_that_the_model_sampled(tmp_path: Path) -> None:
+def test_a_tool_task_trains_on_sampled_tokens_alone(tmp_path: Path) -> None:
     lines = run(small_config(arm="tool"), tmp_path)
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
     sampled = [row["sampled_mask"] for row in rows]
@@ -159,7 +159,7 @@ def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_an_iteration_of_which_every_rollout_was_aborted_saves_none_and_the_run_goes_on(
+def test_a_run_goes_on_after_only_aborted_rollouts(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first iteration and the last one are those whose rollouts are saved."""
@@ -177,7 +177,7 @@ def test_an_iteration_of_which_every_rollout_was_aborted_saves_none_and_the_run_
 
 
 @pytest.mark.parametrize("accident", ["one weight is another", "the last tensor is never asked for"])
-def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
+def test_other_weights_than_were_sent_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accident: str
 ) -> None:
     update_weights = TransformersEngine.update_weights
@@ -198,9 +198,7 @@ def test_an_engine_that_holds_other_weights_than_the_learner_sent_ends_the_run(
 
 
 @pytest.mark.parametrize("where", ["check_top_log_probs", "Trainer", "the second engine"])
-def test_a_launch_that_fails_closes_every_engine_that_it_made_and_the_task(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_fails_closes_what_it_made(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines: list[TransformersEngine] = []
     closed: list[Task] = []
     monkeypatch.setattr(Arithmetic, "close", lambda task: closed.append(task))
@@ -226,9 +224,7 @@ def test_a_launch_that_fails_closes_every_engine_that_it_made_and_the_task(
             engine.submit([])
 
 
-def test_a_trainer_closes_everything_though_an_engine_fails_at_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_closes_all_though_an_engine_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(engine: TransformersEngine) -> None:
         raise EngineError("no events")
 
@@ -267,14 +263,14 @@ def test_an_evaluation_leaves_out_of_its_gap_what_is_not_finite(
     assert gap is None or math.isnan(gap) if share == "all" else gap < 1e-4
 
 
-def test_ppo_is_reports_the_overlap_of_the_two_models_and_not_of_one_with_itself(tmp_path: Path) -> None:
+def test_ppo_is_reports_the_overlap_of_two_models(tmp_path: Path) -> None:
     overrides = ("iterations=1", "batch.prompts=16", "objective.correction.proximal=rollout")
     line = run(small_config(*overrides, arm="none"), tmp_path)[1]
     assert line["obrs/acceptance"] < 0.99
     assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
 
 
-def test_a_correction_of_the_protocol_alone_trains_as_its_formula(tmp_path: Path) -> None:
+def test_a_correction_of_the_protocol_trains_as_its_formula(tmp_path: Path) -> None:
     own = "{name: custom, import_path: helpers.own_correction:Plain, kwargs: {cap: 1.3}}"
     found, wanted = (
         run(small_config("iterations=1", f"objective.correction={correction}"), tmp_path / name)[1]
@@ -312,7 +308,7 @@ class Finite(Task):
         raise NotImplementedError
 
 
-def test_a_prompt_stream_gives_every_prompt_once_an_epoch_and_resumes() -> None:
+def test_a_prompt_stream_gives_each_prompt_once_an_epoch() -> None:
     stream = PromptStream(Finite(7), "train", seed=3)
     first, second = stream.next(7), stream.next(7)
     assert sorted(prompt.text for prompt in first) == sorted(prompt.text for prompt in second) == list("0123456")
@@ -334,7 +330,7 @@ def test_an_empty_data_set_is_refused() -> None:
         PromptStream(Finite(0), "train", seed=0)
 
 
-def test_the_garbage_collector_does_not_search_what_was_there_before_training(tmp_path: Path) -> None:
+def test_the_collector_does_not_search_older_objects(tmp_path: Path) -> None:
     frozen: list[int] = []
     config = small_config("iterations=1", "evaluation.problems=2")
     with closing(start.launch(config, tmp_path, lambda line: frozen.append(gc.get_freeze_count()))) as trainer:

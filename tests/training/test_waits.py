@@ -12,8 +12,8 @@ from jackpot.config.config import CriticConfig
 from jackpot.core.types import ScoredRollout
 from jackpot.models.load import load_value_model
 from jackpot.objectives.kernels import autograd
-from jackpot.training import batching, joint_learner, kappa_repair
-from jackpot.training.critic import Critic
+from jackpot.training import batching, joint_learner, kappa
+from jackpot.training.advantages import Critic
 from jackpot.training.old_policy import holds_target
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
@@ -33,7 +33,7 @@ def value_model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def a_device(monkeypatch):
     """Batches are copied, as they are to a GPU, and a tile holds half of the vocabulary."""
-    for module in (joint_learner, kappa_repair):
+    for module in (joint_learner, kappa):
         monkeypatch.setattr(module, "batch_to", batching._to)
     monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 80)
     monkeypatch.setattr(autograd, "MAX_TILE_POSITIONS", 8)
@@ -59,7 +59,7 @@ def found_in(learner, micro_batches, trace, **options):
     ("kappa", "target", "parts", "trace"),
     [("auto", "new", 1, True), ("auto", "new", 6, True), ("auto", "old", 3, False), ("prepass", "new", 3, True)],
 )
-def test_an_update_waits_at_most_three_times_however_many_micro_batches_and_tiles(kappa, target, parts, trace):
+def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
     """Once to decide, once for the columns of saved rollouts, and once where kappa is known after the backward passes.
 
     The first update on a batch computes the old log-probs itself, the second one has them.
@@ -72,7 +72,7 @@ def test_an_update_waits_at_most_three_times_however_many_micro_batches_and_tile
     for step in steps:
         assert len(step) == parts
         repairs = kappa == "auto" and parts > 1 and not holds_target(step[0].old, objective)
-        wanted = ["kappa_repair"] * repairs + ["joint_optimizer"] + ["old_policy"] * trace
+        wanted = ["kappa"] * repairs + ["joint_optimizer"] + ["old_policy"] * trace
         found, metrics = found_in(learner, step, trace)
         repaired.append(repairs and bool(metrics["obrs/repaired_sequences"].value > 0.0))
         assert len(found) == len(wanted) <= 3, found

@@ -33,12 +33,6 @@ def test_an_unknown_benchmark_is_refused_before_a_plan_is_made() -> None:
         train("quickstart", ["evaluation.benchmarks=[gsm9k]"], None, None, dry_run=True, tiny=False)
 
 
-def test_the_command_behind_a_plan_trains_into_the_folder_that_was_given(tmp_path: Path) -> None:
-    shown = jackpot("train", "quickstart", "--arm", "none", "--run", "my run", "--dry-run", cwd=tmp_path).stdout
-    assert "jackpot train quickstart --arm none --run 'my run'  # train\n" in shown
-    assert "jackpot train quickstart --arm none --tiny  # " in shown  # its folder would be refused to the other
-
-
 def text_of(*arguments: str, cwd: Path) -> str:
     result = jackpot(*arguments, cwd=cwd)
     assert result.returncode == 0, result.stderr
@@ -77,7 +71,7 @@ def test_without_the_extra_the_command_says_what_to_install(package: str) -> Non
     assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
 
 
-def test_a_package_that_only_the_command_itself_needs_is_named_too() -> None:
+def test_a_package_that_the_command_itself_needs_is_named_too() -> None:
     done = run(without(["pyarrow"]) + "from jackpot.__main__ import main; main()", "report", "nowhere")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "pyarrow is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
@@ -129,7 +123,7 @@ def test_every_command_has_a_help_text_and_every_option_one(tmp_path: Path) -> N
             assert parameter.annotation.__metadata__[0].help, f"{name} {parameter.name}"
 
 
-def test_the_help_names_the_units_the_formats_and_the_defaults_of_the_code(tmp_path: Path) -> None:
+def test_the_help_names_units_formats_and_defaults_of_the_code(tmp_path: Path) -> None:
     compare, replay = text_of("compare", "--help", cwd=tmp_path), text_of("replay", "--help", cwd=tmp_path)
     assert all(unit in compare for unit in UNITS)
     assert all(name in replay for name in [AUTO, *FORMATS])

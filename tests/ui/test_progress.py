@@ -32,7 +32,7 @@ def printed(shown: Console) -> str:
     return shown.file.getvalue()
 
 
-def test_a_log_has_a_line_every_few_seconds_and_at_once_where_one_is_due(clock: list[float]) -> None:
+def test_a_log_has_a_line_every_few_seconds_or_where_it_is_due(clock: list[float]) -> None:
     shown = console(is_terminal=False)
     with progress(shown) as bars:
         bars.update("iteration", 0, 10, {"policy": "41%"}, is_due=True)
@@ -59,7 +59,7 @@ def test_a_terminal_keeps_a_fact_until_a_newer_one_comes() -> None:
     assert "arithmetic 16/64 answers" in printed(shown) and "other 1/2" in printed(shown)
 
 
-def test_a_terminal_keeps_evaluations_above_the_bars_and_names_the_stage() -> None:
+def test_a_terminal_keeps_evaluations_above_the_bars() -> None:
     shown = console(is_terminal=True, width=80)
     with progress(shown) as bars:
         bars.update("iteration", 5, 10, {"policy": "41%", "reward": "0.2"}, is_due=True, lasting=["policy"])
@@ -104,7 +104,7 @@ def test_a_status_shows_the_stages_that_begin() -> None:
     assert "loading the model m" in printed(shown)
 
 
-def test_a_terminal_breaks_lines_between_words_and_a_log_does_not() -> None:
+def test_a_terminal_breaks_lines_between_words_but_no_log_does() -> None:
     text = "word " * 30 + "runs/a-long-name-that-stays-whole"
     terminal, log = console(is_terminal=True, width=80), console(is_terminal=False, width=80)
     print_line(terminal, text)
@@ -121,7 +121,7 @@ def test_a_command_and_a_file_are_never_broken() -> None:
     assert f"  {command}\n" in printed(shown) and f"key: {'value ' * 20}\n" in printed(shown)
 
 
-def test_a_table_too_wide_for_the_console_goes_on_in_another_and_breaks_no_number() -> None:
+def test_a_table_too_wide_goes_on_in_another() -> None:
     shown = console(is_terminal=False, width=80)
     heads = ("arm", *(f"a long head {number}" for number in range(12)))
     rows = [("obrs", *(f"{number}.{number} ± 0.12" for number in range(12)))]
@@ -170,7 +170,7 @@ def test_a_status_is_a_line_each_in_a_log_but_not_too_often(clock: list[float]) 
     assert printed(rare).splitlines() == ["step [2]"]
 
 
-def test_cells_of_a_table_are_never_markup_and_numbers_stand_on_the_right() -> None:
+def test_cells_are_never_markup_and_numbers_stand_on_the_right() -> None:
     shown = console(is_terminal=False)
     show_table(shown, "[title]", ("name", "count"), [("[red]a", "1"), ("b", "1,000")], ["count"])
     lines = printed(shown).splitlines()

@@ -58,7 +58,7 @@ def test_line_breaks_and_tabs_stay() -> None:
     assert printable("a\n\tb é ⟨") == plain("a\n\tb é ⟨").plain == "a\n\tb é ⟨"
 
 
-def test_an_error_and_a_warning_with_a_hostile_path_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_an_error_with_a_hostile_path_is_shown_as_it_is(tmp_path: Path) -> None:
     path = "runs/[/]x\x1b]0;owned\x07\x1b[2J[bold]"
     error = typed("diagnose", path, cwd=tmp_path).stderr
     assert "\x1b]0;" not in error and "\x1b[2J" not in error

@@ -1,16 +1,16 @@
 """The base class of every block of settings, and the types of numbers and names that the blocks share."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
-# A cap, clip or limit. None is .inf, which JSON does not have: folders of runs say null.
-Bound = Annotated[
-    Annotated[float, Field(gt=0.0)] | None, AfterValidator(lambda value: math.inf if value is None else value)
-]
+# A cap, clip or limit. null is .inf, which JSON does not have: folders of runs say null.
+NULL_IS_INFINITE = BeforeValidator(lambda value: math.inf if value is None else value)
+Bound = Annotated[float, Field(gt=0.0), NULL_IS_INFINITE]
 NonNegative = Annotated[float, Field(ge=0.0, lt=float("inf"))]
 Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -56,6 +56,14 @@ def model_classes(annotation: Any) -> list[type[BaseModel]]:
         return [annotation] if issubclass(annotation, BaseModel) else []
     parts = getattr(annotation, "__args__", ())
     return list(dict.fromkeys(cls for part in parts for cls in model_classes(part)))
+
+
+def fields_below(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted key of every setting and block below a class of settings, with its field."""
+    for name, field in kind.model_fields.items():
+        yield above + name, field
+        for cls in model_classes(field.annotation):
+            yield from fields_below(cls, f"{above}{name}.")
 
 
 def by_name(default: str) -> BeforeValidator:

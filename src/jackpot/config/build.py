@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic import BaseModel
 
-from jackpot.config.base import Differences, model_classes
+from jackpot.config.base import Differences, fields_below, model_classes
 from jackpot.core.errors import ConfigError, unknown_name
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -46,10 +46,11 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
             value = {kind: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
             old = {_kind(value) or "name": old}
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        kind = _kind(value) if both else None
-        renamed = kind is not None and value[kind] != old.get(kind)
-        merged[key] = merge(old, value) if both and not renamed else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            kind = _kind(value)
+            if kind is None or value[kind] == old.get(kind):
+                value = merge(old, value)
+        merged[key] = value
     return merged
 
 
@@ -117,21 +118,14 @@ def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill every block of `Differences` from the other block, unless it names its class or source."""
-    for key, mark in _differences(kind):
+    marks = {key: mark for key, field in fields_below(kind) for mark in field.metadata if isinstance(mark, Differences)}
+    for key, mark in marks.items():
         block, base = _at(settings, key), _at(settings, mark.key)
         if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base
             taken = {name: value for name, value in base.items() if name not in mark.own}
             settings = merge(settings, nest(key, merge(taken, block)))
     return settings
-
-
-def _differences(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Differences]]:
-    """Yield the dotted key of every block of `Differences`, with its mark."""
-    for name, field in kind.model_fields.items():
-        yield from ((prefix + name, mark) for mark in field.metadata if isinstance(mark, Differences))
-        for cls in model_classes(field.annotation):
-            yield from _differences(cls, f"{prefix}{name}.")
 
 
 def _at(settings: Any, key: str) -> Any:
@@ -170,25 +164,21 @@ def _explanations(
             yield from (_explain(error, settings, kind) for error in those)
 
 
-def similar_settings(key: str, kind: type[BaseModel]) -> list[str]:
-    """Return the settings with the last name of `key`, or that another trainer calls so: `lam` is OBRS's.
+def keys_of(kind: type[BaseModel]) -> list[str]:
+    """Return the dotted key of every setting and block of settings below a class of them, each once."""
+    return list(dict.fromkeys(key for key, _ in fields_below(kind)))
+
+
+def similar_settings(key: str, known: Sequence[str]) -> list[str]:
+    """Return the known keys with the last name of `key`, or that another trainer calls so: `lam` is OBRS's.
 
     Those of the policy and its objective stand first; of many only the first three are returned.
     """
     name = key.rpartition(".")[2]
-    known = list(dict.fromkeys(_keys(kind)))
-    called = [ELSEWHERE[name]] if name in ELSEWHERE and ELSEWHERE[name] in known else []
-    found = [other for other in known if other == name or other.endswith(f".{name}")]
-    found.sort(key=lambda other: (other != name, not other.startswith(("objective.", "policy.", "sampling."))))
-    return list(dict.fromkeys([*called, *found]))[:3]
-
-
-def _keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every setting and block of settings."""
-    for name, field in kind.model_fields.items():
-        yield prefix + name
-        for cls in model_classes(field.annotation):
-            yield from _keys(cls, f"{prefix}{name}.")
+    called = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
+    same = [other for other in known if other.rpartition(".")[2] == name]
+    same.sort(key=lambda other: (other != name, not other.startswith(("objective.", "policy.", "sampling."))))
+    return list(dict.fromkeys([*called, *same]))[:3]
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
@@ -198,7 +188,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         siblings = _valid_keys(location[:-1], settings, kind)
-        if similar := [one for one in similar_settings(key, kind) if one != key]:
+        if similar := [other for other in similar_settings(key, keys_of(kind)) if other != key]:
             return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
         return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
     if is_missing:
@@ -237,10 +227,9 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
-        keyed = isinstance(here, Mapping) and part in here
-        indexed = isinstance(here, list | tuple) and isinstance(part, int) and part < len(here)
-        if keyed or indexed:
-            here = here[part]
+        items = dict[str | int, Any](enumerate(here)) if isinstance(here, list | tuple) else here
+        if isinstance(items, Mapping) and part in items:
+            here = items[part]
         elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
             continue  # a union's tag
         path.append(str(part))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from jackpot.config.base import MAY_CHANGE, model_classes
+from jackpot.config.base import MAY_CHANGE, fields_below
 from jackpot.config.config import Config
 
 
@@ -34,11 +34,7 @@ def changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
 @cache
 def changeable(kind: type[BaseModel]) -> frozenset[str]:
     """Return the dotted keys of the settings below a class of them that are marked with `MAY_CHANGE`."""
-    keys: set[str] = set()
-    for name, field in kind.model_fields.items():
-        below = {f"{name}.{key}" for cls in model_classes(field.annotation) for key in changeable(cls)}
-        keys |= below | ({name} if MAY_CHANGE in field.metadata else set())
-    return frozenset(keys)
+    return frozenset(key for key, field in fields_below(kind) if MAY_CHANGE in field.metadata)
 
 
 def fixed_changes(kind: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:

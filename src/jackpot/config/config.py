@@ -405,7 +405,7 @@ class Config(Strict):
     @property
     def compute_dtype(self) -> Dtype:
         """Return the number format of what training computes outside of quantized linear layers."""
-        return self.engine.dtype if self.trained_quantization else self.precision
+        return self.engine.dtype if self.precision in ("fp8", "int8") else self.precision
 
     @property
     def trained_quantization(self) -> Quantization | None:

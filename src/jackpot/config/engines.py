@@ -149,7 +149,7 @@ class ServerEngineConfig(_Engine):
 
     @model_validator(mode="after")
     def _check_folder(self) -> "ServerEngineConfig":
-        far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname)]
+        far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname or "")]
         if self.weights_folder is None and far:
             raise ValueError(
                 f"weights_folder is null, but {', '.join(far)} may be another machine, which cannot read this one's "
@@ -181,7 +181,7 @@ class VLLMServerEngineConfig(ServerEngineConfig):
 
 
 class SGLangServerEngineConfig(ServerEngineConfig):
-    """The user's own SGLang servers decode (docs/vllm.md). Status: never run on its target (SGLang).
+    """The user's own SGLang servers decode (docs/vllm.md). Status: experimental.
 
     All of them serve the same model. Where they ask for an API key, it is read from the environment variable
     SGLANG_API_KEY. They have no top_p, top_k, quantization or kv_cache_dtype.
@@ -209,7 +209,7 @@ def sleeps(engine: "EngineConfig") -> bool:
     return getattr(engine, "enable_sleep_mode", False)
 
 
-def is_quantized(engine: "EngineConfig") -> bool:
+def is_quantized(engine: _Engine) -> bool:
     """Return whether the engine computes with other numbers than weights, keys and values in its dtype."""
     return bool(engine.quantization or engine.kv_cache_dtype)
 
@@ -233,11 +233,10 @@ def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
 
     None for engines without quantized activations, and for other kernels.
     """
-    is_coded = engine.quantization in TRAINED_QUANTIZATION.values()
-    attends_alike = isinstance(engine, TransformersEngineConfig) and not engine.draft
-    if not (is_coded and attends_alike and engine.attn_implementation == "sdpa"):
+    if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
         return None
-    return number_formats(engine), engine.dtype
+    attends_alike = engine.attn_implementation == "sdpa" and not engine.draft
+    return (number_formats(engine), engine.dtype) if attends_alike else None
 
 
 EngineConfig = Annotated[

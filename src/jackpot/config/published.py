@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from jackpot.config.base import Count, Strict
 
-PAPERS = {  # a recipe's name for a paper, and its title
+Paper = Literal["Jackpot", "submission", "Jet-RL", "TIS post"]
+PAPERS: dict[Paper, str] = {  # a recipe's name for a paper, and its title
     "Jackpot": "Jackpot: Optimal Budgeted Rejection Sampling for Extreme Actor-Policy Mismatch RL, arXiv 2602.06107",
     "submission": "Jackpot: Align Actor-Policy Distribution for Scalable and Stable RL for LLM, its earlier submission",
     "Jet-RL": "Jet-RL: On-Policy FP8 RL with Unified Training and Rollout Precision Flow, arXiv 2601.14243",
@@ -41,7 +42,7 @@ class PublishedRow(Strict):
 class PublishedTable(Strict):
     """Rows of one table of one paper that this recipe is about. Accuracies are in percent."""
 
-    paper: Literal[tuple(PAPERS)]
+    paper: Paper
     """Short name of the paper."""
     table: str
     """Name of the table, and which block of it."""

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jackpot.config.base import MAY_CHANGE, Differences, model_classes
+from jackpot.config.base import MAY_CHANGE, NULL_IS_INFINITE, Differences, model_classes
+from jackpot.config.build import similar_settings
 from jackpot.config.config import Config
 from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
@@ -91,21 +92,21 @@ class Block:
     variants: tuple[tuple[str, str], ...]  # allowed names and what each is; empty where there is nothing to choose
 
 
-_Found = Block | tuple[str, Use]
+_Walked = Block | tuple[str, Use]
 
 
 def blocks(command: str) -> dict[str, Block]:
     """Return every block of a command's settings by its key, the whole with an empty key first."""
     kind = COMMANDS[command]
     whole = Block(key="", command=command, default="", meaning=_paragraph(kind), variants=())
-    return {block.key: block for block in [whole, *_walk(kind, "", _Place(command))] if isinstance(block, Block)}
+    return {block.key: block for block in [whole, *_walk(kind, "", _Context(command))] if isinstance(block, Block)}
 
 
 def settings(*commands: str) -> dict[str, Setting]:
     """Return every setting of these commands by its key, in the order of the classes."""
     uses: dict[str, list[Use]] = {}
     for command in commands:
-        for found in _walk(COMMANDS[command], "", _Place(command)):
+        for found in _walk(COMMANDS[command], "", _Context(command)):
             if not isinstance(found, Block):
                 uses.setdefault(found[0], []).append(found[1])
     return {key: Setting(key=key, uses=tuple(of_key)) for key, of_key in uses.items()}
@@ -149,18 +150,16 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
 
 
 def _near(key: str, known: Sequence[str]) -> str:
-    """Return a guess of what an unknown key means: other keys that end the same way, or that are spelled alike."""
-    last = key.rpartition(".")[2]
-    same = [name for name in known if name.rpartition(".")[2] == last]
-    close = same or get_close_matches(key, known, n=5)
-    if not close:
-        ends = {name.rpartition(".")[2] for name in known}
-        close = [name for name in known if name.rpartition(".")[2] in get_close_matches(last, ends, n=2)]
-    return f"; did you mean {_either(close[:6])}?" if close else "."
+    """Return a guess of what an unknown key means: keys of the same last name, or that are spelled alike."""
+    near = similar_settings(key, known) or get_close_matches(key, known, n=5)
+    if not near:
+        names = get_close_matches(key.rpartition(".")[2], {other.rpartition(".")[2] for other in known}, n=2)
+        near = [other for other in known if other.rpartition(".")[2] in names][:6]
+    return f"; did you mean {_either(near)}?" if near else "."
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Context:
     """Holds what every use of a class has in common: the command, and the choice that the class is of."""
 
     command: str
@@ -169,43 +168,50 @@ class _Place:
     choices: int = 0
 
 
-def _walk(kind: type[BaseModel], prefix: str, place: _Place) -> Iterator[_Found]:
+def _walk(kind: type[BaseModel], prefix: str, context: _Context) -> Iterator[_Walked]:
     """Yield the blocks and the (key, use) of every setting below a class of settings."""
     for name, field in kind.model_fields.items():
         key, classes = prefix + name, model_classes(field.annotation)
         mark = next((mark for mark in field.metadata if isinstance(mark, Differences)), None)
         if mark is not None:
-            yield key, _use(place, (kind.__name__, name), f"settings of {mark.key}", field, same_as=mark.key)
+            yield key, _use(context, (kind.__name__, name), f"settings of {mark.key}", field, same_as=mark.key)
         elif classes:
             if plain := _plain_values(field):
-                yield key, _use(place, (kind.__name__, name), f"{_either(plain)} or a block", field)
-            yield from _walk_block(key, field, classes, place)
+                yield key, _use(context, (kind.__name__, name), f"{_either(plain)} or a block", field)
+            yield from _walk_block(key, field, classes, context)
         elif name != "name" or field.is_required():  # else it chooses this class: a setting of the block
             definer = next(cls for cls in kind.__mro__ if name in get_annotations(cls))
-            yield key, _use(place, (definer.__name__, name), _either(_values(field.annotation, field.metadata)), field)
+            yield (
+                key,
+                _use(context, (definer.__name__, name), _either(_values(field.annotation, field.metadata)), field),
+            )
 
 
-def _walk_block(key: str, field: FieldInfo, classes: Sequence[type[BaseModel]], place: _Place) -> Iterator[_Found]:
+def _walk_block(key: str, field: FieldInfo, classes: Sequence[type[BaseModel]], context: _Context) -> Iterator[_Walked]:
     """Yield a block, the setting that chooses its class where there is a choice, and everything below it."""
     names = [cls.model_fields["name"].default for cls in classes] if len(classes) > 1 else []
     variants = tuple(zip(names, map(_paragraph, classes), strict=False))
     yield Block(
-        key=key, command=place.command, default=_default(field), meaning=_one_line(field.description), variants=variants
+        key=key,
+        command=context.command,
+        default=_default(field),
+        meaning=_one_line(field.description),
+        variants=variants,
     )
     below = f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}."
     if names:
-        yield f"{below}name", _use(place, (classes[0].__name__, "name"), _either(names), field)
+        yield f"{below}name", _use(context, (classes[0].__name__, "name"), _either(names), field)
     for cls, name in zip(classes, names or [""], strict=True):
-        yield from _walk(cls, below, _Place(place.command, name, key, len(names)) if names else place)
+        yield from _walk(cls, below, _Context(context.command, name, key, len(names)) if names else context)
 
 
-def _use(place: _Place, origin: tuple[str, str], values: str, field: FieldInfo, same_as: str = "") -> Use:
+def _use(context: _Context, origin: tuple[str, str], values: str, field: FieldInfo, same_as: str = "") -> Use:
     return Use(
         same_as=same_as,
-        command=place.command,
-        variant=place.variant,
-        chosen=place.chosen,
-        choices=place.choices,
+        command=context.command,
+        variant=context.variant,
+        chosen=context.chosen,
+        choices=context.choices,
         origin=origin,
         values=values,
         default=_default(field),
@@ -243,7 +249,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if annotation is bool:
         return ["true", "false"]
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
-    return [" ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()]
+    number = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
+    return [number, "null"] if NULL_IS_INFINITE in metadata else [number]
 
 
 def _plain_values(field: FieldInfo) -> list[str]:

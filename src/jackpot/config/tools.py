@@ -79,7 +79,7 @@ def sets_of(task: TaskConfig) -> SetsConfig:
     """
     if task.name not in SetsConfig.model_fields:
         return SetsConfig()
-    kind = SetsConfig.model_fields[task.name].annotation
+    kind = type(getattr(SetsConfig(), task.name))
     settings = kind.model_validate(task.model_dump(include=set(kind.model_fields)))
     read = {"columns": task.test.columns, "answers": task.test.answers} if isinstance(task, MathConfig) else {}
     return SetsConfig(**{task.name: settings}, **read)

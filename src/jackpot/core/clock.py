@@ -1,7 +1,7 @@
 """Timing of the phases of an iteration."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Clock:
         self._open: list[str] = []  # phases that have begun and not ended, the outermost first
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Generator[None]:
         """Add the time of the block to `phase`, and say so; after it, say again what goes on."""
         self._open.append(STAGES.get(phase, phase))
         stage(self._open[-1])

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path) -> Generator[Path]:
     """Yield a temporary path to write to; rename it to `path` when the block ends, remove it if the block raises.
 
     The content is flushed to the disk before the rename, and the name after it: a power failure leaves all of it, or
@@ -104,7 +104,7 @@ class AppendedFile:
 
 
 @contextmanager
-def checkpoint_error_in(folder: Path) -> Iterator[None]:
+def checkpoint_error_in(folder: Path) -> Generator[None]:
     """Raise a CheckpointError that names `folder` for an OSError of the block, which a run cannot begin without."""
     try:
         yield

@@ -1,13 +1,15 @@
 """Metrics as sums that add up over tokens, micro-batches, optimizer steps and ranks. Torch only.
 
-A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. Every kind has `+` and
-`value`. Many of them are added, sent to the other ranks and read by the host as one row of numbers.
+A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. Many of them are added,
+sent to the other ranks and read by the host as one row of numbers.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +23,55 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.double(), 0.0).sum()
 
 
-class Mean(NamedTuple):
+class Metric(ABC):
+    """Carries a number as tensors that add up; each kind is a frozen dataclass of them."""
+
+    added_by: ClassVar[str]
+    """How each field adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum."""
+
+    @abstractmethod
+    def __init__(self, *fields: Tensor) -> None:
+        """Take the fields in their order."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the fields."""
+        return iter(vars(self).values())
+
+    def __add__(self, other: Self) -> Self:
+        columns = zip(self.added_by, self, other, strict=True)
+        return type(self)(*(_ADD[how](mine, theirs) for how, mine, theirs in columns))
+
+    @property
+    @abstractmethod
+    def value(self) -> Tensor:
+        """The number itself, a scalar."""
+
+    @classmethod
+    def named(cls, sums: Mapping[str, "Metric"], name: str) -> Self:
+        """Return the metric of that name, which has to be of this kind.
+
+        Raises:
+            TypeError: it is of another kind.
+        """
+        metric = sums[name]
+        if not isinstance(metric, cls):
+            raise TypeError(f"{name} is a {type(metric).__name__}; what reads it here needs a {cls.__name__}")
+        return metric
+
+
+_ADD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "h": torch.add,
+    "+": torch.add,
+    "m": torch.maximum,
+    "l": torch.logaddexp,
+}
+
+
+@dataclass(frozen=True)
+class Mean(Metric):
     """Carries a mean, its variance and its standard error as sums over the entries (scalars, float64)."""
 
+    added_by = "+++"
     total: Tensor  # sum x
     squares: Tensor  # sum x^2
     count: Tensor  # number of entries
@@ -46,9 +94,6 @@ class Mean(NamedTuple):
         entries = torch.tensor(values, dtype=torch.float64)
         return cls.of(entries, torch.ones_like(entries, dtype=torch.bool))
 
-    def __add__(self, other: "Mean") -> "Mean":
-        return Mean(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
     @property
     def value(self) -> Tensor:
         """Mean of the entries; NaN where nothing was counted."""
@@ -70,9 +115,11 @@ class Mean(NamedTuple):
         return self.total.square() / (self.squares * self.count)
 
 
-class ClusteredMean(NamedTuple):
+@dataclass(frozen=True)
+class ClusteredMean(Metric):
     """Carries a mean over tokens whose standard error is clustered by response, as sums (scalars, float64)."""
 
+    added_by = "++++++"
     total: Tensor  # sum y, of the sum y of a response over its tokens
     count: Tensor  # sum n, of the number n of its tokens
     squares: Tensor  # sum y^2
@@ -85,9 +132,6 @@ class ClusteredMean(NamedTuple):
         """Sum the entries where `mask` is True; both [B, T], a response in each row, or [T], a single response."""
         y, n = torch.where(mask, values.detach().double(), 0.0).sum(-1), mask.sum(-1).double()
         return cls(y.sum(), n.sum(), y.square().sum(), (y * n).sum(), n.square().sum(), (n > 0).sum().double())
-
-    def __add__(self, other: "ClusteredMean") -> "ClusteredMean":
-        return ClusteredMean(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     @property
     def value(self) -> Tensor:
@@ -109,9 +153,11 @@ class ClusteredMean(NamedTuple):
         return Estimate(float(self.value), float(self.standard_error) if self.responses > 1 else None)
 
 
-class Sum(NamedTuple):
+@dataclass(frozen=True)
+class Sum(Metric):
     """Carries a count or a sum (scalar, float64)."""
 
+    added_by = "+"
     total: Tensor
 
     @classmethod
@@ -124,18 +170,17 @@ class Sum(NamedTuple):
         """Build the sum of one entry, on its device or the CPU."""
         return cls(torch.as_tensor(value, dtype=torch.float64))
 
-    def __add__(self, other: "Sum") -> "Sum":
-        return Sum(self.total + other.total)
-
     @property
     def value(self) -> Tensor:
         """The sum itself."""
         return self.total
 
 
-class Max(NamedTuple):
+@dataclass(frozen=True)
+class Max(Metric):
     """Carries a largest value (scalar, float64); -inf where nothing was counted."""
 
+    added_by = "m"
     largest: Tensor
 
     @classmethod
@@ -149,18 +194,17 @@ class Max(NamedTuple):
         """Build the maximum of one entry."""
         return cls(torch.tensor(value, dtype=torch.float64))
 
-    def __add__(self, other: "Max") -> "Max":
-        return Max(torch.maximum(self.largest, other.largest))
-
     @property
     def value(self) -> Tensor:
         """Largest entry; -inf where nothing was counted."""
         return self.largest
 
 
-class EffectiveSampleSize(NamedTuple):
+@dataclass(frozen=True)
+class EffectiveSampleSize(Metric):
     """Carries the effective sample size of weights given by their logarithms, which may overflow (scalars, float64)."""
 
+    added_by = "ll+"
     log_total: Tensor  # log sum w
     log_squares: Tensor  # log sum w^2
     count: Tensor  # number of weights
@@ -178,26 +222,21 @@ class EffectiveSampleSize(NamedTuple):
         fields = rows.logsumexp(1), (2.0 * rows).logsumexp(1), members.flatten(1).sum(1).double()
         return {name: cls(*entry) for name, *entry in zip(masks, *(field.unbind() for field in fields), strict=True)}
 
-    def __add__(self, other: "EffectiveSampleSize") -> "EffectiveSampleSize":
-        return EffectiveSampleSize(
-            torch.logaddexp(self.log_total, other.log_total),
-            torch.logaddexp(self.log_squares, other.log_squares),
-            self.count + other.count,
-        )
-
     @property
     def value(self) -> Tensor:
         """Effective sample size over n, (sum w)^2 / (n sum w^2), in (0, 1]; NaN where nothing was counted."""
         return (2.0 * self.log_total - self.log_squares).exp() / self.count
 
 
-class Histogram(NamedTuple):
+@dataclass(frozen=True)
+class Histogram(Metric):
     """Counts values in fixed bins, fine around 0 and coarse far out.
 
     Bin edges are SCALE sinh(u) for evenly spaced u, out to +-LIMIT: a quantile is within about 1.5 % of itself, or
     within 2e-6 of 0. Values further out are counted in the outermost bins.
     """
 
+    added_by = "h"
     counts: Tensor  # [BINS] float64
 
     @classmethod
@@ -205,18 +244,15 @@ class Histogram(NamedTuple):
         """Count the entries of `values` where `mask` is True, without NaN."""
         counted = mask & ~values.isnan()
         entries = torch.where(counted, values.detach().double(), 0.0)
-        places = ((entries / _SCALE).asinh() / _WIDTH).floor() + _BINS // 2
+        bins = ((entries / _SCALE).asinh() / _WIDTH).floor() + _BINS // 2
         counts = entries.new_zeros(_BINS)  # filled in place: `bincount` would wait for the device
-        return cls(counts.index_add_(0, places.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
-
-    def __add__(self, other: "Histogram") -> "Histogram":
-        return Histogram(self.counts + other.counts)
+        return cls(counts.index_add_(0, bins.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
 
     def quantile(self, share: float) -> Tensor:
         """Return the value that `share` of all entries lie below, a scalar: the middle, in u, of its bin."""
         running = self.counts.cumsum(0)
-        place = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
-        return _SCALE * ((place - _BINS // 2 + 0.5) * _WIDTH).sinh()
+        index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
+        return _SCALE * ((index - _BINS // 2 + 0.5) * _WIDTH).sinh()
 
     @property
     def value(self) -> Tensor:
@@ -227,23 +263,15 @@ class Histogram(NamedTuple):
 _SCALE, _LIMIT, _BINS = 1e-4, 40.0, 2048
 _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)
 
-Metric = Mean | ClusteredMean | Sum | Max | EffectiveSampleSize | Histogram
+Kind = TypeVar("Kind", bound=Metric)
+Means = dict[str, Mean]
 Sums = dict[str, Metric]
 
 
-# how each field of a kind adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum
-_FIELDS: dict[type, str] = {
-    Mean: "+++",
-    ClusteredMean: "++++++",
-    Sum: "+",
-    Max: "m",
-    EffectiveSampleSize: "ll+",
-    Histogram: "h",
-}
 _NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}  # what adds nothing
 
 
-def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Sums:
+def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
     """Average every column over the True entries of every mask, all of one shape, in two matrix products.
 
     Returns:
@@ -262,22 +290,22 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Sums:
     }
 
 
-def add_sums(*parts: Mapping[str, Metric]) -> Sums:
+def add_sums(*parts: Mapping[str, Kind]) -> dict[str, Kind]:
     """Add sets of metrics name by name; a name that only some of them have is kept. All are on one device."""
-    rows: list[Sums] = []  # the first entry of every name, the second one, and so on
-    found: Counter[str] = Counter()
+    rows: list[dict[str, Kind]] = []  # the first entry of every name, the second one, and so on
+    seen: Counter[str] = Counter()
     for name, entry in (item for part in parts for item in part.items()):
-        if found[name] == len(rows):
+        if seen[name] == len(rows):
             rows.append({})
-        rows[found[name]][name] = entry
-        found[name] += 1
+        rows[seen[name]][name] = entry
+        seen[name] += 1
     if len(rows) < 2:
         return rows[0] if rows else {}
     layout = _layout(rows[0])
     return _unpacked(_added(torch.stack([_packed(row, layout) for row in rows]), layout), layout)
 
 
-def all_reduce_sums(sums: Sums) -> Sums:
+def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
     """Return the sums over all ranks, in one message; `sums` itself without torch.distributed.
 
     Every rank must hold the same names, on the same kind of device. A group with NCCL alone sends over this rank's GPU
@@ -298,6 +326,18 @@ def all_gather(values: Tensor) -> Tensor:
     return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, missing))))
 
 
+def entry_of(sums: Mapping[str, Metric], name: str, kind: type[Kind]) -> Kind:
+    """Return the entry of a name, which is of this kind."""
+    entry = sums[name]
+    assert isinstance(entry, kind), f"{name} is a {type(entry).__name__}, and no {kind.__name__}"
+    return entry
+
+
+def mean_of(sums: Mapping[str, Metric], name: str) -> Mean:
+    """Return the entry of a name that stands for a mean."""
+    return entry_of(sums, name, Mean)
+
+
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -307,80 +347,78 @@ def _of_every_rank(row: Tensor) -> list[Tensor]:
     sent = row.cuda() if dist.get_backend() == "nccl" else row
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sent)
-    return [one.to(row.device) for one in rows]
+    return [received.to(row.device) for received in rows]
 
 
 def max_over_ranks(number: int) -> int:
     """Return the largest of the numbers that the ranks have; `number` itself, unread, without torch.distributed."""
-    sums: Sums = {"number": Max.number(number)}
-    reduced = all_reduce_sums(sums)
-    return number if reduced is sums else int(reduced["number"].value)
+    return int(all_reduce_sums({"number": Max.number(number)})["number"].value) if _has_ranks() else number
 
 
-def to_host(sums: Sums) -> Sums:
+def to_host(sums: Mapping[str, Kind]) -> dict[str, Kind]:
     """Copy entries of one device to the CPU in one transfer, the only wait for the device in reading them."""
     layout = _layout(sums)
-    return _unpacked(*tensors_to_host([_packed(sums, layout)]), layout) if sums else {}
+    return _unpacked(tensors_to_host([_packed(sums, layout)])[0], layout) if sums else {}
 
 
 def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of one device, of any shapes and dtypes, to the CPU in one transfer."""
-    order = sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size())  # so that each is aligned
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())  # so that each is aligned
     if not order:
         return []
-    raw = [tensors[place].contiguous().flatten().view(torch.uint8) for place in order]
+    raw = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
     copy = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(part) for part in raw])
     parts = dict(zip(order, copy, strict=True))
-    return [parts[place].view(tensor.dtype).view(tensor.shape) for place, tensor in enumerate(tensors)]
+    return [parts[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
 
 
-class _Layout(NamedTuple):
+class _Layout(NamedTuple, Generic[Kind]):
     """Says where the fields of metrics stand in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
 
-    kinds: dict[str, type]  # of each metric
+    kinds: dict[str, type[Kind]]  # of each metric
     fields: list[tuple[str, int]]  # the metric, and which of its fields, in the order of the row
     sizes: list[int]  # numbers that add up by a sum (a histogram's are `_BINS`), by a maximum, and as logs of sums
+    histograms: int
 
 
-def _layout(sums: Mapping[str, Metric]) -> _Layout:
+def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
     """Lay out metrics by name and kind alone, so that all ranks with the same ones agree."""
     kinds = {name: type(sums[name]) for name in sorted(sums)}
-    places = {
-        how: [(name, index) for name, kind in kinds.items() for index, one in enumerate(_FIELDS[kind]) if one == how]
-        for how in _NOTHING
-    }
-    sizes = [_BINS * len(places["h"]) + len(places["+"]), len(places["m"]), len(places["l"])]
-    return _Layout(kinds, [field for how in places.values() for field in how], sizes)
+    all_fields = [(how, (name, index)) for name, kind in kinds.items() for index, how in enumerate(kind.added_by)]
+    by_how = {how: [field for added_by, field in all_fields if added_by == how] for how in _NOTHING}
+    sizes = [_BINS * len(by_how["h"]) + len(by_how["+"]), len(by_how["m"]), len(by_how["l"])]
+    return _Layout(kinds, [field for of_how in by_how.values() for field in of_how], sizes, len(by_how["h"]))
 
 
-def _packed(sums: Mapping[str, Metric], layout: _Layout) -> Tensor:
+def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
     """Write all fields into one row [L]; a metric that `sums` lacks is one that adds nothing."""
-    like = next(iter(sums.values()))[0]
-    fields = [
-        sums[name][index] if name in sums else _nothing(layout.kinds[name], index, like)
-        for name, index in layout.fields
+    entries = {name: tuple(entry) for name, entry in sums.items()}
+    like = next(iter(entries.values()))[0]
+
+    def nothing(kind: type[Kind], index: int) -> Tensor:
+        how = kind.added_by[index]
+        return like.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
+
+    columns = [
+        entries[name][index] if name in entries else nothing(layout.kinds[name], index) for name, index in layout.fields
     ]
-    histograms = sum(kind is Histogram for kind in layout.kinds.values())
-    numbers = [torch.stack(fields[histograms:])] if len(fields) > histograms else []
-    return torch.cat([*fields[:histograms], *numbers])
+    histograms = layout.histograms
+    numbers = [torch.stack(columns[histograms:])] if len(columns) > histograms else []
+    return torch.cat([*columns[:histograms], *numbers])
 
 
-def _nothing(kind: type, index: int, like: Tensor) -> Tensor:
-    size = (_BINS,) if kind is Histogram else ()
-    return like.new_full(size, _NOTHING[_FIELDS[kind][index]], dtype=torch.float64)
-
-
-def _unpacked(row: Tensor, layout: _Layout) -> Sums:
+def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
     """Build the metrics of a row; their fields are views of it."""
-    counts = _BINS * sum(kind is Histogram for kind in layout.kinds.values())
-    parts = (*row[:counts].view(-1, _BINS).unbind(), *row[counts:].unbind())
-    fields = dict(zip(layout.fields, parts, strict=True))
+    end = _BINS * layout.histograms
+    columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
+    by_field = dict(zip(layout.fields, columns, strict=True))
     return {
-        name: kind(*(fields[name, index] for index in range(len(_FIELDS[kind])))) for name, kind in layout.kinds.items()
+        name: kind(*(by_field[name, index] for index in range(len(kind.added_by))))
+        for name, kind in layout.kinds.items()
     }
 
 
-def _added(rows: Tensor, layout: _Layout) -> Tensor:
+def _added(rows: Tensor, layout: _Layout[Kind]) -> Tensor:
     """Add rows of numbers, [R, L] -> [L]."""
     sums, largest, logs = rows.split(layout.sizes, dim=1)
     return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])

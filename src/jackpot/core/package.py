@@ -2,8 +2,10 @@
 
 from importlib import metadata
 
-_TRAIN = {"transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"}
-_TRAIN |= {"matplotlib", "plotly", "tensorboard", "typer"}  # modules of the extra `train`
+_TRAIN = {  # modules of the extra `train`
+    *("transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"),
+    *("plotly", "tensorboard", "typer"),
+}
 
 
 def version() -> str:

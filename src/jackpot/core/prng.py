@@ -39,7 +39,7 @@ def fold_in(*parts: int | str) -> int:
     """
     digest = blake2b(digest_size=8)
     for part in parts:
-        if isinstance(part, bool) or not isinstance(part, int | str):
+        if type(part) not in (int, str):
             raise TypeError(f"fold_in takes ints and strings, got {part!r} ({type(part).__name__})")
         data = str(part).encode()
         digest.update(f"{type(part).__name__}:{len(data)}:".encode() + data)

@@ -1,15 +1,19 @@
 """Reads tensors that are sharded over ranks (DTensors), and plain ones alike. Torch only."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from jackpot.core.metrics import Sum, all_reduce_sums
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
-def is_sharded(tensor: Tensor) -> bool:
+
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
     """Tell whether every rank holds only a part of a tensor."""
     return hasattr(tensor, "full_tensor")
 
@@ -38,8 +42,8 @@ def part_like(source: Any, other: Tensor) -> Tensor:
     shape = list(source.shape if isinstance(source, Tensor) else source.get_shape())
     if shape != list(other.shape):
         raise ValueError(f"it has the shape {shape}, {list(other.shape)} is wanted")
-    places = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    part = source[places].to(local(other).device, copy=True)  # out of the memory of the file
+    part_of_each = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    part = source[part_of_each].to(local(other).device, copy=True)  # out of the memory of the file
     if not is_sharded(other):
         return part
     mesh, placements = other.device_mesh, other.placements
@@ -56,7 +60,8 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
 
     Sums are float64, so that they are the same up to 1e-16 however the tensors are sharded.
     """
-    squares = torch.stack(torch._foreach_norm(locals_of(tensors), 2, torch.float64)).square().sum()
+    norms = torch._foreach_norm(locals_of(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateUsage]  # the only
+    squares = torch.stack(norms).square().sum()
     if is_sharded(tensors[0]):
         squares = all_reduce_sums({"squares": Sum(squares)})["squares"].total
     return squares.sqrt()

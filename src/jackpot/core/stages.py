@@ -4,7 +4,7 @@ A stage is a message of the logger `jackpot.stages` at level INFO, which Python 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 _LOG = logging.getLogger("jackpot.stages")
@@ -16,7 +16,7 @@ def stage(text: str) -> None:
 
 
 @contextmanager
-def listening(show: Callable[[str], None]) -> Iterator[None]:
+def listening(show: Callable[[str], None]) -> Generator[None]:
     """Call `show` with every stage that begins meanwhile, from the thread in which it begins."""
     handler, level, propagate = _Handler(show), _LOG.level, _LOG.propagate
     _LOG.addHandler(handler)

@@ -7,8 +7,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import acos, cos, isfinite, pi, sqrt, tan
 from statistics import NormalDist, fmean, stdev
+from typing import TypeVar
 
 CONFIDENCE = 0.95  # coverage of the intervals
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class Sample:
         return Interval(mean, mean - half, mean + half)
 
 
-def paired_differences(first: Mapping[Hashable, float], second: Mapping[Hashable, float]) -> Sample | None:
+def paired_differences(first: Mapping[Key, float], second: Mapping[Key, float]) -> Sample | None:
     """Subtract the second's values from the first's, key by key; None without a key in common.
 
     What both owe to the key, such as the chance of a seed, drops out.

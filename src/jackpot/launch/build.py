@@ -6,14 +6,14 @@ Status: supported.
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.config.config import Config, OptimizerConfig
+from jackpot.config.config import Config
 from jackpot.config.engines import is_remote
 from jackpot.config.tools import sets_of
 from jackpot.core.prng import fold_in
@@ -57,20 +57,21 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
+from jackpot.training.advantages import Critic
 from jackpot.training.components import RunComponents
-from jackpot.training.critic import Critic
 from jackpot.training.joint_learner import JointLearner, LearnerOptions
 from jackpot.training.learner import Learner
 from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
+from jackpot.training.run_folder.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 Models = Mapping[str, PreTrainedModel]  # by name, as `load_models` has them
 
-# Makes a learner from settings, the checkpoint to continue from and the content of its state.pt (None for a new run),
-# and the models whose engine has the distribution that they have in training (`engine_is_exact`).
-BuildLearner = Callable[[Config, Path | None, dict[str, Any] | None, Collection[Role]], Learner]
+# Makes a learner from settings, the checkpoint to continue from (None for a new run), and the models whose engine has
+# the distribution that they have in training (`engine_is_exact`).
+BuildLearner = Callable[[Config, Checkpoint | None, Collection[Role]], Learner]
 
 
 def run_task(config: Config, paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -92,36 +93,39 @@ def run_task(config: Config, paths: Mapping[Role, str] | Mapping[str, str], toke
 
 
 def make_components(
-    config: Config, checkpoint: Path | None, state: dict[str, Any] | None, build: BuildLearner | None = None
+    config: Config, checkpoint: Checkpoint | None = None, build: BuildLearner | None = None
 ) -> RunComponents:
     """Build task, engines and learner, all with the same weights and version; an error leaves nothing open.
 
     Args:
-        checkpoint: folder of the checkpoint to continue from; None for a new run.
-        state: content of its state.pt.
+        checkpoint: to continue from; None for a new run.
         build: makes the learner; None: `build_learner`, in this process alone.
     """
-    paths = config.model_paths(checkpoint)
+    paths = config.model_paths(checkpoint.folder if checkpoint else None)
     outlines = check_start(config, paths, process_rank().size)
     device, tokenizer = pick_device(config.device), load_tokenizers(paths)
     check_vocabulary(outlines, tokenizer)
-    version = Version(*state["version"]) if state else Version(0, 0)
+    version = Version(*checkpoint.state["version"]) if checkpoint else Version(0, 0)
+
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
         undo.callback(task.close)
         reward_fn = task.reward_fn if isinstance(task, Math) else None
         benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), reward_fn)
-        for one in benchmarks.values():
-            undo.callback(one.close)
+        for benchmark in benchmarks.values():
+            undo.callback(benchmark.close)
+
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         writer: Role = "rollout_model" if "rollout_model" in paths else "policy"
         check_top_log_probs(config, engine.capabilities.num_top_log_probs)
-        exact = {writer: engine_is_exact(config, engine.capabilities.quantized)}
+        exact: dict[Role, bool] = {writer: engine_is_exact(config, engine.capabilities.quantized)}
         if config.is_mixed:
             check_top_log_probs(config, policy_engine.capabilities.num_top_log_probs)
             exact["policy"] = engine_is_exact(config, policy_engine.capabilities.quantized, config.evaluation.engine)
-        learner = (build or build_learner)(config, checkpoint, state, [role for role, one in exact.items() if one])
+
+        learner = (build or build_learner)(config, checkpoint, [role for role, is_exact in exact.items() if is_exact])
         undo.pop_all()
+
     return RunComponents(
         config=config,
         task=task,
@@ -136,8 +140,7 @@ def make_components(
 
 def build_learner(
     config: Config,
-    checkpoint: Path | None,
-    state: dict[str, Any] | None,
+    checkpoint: Checkpoint | None,
     exact_engines: Collection[Role],
     mesh: DeviceMesh | None = None,
 ) -> JointLearner:
@@ -146,10 +149,11 @@ def build_learner(
     Args:
         mesh: as in `make_learner`.
     """
-    models = load_models(config, checkpoint, None if mesh else pick_device(config.device))
+    device = None if mesh else pick_device(config.device)
+    models = load_models(config, checkpoint.folder if checkpoint else None, device)
     learner = make_learner(config, models, exact_engines, mesh)
-    if state is not None:
-        learner.load(checkpoint, state["learner"])
+    if checkpoint:
+        learner.load(checkpoint.folder, checkpoint.state["learner"])
     return learner
 
 
@@ -178,7 +182,7 @@ def computed_differently(config: Config) -> list[list[str]]:
     engine's format, and training's."""
     is_coded = config.trained_quantization is not None
     device = pick_device(config.device).type
-    of_engines = [SideFormats.of(one, device) for one in config.writing_engines.values()]
+    of_engines = [SideFormats.of(settings, device) for settings in config.writing_engines.values()]
     of_training = SideFormats(
         dtype=config.compute_dtype if is_coded else "fp32",
         quantization=config.trained_quantization,
@@ -186,13 +190,12 @@ def computed_differently(config: Config) -> list[list[str]]:
         head_dtype=config.head_dtype,
         autocast="bf16" if config.precision == "bf16" else None,
     )
-    if all(one == of_training for one in of_engines):
+    if all(formats == of_training for formats in of_engines):
         return []
     model = load_meta_model((config.rollout_model or config.policy).path)
-    formats = [layer_formats(model, one) for one in of_engines]
     of_layers = layer_formats(model, of_training)
-    found = dict.fromkeys(layer for one in formats for layer in layer_differences(one, of_layers))
-    return list(map(list, found))
+    differing = [layer_differences(layer_formats(model, formats), of_layers) for formats in of_engines]
+    return list(map(list, dict.fromkeys(chain.from_iterable(differing))))
 
 
 def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
@@ -208,13 +211,15 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         ModelError: a model cannot be used.
     """
     paths = config.model_paths(checkpoint)
-    models = {role: load_trained(config, role, path, device, bool(checkpoint)) for role, path in paths.items()}
+    models: dict[str, PreTrainedModel] = {
+        role: load_trained(config, role, path, device, bool(checkpoint)) for role, path in paths.items()
+    }
     if config.critic:
-        models["critic"] = load_critic(config, checkpoint, device)
+        path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
+        models["critic"] = load_critic(config, path, device)
     if reference := config.objective.reference:
         model = load_model(reference.path or config.policy.path, torch.float32, device)
-        if config.trained_quantization:
-            _train_in_codes(config, model)
+        _train_in_codes(config, model)
         widen(config, model)
         models["reference"] = model
     return models
@@ -230,9 +235,7 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     with role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
     widen(config, model)
-    if config.trained_quantization:
-        _train_in_codes(config, model)
-    else:
+    if not _train_in_codes(config, model):
         _fuse(config, model)
     if settings.lora is not None:
         add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
@@ -243,9 +246,8 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     return model
 
 
-def load_critic(config: Config, checkpoint: Path | None, device: torch.device | None) -> PreTrainedModel:
-    """Load the critic's value model from a checkpoint, or for a new run from the settings."""
-    path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
+def load_critic(config: Config, path: str, device: torch.device | None) -> PreTrainedModel:
+    """Load the value model of a critic to train: the one in `path`."""
     with role_named("critic"):
         model = load_value_model(path, torch.float32, device)
     _fuse(config, model)
@@ -267,11 +269,18 @@ def widen(config: Config, model: PreTrainedModel) -> None:
         widen_head(model, DTYPES[config.compute_dtype] if config.trained_quantization else None)
 
 
-def _train_in_codes(config: Config, model: PreTrainedModel) -> None:
-    """Let a model compute with the numbers of the engine; its other parts stay those of the engine, unfused."""
+def _train_in_codes(config: Config, model: PreTrainedModel) -> bool:
+    """Let a model compute with the codes of the engine; its other parts stay those of the engine, unfused.
+
+    Returns:
+        Whether it does; False where training has number formats of its own.
+    """
+    if config.trained_quantization is None:
+        return False
     fp8_cache, exact = config.engine.kv_cache_dtype == "fp8", pick_device(config.device).type == "cpu"
     scheme, dtype = SCHEMES[config.trained_quantization], DTYPES[config.compute_dtype]
     train_in_codes(model, scheme, config.fp8_backward, fp8_cache, exact, dtype)
+    return True
 
 
 def make_learner(
@@ -289,12 +298,17 @@ def make_learner(
     sends_from = pick_device(config.device) if config.placement.weight_transfer == "device" else CPU
     gathered = shard(models, mesh, config.placement.offload, sends_from) if mesh else None
 
-    trains = settings is not None and settings.optimizer is not None
     each_step = settings is None or settings.update == "step"
-    optimizers = {"policy": _optimizer(models["policy"], config.policy.optimizer, _total_steps(config))}
-    if trains:
+    optimizers: dict[Role, ModelOptimizer] = {
+        "policy": ModelOptimizer(models["policy"].parameters(), config.policy.optimizer, _total_steps(config))
+    }
+    rollout_objective = distill_control = None
+    if settings and settings.optimizer:
         steps = _total_steps(config) if each_step else config.iterations
-        optimizers["rollout_model"] = _optimizer(models["rollout_model"], settings.optimizer, steps)
+        parameters = models["rollout_model"].parameters()
+        optimizers["rollout_model"] = ModelOptimizer(parameters, settings.optimizer, steps)
+        rollout_objective = rollout_model_objective(settings, config.objective.loss_agg_mode)
+        distill_control = settings.distill_control
 
     options = LearnerOptions(
         temperature=config.sampling.temperature,
@@ -306,7 +320,7 @@ def make_learner(
         is_mixed=config.is_mixed,
         autocast=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
         rollout_model_each_step=each_step,
-        distill_control=settings.distill_control if trains else None,
+        distill_control=distill_control,
         ess_scaling=config.policy.ess_scaling,
         head=head,
     )
@@ -314,31 +328,31 @@ def make_learner(
         models,
         optimizers,
         policy_objective(config.objective),
-        rollout_model_objective(settings, config.objective.loss_agg_mode) if trains else None,
+        rollout_objective,
         options,
-        critic=make_critic(config, models["critic"]) if config.critic else None,
+        critic=make_critic(config, models),
         reference=reference,
         gathered=gathered,
     )
 
 
-def make_critic(config: Config, model: PreTrainedModel) -> Critic:
-    """Build the critic from its value model."""
-    optimizer = _optimizer(model, config.critic.optimizer, _total_steps(config))
+def make_critic(config: Config, models: Models) -> Critic | None:
+    """Build the critic from its value model, where the run has one."""
+    if config.critic is None:
+        return None
+    model = models["critic"]
+    optimizer = ModelOptimizer(model.parameters(), config.critic.optimizer, _total_steps(config))
     return Critic(model, optimizer, config.critic, config.batch.micro_batch_tokens)
 
 
 def _reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
-    if "reference" not in models:
+    settings, temperature = config.objective.reference, config.sampling.temperature
+    if settings is None:
         return None
-    estimate = config.objective.reference.kl_loss_type
-    options = dict(estimate=estimate, temperature=config.sampling.temperature, head=head)
-    return Reference(models["reference"], models["policy"], **options)
+    return Reference(
+        models["reference"], models["policy"], estimate=settings.kl_loss_type, temperature=temperature, head=head
+    )
 
 
 def _total_steps(config: Config) -> int:
     return config.iterations * config.batch.steps_per_iteration
-
-
-def _optimizer(model: PreTrainedModel, config: OptimizerConfig, total_steps: int) -> ModelOptimizer:
-    return ModelOptimizer(model.parameters(), config, total_steps)

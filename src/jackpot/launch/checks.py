@@ -35,7 +35,7 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
         ModelError: a model cannot be used, not with the others, or not on several ranks.
     """
     check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines, ranks=ranks)
-    outlines = {role: _outline(role, path) for role, path in paths.items()}
+    outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
     reference = config.objective.reference
     others = {"reference": _outline("reference", reference.path or config.policy.path)} if reference else {}
     check_vocabulary({**outlines, **others})
@@ -64,7 +64,10 @@ def role_named(role: str) -> Iterator[None]:
         raise ModelError(f"{role}: {error}") from error
 
 
-def check_vocabulary(models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def check_vocabulary(
+    models: Mapping[Role, PreTrainedModel] | Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
     """Refuse models whose output layers differ in size: log-probs are compared token id by token id.
 
     Args:
@@ -73,7 +76,7 @@ def check_vocabulary(models: Mapping[str, PreTrainedModel], tokenizer: PreTraine
     Raises:
         ModelError: the sizes differ, or the tokenizer has more tokens than the output layer.
     """
-    sizes = {role: model.get_output_embeddings().weight.shape[0] for role, model in models.items()}
+    sizes = {role: output_layer(model).out_features for role, model in models.items()}
     if len(set(sizes.values())) > 1:
         raise ModelError(
             f"the models' output layers differ in size, {sizes}; all models of a run must share one, its padding "

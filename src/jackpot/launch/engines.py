@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from jackpot.config.config import Config
-from jackpot.config.engines import EngineConfig, SGLangServerEngineConfig, VLLMEngineConfig, is_remote
+from jackpot.config.engines import (
+    EngineConfig,
+    SGLangServerEngineConfig,
+    TransformersEngineConfig,
+    VLLMEngineConfig,
+    is_remote,
+)
 from jackpot.core.roles import Role
 from jackpot.core.types import Version
 from jackpot.models.load import DTYPES, eos_token_ids, load_model
@@ -33,13 +38,16 @@ def make_engine(
         EngineError, ModelError: the engine cannot be made, or not with this model.
     """
     if isinstance(settings, VLLMEngineConfig):
+        assert drafter is None or isinstance(drafter, VLLMEngine)  # as the settings of both have one name
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter)
+
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
-    if isinstance(settings, SGLangServerEngineConfig):
-        engine = SGLangServerEngine
-    else:
-        engine = VLLMServerEngine if is_remote(settings) else partial(TransformersEngine, drafter=drafter)
-    return engine(model, settings, eos_token_ids=eos_token_ids(model), version=version)
+    ends = eos_token_ids(model)
+    if isinstance(settings, TransformersEngineConfig):
+        assert drafter is None or isinstance(drafter, TransformersEngine)
+        return TransformersEngine(model, settings, eos_token_ids=ends, version=version, drafter=drafter)
+    server = SGLangServerEngine if isinstance(settings, SGLangServerEngineConfig) else VLLMServerEngine
+    return server(model, settings, eos_token_ids=ends, version=version)
 
 
 class EnginePart(NamedTuple):

@@ -14,8 +14,8 @@ from jackpot.launch.ranks import follow_leader, leading, run_rank
 from jackpot.launch.ray import train_on_ray
 from jackpot.launch.start import train_run
 from jackpot.rollout.tasks.registry import check_sets
+from jackpot.training.run_folder.checkpoint import resolve_model_path
 from jackpot.training.run_folder.folder import RunFolder, run_config
-from jackpot.training.run_folder.models import resolve_model_path
 from jackpot.training.run_folder.rollouts import list_rollout_files, read_columns
 from jackpot.training.trainer import OnMetrics
 
@@ -55,10 +55,10 @@ class SavedRun:
         Raises:
             DataError: the iteration has none, or they cannot be read.
         """
-        found, unreadable = list_rollout_files(self.folder)
-        chosen = [one for one in found if iteration in (None, one.iteration)]
+        files, unreadable = list_rollout_files(self.folder)
+        chosen = [file for file in files if iteration in (None, file.iteration)]
         if not chosen:
-            known = ", ".join(str(one.iteration) for one in found) or "none"
+            known = ", ".join(str(file.iteration) for file in files) or "none"
             raise DataError("\n".join([f"{self.folder} has no rollouts of {iteration=}; it has {known}", *unreadable]))
         return read_columns(chosen[-1])
 

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
 from jackpot.training.ranks import LedLearner, Ranks, follow
-from jackpot.training.run_folder.checkpoint import load_state
+from jackpot.training.run_folder.checkpoint import Checkpoint, load_state
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What moves tensors between ranks, by the device that they compute on. Commands are on the CPU, and use gloo."""
@@ -169,24 +169,22 @@ def _joined(store: dist.Store, at: ProcessRank, run: Path, timeout: float, backe
     dist.destroy_process_group()
 
 
-def _build_led(
-    ranks: Ranks, config: Config, checkpoint: Path | None, state: dict[str, Any] | None, exact: Collection[Role]
-) -> Learner:
-    part = {
-        "config": config.model_dump_json(),
-        "checkpoint": checkpoint and str(checkpoint.resolve()),
-        "exact": list(exact),
-    }
-    build: Callable[[Any], JointLearner] = lambda _: build_learner(config, checkpoint, state, exact, _mesh(config))  # noqa: E731
+def _build_led(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, exact: Collection[Role]) -> Learner:
+    folder = str(checkpoint.folder.resolve()) if checkpoint else None
+    part = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
+
+    def build(_: Any) -> JointLearner:
+        return build_learner(config, checkpoint, exact, _mesh(config))
+
     learner, _ = ranks.carry_out("build", [part] * ranks.size, build)
     return LedLearner(learner, ranks)
 
 
 def _build_followed(part: dict[str, Any]) -> JointLearner:
-    config, checkpoint = build_config(json.loads(part["config"])), part["checkpoint"] and Path(part["checkpoint"])
+    config, folder = build_config(json.loads(part["config"])), part["checkpoint"] and Path(part["checkpoint"])
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    state = load_state(checkpoint) if checkpoint else None
-    return build_learner(config, checkpoint, state, part["exact"], _mesh(config))
+    checkpoint = Checkpoint(folder, load_state(folder)) if folder else None
+    return build_learner(config, checkpoint, part["exact"], _mesh(config))
 
 
 def _mesh(config: Config) -> DeviceMesh:

@@ -65,18 +65,20 @@ class RankActor:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        gpus = [str(one) for one in ray.get_gpu_ids()]
+        gpus = list(map(str, ray.get_gpu_ids()))
         return Spot(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, gpus, os.getpid())
 
-    def work(self, environment: dict[str, str], folder: str, work: Callable[..., Any], *given: Any) -> tuple[str, Any]:
+    def work(
+        self, environment: dict[str, str], folder: str, work: Callable[..., Any], *arguments: Any
+    ) -> tuple[str, Any]:
         """Call `work` with these variables, in the driver's folder; return ("done", what it returned), or the class of
         `core.errors` that a user's error is of and its text."""
         os.environ |= environment
         _enter(folder)
         try:
-            return "done", work(*given)
+            return "done", work(*arguments)
         except JackpotError as error:
-            return next(one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), str(error)
+            return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__), str(error)
 
 
 class EngineActor:
@@ -97,8 +99,8 @@ class EngineActor:
 
     def begin(self, setup: np.ndarray) -> None:
         """Make the engines, or keep those of an equal setup, which then hold no weights that count."""
-        if self._setup != (given := setup.tobytes()):
-            self._engines, self._setup, self._refusal = {}, given, None
+        if self._setup != setup.tobytes():
+            self._engines, self._setup, self._refusal = {}, setup.tobytes(), None
             try:
                 self._engines = self._thread.submit(self._make, unpack(_tensor(setup))).result()
             except JackpotError as error:
@@ -122,7 +124,7 @@ class EngineActor:
         with contextlib.ExitStack() as kept:
             if weights is not None:
                 file = kept.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
-                file.write(weights)
+                file.write(weights.data)
                 asked = pack(unpack(asked) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
             done: Future[Tensor] = self._thread.submit(self._host.answer, asked)
             seen = self._signs
@@ -158,13 +160,13 @@ class RayLink(Link):
 
     async def ask(self, message: Tensor) -> Tensor:
         with self._lost_named():
-            answer = self._actor.answer.options(num_returns="streaming")
-            answers = answer.remote(message.numpy(), self._weights(message))
+            ask = self._actor.answer.options(num_returns="streaming")
+            answers = ask.remote(message.numpy(), self._weights(message))
             while True:
                 async with asyncio.timeout(self.silence):
-                    found = await (await anext(answers))
-                    if len(found):
-                        return _tensor(found)
+                    answer = await (await anext(answers))
+                    if len(answer):
+                        return _tensor(answer)
 
     async def close(self) -> None:
         if self._hangs:
@@ -220,7 +222,7 @@ def _engine_name(number: int) -> str:
 def train_on_ray(
     config: Config,
     run: Path,
-    on_metrics: Callable[[Mapping[str, Any]], None],
+    on_metrics: Callable[[dict[str, Any]], None],
     work: Callable[[str, str], Any],
     make: MakeEngines,
 ) -> Any:
@@ -245,16 +247,17 @@ def train_on_ray(
     with _cluster(config) as ray, StopSignal() as stop:
         group = _placement_group(ray, config)
         engines = _engines(ray, config, group, make)  # alive for as long as this refers to them
-        given = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
-        for left in reversed(range(config.placement.restarts + 1)):
-            name, found = _Group(ray, config, group).run(given, lines, stop)
-            if name != RankError.__name__ or stop.requested or not left:
-                break
-            _log.warning("%s; all ranks start again, and may %d more times", found, left - 1)
+        task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
+        left = config.placement.restarts
+        name, result = _Group(ray, config, group).run(task, lines, stop)
+        while name == RankError.__name__ and left and not stop.requested:
+            left -= 1
+            _log.warning("%s; all ranks start again, and may %d more times", result, left)
+            name, result = _Group(ray, config, group).run(task, lines, stop)
         del engines
     if name == "done":
-        return found
-    raise getattr(errors, name)(found)
+        return result
+    raise getattr(errors, name)(result)
 
 
 def _ray() -> Any:
@@ -309,7 +312,7 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 
 def _placement_group(ray: Any, config: Config) -> Any:
-    """Reserve a place for every rank, and every engine that shares none of these, on as few nodes as there is room."""
+    """Reserve a bundle for every rank, and every engine that shares none of these, on as few nodes as there is room."""
     has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     gpu = {"GPU": 1} if has_gpus or config.device == "cuda" else {}
     placement, tenants = config.placement, Counter(bundles(config))
@@ -318,26 +321,27 @@ def _placement_group(ray: Any, config: Config) -> Any:
     if not group.wait(placement.timeout):
         raise ConfigError(
             f"Ray has no room for {placement.ranks} ranks and {placement.engines} engines after placement.timeout = "
-            f"{placement.timeout:g} seconds: {len(tenants)} places need {bundle}, and the cluster has "
+            f"{placement.timeout:g} seconds: {len(tenants)} bundles need {bundle}, and the cluster has "
             f"{ray.cluster_resources()}; lower placement.ranks or placement.engines"
         )
     return group
 
 
 def bundles(config: Config) -> list[int]:
-    """Return the number of the place of every rank, then of every engine, from 0: one GPU, where there are GPUs.
+    """Return the index of the bundle of every rank, then of every engine: one GPU, where there are GPUs.
 
-    Engines that share GPUs are in the places of the ranks, in turn, all others in places of their own.
+    Engines that share GPUs are in the bundles of the ranks, in turn, all others in bundles of their own.
     """
     ranks, engines = range(config.placement.ranks), range(config.placement.engines)
-    return [*ranks, *(one % len(ranks) if config.shares_gpus else one + len(ranks) for one in engines)]
+    return [*ranks, *(engine % len(ranks) if config.shares_gpus else engine + len(ranks) for engine in engines)]
 
 
-def _options(ray: Any, group: Any, config: Config, number: int) -> dict[str, Any]:
-    """Return the options of an actor: a CPU, and as much of the GPU of its place as of each other one there."""
-    places = bundles(config)
-    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, places[number])
-    gpus = group.bundle_specs[places[number]].get("GPU", 0) / places.count(places[number])
+def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]:
+    """Return the options of an actor: a CPU, and as much of the GPU of its bundle as each other one there has."""
+    indices = bundles(config)
+    index = indices[actor]
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
+    gpus = group.bundle_specs[index].get("GPU", 0) / indices.count(index)
     return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
@@ -345,10 +349,10 @@ def _engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[An
     """Start the engine actors, which live as long as this process and the list."""
     actor, first = ray.remote(EngineActor), config.placement.ranks
     return [
-        actor.options(name=_engine_name(one + 1), max_restarts=-1, **_options(ray, group, config, first + one)).remote(
-            os.getcwd(), make
-        )
-        for one in range(config.placement.engines)
+        actor.options(
+            name=_engine_name(number + 1), max_restarts=-1, **_options(ray, group, config, first + number)
+        ).remote(os.getcwd(), make)
+        for number in range(config.placement.engines)
     ]
 
 
@@ -363,34 +367,34 @@ class _Group:
             for rank in range(config.placement.ranks)
         ]
 
-    def run(self, given: Sequence[Any], lines: "_Lines", stop: StopSignal) -> tuple[str, Any]:
+    def run(self, task: Sequence[Any], lines: "_Lines", stop: StopSignal) -> tuple[str, Any]:
         """Have every rank work until rank 0 ends or one is lost; return what rank 0 returned, or a RankError's text."""
         ray = self._ray
         try:
-            spots = [Spot(*one) for one in ray.get([actor.spot.remote() for actor in self._actors])]
+            spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in self._actors])]
             calls = {
-                actor.work.remote(environment, *given): rank
+                actor.work.remote(environment, *task): rank
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments(spots), strict=True))
             }
-            is_told = False
+            has_signal = False
             while True:
                 ended, _ = ray.wait(list(calls), timeout=_POLL)
                 lines.show()
-                if stop.requested and not is_told:
-                    self._send(spots[0])
-                    is_told = True
-                for call in sorted(ended, key=calls.get):
+                if stop.requested and not has_signal:
+                    self._terminate(spots[0])
+                    has_signal = True
+                for call in sorted(ended, key=calls.__getitem__):
                     rank = calls.pop(call)
-                    name, found = ray.get(call)
+                    name, result = ray.get(call)
                     if rank == 0 or name != "done":
-                        return name, found
+                        return name, result
         except ray.exceptions.RayActorError as error:
             return RankError.__name__, f"a rank was lost: {str(error).strip().splitlines()[0]}"
         finally:
             for actor in self._actors:
                 ray.kill(actor)
 
-    def _send(self, spot: Spot) -> None:
+    def _terminate(self, spot: Spot) -> None:
         """Send rank 0 SIGTERM, on its node."""
         at = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
         self._ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=at).remote(spot.pid)
@@ -405,24 +409,24 @@ def environments(spots: Sequence[Spot]) -> list[dict[str, str]]:
     nodes: dict[str, list[int]] = {}
     for rank, spot in enumerate(spots):
         nodes.setdefault(spot.node, []).append(rank)
-    found = []
+    variables = []
     for rank, spot in enumerate(spots):
         here = nodes[spot.node]
         numbers = {"RANK": rank, "WORLD_SIZE": len(spots)}
         numbers |= {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
-        variables = {name: str(number) for name, number in numbers.items()}
-        variables["MASTER_ADDR"] = "127.0.0.1" if len(nodes) == 1 else spots[0].address
-        variables["MASTER_PORT"] = str(spots[0].port)
-        if gpus := [gpu for one in here for gpu in spots[one].gpus]:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        found.append(variables)
-    return found
+        of_rank = {name: str(number) for name, number in numbers.items()}
+        of_rank["MASTER_ADDR"] = "127.0.0.1" if len(nodes) == 1 else spots[0].address
+        of_rank["MASTER_PORT"] = str(spots[0].port)
+        if gpus := [gpu for neighbour in here for gpu in spots[neighbour].gpus]:
+            of_rank["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        variables.append(of_rank)
+    return variables
 
 
 class _Lines:
     """Shows every new line of metrics.jsonl once, also where ranks that started again write it a second time."""
 
-    def __init__(self, path: Path, show: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, path: Path, show: Callable[[dict[str, Any]], None]) -> None:
         self._path, self._show, self._offset, self._newest = path, show, 0, -1
         for line in self._read():
             self._newest = line["iteration"]

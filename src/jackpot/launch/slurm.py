@@ -40,7 +40,8 @@ def script(config: Config, job: Job, command: list[str], run: str) -> str:
     Raises:
         ConfigError: servers that the script cannot start as the settings need them.
     """
-    lines = [_HEAD.format(**_directives(job), name=job.name, nodes=job.nodes + job.servers, time=job.time)]
+    gpus = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
+    lines = [_HEAD.format(name=job.name, nodes=job.nodes + job.servers, gpus=gpus, time=job.time, notice=NOTICE)]
     lines.append(f"run=$(realpath -m {shlex.quote(run)})\n")
     words = shlex.join(command) + ' --run "$run"'
     if job.servers:
@@ -50,11 +51,6 @@ def script(config: Config, job: Job, command: list[str], run: str) -> str:
         )
     shutdown = NOTICE - 30
     return "".join([*lines, _TRAIN.format(nodes=job.nodes, ranks=job.ranks, shutdown=shutdown, words=words)])
-
-
-def _directives(job: Job) -> dict[str, str]:
-    gpus = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
-    return {"gpus": gpus, "notice": str(NOTICE)}
 
 
 def server_settings(config: Config, job: Job) -> list[str]:
@@ -79,7 +75,7 @@ def without_replaced(config: Config, job: Job, overrides: Sequence[str]) -> list
     if isinstance(config.engine, VLLMServerEngineConfig):
         replaced -= {"engine"}
     blocks = tuple(f"{key}." for key in replaced)
-    return [one for one in overrides if not f"{one.partition('=')[0]}.".startswith(blocks)]
+    return [setting for setting in overrides if not f"{setting.partition('=')[0]}.".startswith(blocks)]
 
 
 def _kept(key: str, engine: EngineConfig, kind: type[Strict]) -> list[str]:

@@ -2,11 +2,11 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -19,9 +19,9 @@ from jackpot.launch.ray import check_started_by_ray
 from jackpot.models.device import pick_device
 from jackpot.models.quantization.product import product_name
 from jackpot.models.quantization.quantizer import SCHEMES
+from jackpot.training.rollback import Rollbacks
 from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
-from jackpot.training.run_folder.rollbacks import Rollbacks
 from jackpot.training.trainer import OnMetrics, Trainer
 
 _log = logging.getLogger(__name__)
@@ -47,23 +47,14 @@ def train_run(
     Raises:
         JackpotError: as `launch` and `Trainer.train`.
     """
-    while (is_finished := _one_start(config, path, on_metrics, on_start, build)) is None:
+    while True:
+        with closing(launch(config, path, on_metrics, build)) as trainer:
+            on_start(trainer.iteration)
+            is_finished = trainer.train()
+        if not trainer.rolls_back:
+            return is_finished
+        del trainer
         gc.collect()  # models and engines of this start, before the next one loads its own
-    return is_finished
-
-
-def _one_start(
-    config: Config,
-    path: Path,
-    on_metrics: OnMetrics,
-    on_start: Callable[[int], None],
-    build: BuildLearner | None,
-) -> bool | None:
-    """Do what `train_run` does, up to the next rollback; None where the run goes back."""
-    with closing(launch(config, path, on_metrics, build)) as trainer:
-        on_start(trainer.iteration)
-        is_finished = trainer.train()
-        return None if trainer.rolls_back else is_finished
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
@@ -87,42 +78,56 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         folder.lock()
         undo.callback(folder.give_up)
         folder.check(config)
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
-        rollbacks = Rollbacks(path)
-        pending = rollbacks.pending
-        if pending:
-            folder.supersede(checkpoints.after(pending.back_to))
-        found, corrupt = checkpoints.find()
-        if found:
-            found.check_settings(config)
-        state = found.state if found else None
+
+        checkpoints, rollbacks = Checkpoints(folder.checkpoints, config.checkpoint.keep), Rollbacks(path)
+        if rollbacks.pending:
+            folder.supersede(checkpoints.after(rollbacks.pending.back_to))
+        newest, corrupt = checkpoints.find()
+        if newest:
+            newest.check_settings(config)
+
         slower = scaled_rates(config, rollbacks.rate_factor)
-        components = replace(make_components(slower, found.folder if found else None, state, build), config=config)
+        components = replace(make_components(slower, newest, build), config=config)
         undo.callback(components.close)
-        torch.set_num_threads(folder.start(config, pick_threads(config.threads), state["iteration"] if state else -1))
+
+        iteration = newest.state["iteration"] if newest else -1
+        torch.set_num_threads(folder.start(config, pick_threads(config.threads), iteration))
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
-        if (kernel := head_options(config).reader.name) != "eager":
-            folder.event(state["iteration"] if state else 0, {"event": "head_kernel", "kernel": kernel})
-        if config.trained_quantization:
-            codes = SCHEMES[config.trained_quantization].weights.codes
-            event = {"event": f"{config.precision}_training", "product": product_name(pick_device(config), codes)}
-            folder.event(state["iteration"] if state else 0, event | {"backward": config.fp8_backward})
-        if layers := computed_differently(config):
-            folder.event(state["iteration"] if state else 0, {"event": "computed_differently", "layers": layers})
-        for one in corrupt:
-            names = {"checkpoint": one.folder.name, "file": one.file, "why": one.why}
-            folder.warn(state["iteration"], {"event": "corrupt_checkpoint"} | names)
-            checkpoints.set_aside(one.folder)
-        if pending and state:
-            folder.event(state["iteration"], {"event": "rollback", "number": len(rollbacks.all)} | pending.facts)
-            rollbacks.complete()
-            _log.warning(
-                "iteration %d: the run goes back here from iteration %d, with learning rates times %g: %s",
-                *(state["iteration"], pending.back_from, pending.rate_factor, pending.why),
-            )
-        trainer = Trainer(components, folder, state, on_metrics)
+        for event in _ways_of_computing(config):
+            folder.event(max(iteration, 0), event)
+        for damage in corrupt:
+            facts = {"checkpoint": damage.folder.name, "file": damage.file, "why": damage.why}
+            folder.warn(iteration, {"event": "corrupt_checkpoint"} | facts)
+            checkpoints.set_aside(damage.folder)
+        if newest:
+            _complete_rollback(rollbacks, folder, iteration)
+        trainer = Trainer(components, folder, newest.state if newest else None, on_metrics)
         undo.pop_all()
     return trainer
+
+
+def _ways_of_computing(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield an event for each thing that the settings leave to the machine, or that differs from what engines do."""
+    if (kernel := head_options(config).reader.name) != "eager":
+        yield {"event": "head_kernel", "kernel": kernel}
+    if config.trained_quantization:
+        product = product_name(pick_device(config.device), SCHEMES[config.trained_quantization].weights.codes)
+        yield {"event": f"{config.precision}_training", "product": product, "backward": config.fp8_backward}
+    if layers := computed_differently(config):
+        yield {"event": "computed_differently", "layers": layers}
+
+
+def _complete_rollback(rollbacks: Rollbacks, folder: RunFolder, iteration: int) -> None:
+    """Record that the run has gone back to `iteration`, where a rollback is pending."""
+    pending = rollbacks.pending
+    if pending is None:
+        return
+    folder.event(iteration, {"event": "rollback", "number": len(rollbacks.all)} | pending.facts)
+    rollbacks.complete()
+    _log.warning(
+        "iteration %d: the run goes back here from iteration %d, with learning rates times %g: %s",
+        *(iteration, pending.back_from, pending.rate_factor, pending.why),
+    )
 
 
 def scaled_rates(config: Config, factor: float) -> Config:

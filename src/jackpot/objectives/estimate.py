@@ -54,16 +54,17 @@ def estimate_z(
             temperature or lam that is not above 0, or, on a CPU, ids outside of the vocabulary.
     """
     ids, top = rollout_top_ids, rollout_top_log_probs
-    _check_distributions(ids, top, policy_logits, hidden_states, head)
+    name, scores = _policy_scores(policy_logits, hidden_states, head)
+    _check_distributions(ids, top, name, scores, head)
     if not (temperature > 0 and lam > 0):
         raise DataError(f"temperature is {temperature} and lam {lam}; both must be above 0")
     with torch.no_grad():
-        if hidden_states is None:
-            at_ids, policy_ids, policy_top = _read_logits(policy_logits, ids, temperature)
+        if head is None:
+            at_ids, policy_ids, policy_top = _read_logits(scores, ids, temperature)
         else:
-            at_ids, policy_ids, policy_top = _read_head(hidden_states, head, ids, temperature)
+            at_ids, policy_ids, policy_top = _read_head(scores, head, ids, temperature)
         filled = torch.full_like(policy_top, -torch.inf) if fill_ins is None else fill_ins(policy_ids)
-        if not isinstance(filled, Tensor) or filled.shape != policy_ids.shape:
+        if getattr(filled, "shape", None) != policy_ids.shape:
             raise DataError(f"fill_ins returned {described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
         is_absent = top.isneginf()
         z = obrs.topk_z(
@@ -81,22 +82,28 @@ def estimate_z(
 
 def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
     """Tell of each list, [..., K], whether its ids differ and its probabilities sum to at most 1: [...]."""
-    absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # ids of their own, for places without a token
+    absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # ids of their own, where there is no token
     named = torch.where(top > -torch.inf, ids, absent).sort(-1).values
     return (named.diff(dim=-1) != 0).all(-1) & (top.float().exp().sum(-1) <= _MASS)
 
 
-def _check_distributions(
-    ids: Tensor, top: Tensor, policy_logits: Tensor | None, hidden_states: Tensor | None, head: nn.Linear | None
-) -> None:
-    """Raise the DataErrors of `estimate_z`; `ids` and `top` are its `rollout_top_ids` and `rollout_top_log_probs`."""
-    if (policy_logits is None) == (hidden_states is None) or (hidden_states is None) != (head is None):
-        raise DataError("the policy's distribution is needed once: give policy_logits, or hidden_states and head")
-    name, scores = ("policy_logits", policy_logits) if hidden_states is None else ("hidden_states", hidden_states)
-    given = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
-    for one, tensor in given.items():
+def _policy_scores(
+    policy_logits: Tensor | None, hidden_states: Tensor | None, head: nn.Linear | None
+) -> tuple[str, Tensor]:
+    """Return what the policy's distribution is computed from, and its name among the arguments of `estimate_z`."""
+    if policy_logits is not None and hidden_states is None and head is None:
+        return "policy_logits", policy_logits
+    if policy_logits is None and hidden_states is not None and head is not None:
+        return "hidden_states", hidden_states
+    raise DataError("the policy's distribution is needed once: give policy_logits, or hidden_states and head")
+
+
+def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, head: object) -> None:
+    """Raise the DataErrors of `estimate_z` about its lists `ids` and `top`, and the `scores` of that name."""
+    given: dict[str, object] = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
+    for argument, tensor in given.items():
         if not isinstance(tensor, Tensor):
-            raise DataError(f"{one} is {described(tensor)}; it must be a tensor")
+            raise DataError(f"{argument} is {described(tensor)}; it must be a tensor")
     if ids.shape != top.shape or not ids.dim() or ids.dtype != torch.int64 or not top.is_floating_point():
         raise DataError(
             f"rollout_top_ids is {list(ids.shape)} {ids.dtype}, rollout_top_log_probs {list(top.shape)} {top.dtype}; "
@@ -127,7 +134,7 @@ def _read_logits(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tenso
 
 def _read_head(hidden: Tensor, head: nn.Linear, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     rows, k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-    found = linear_head(
+    output = linear_head(
         Head(hidden=rows, weight=head.weight, bias=head.bias, soft_cap=None),
         ids.new_zeros(len(rows)),  # of sampled tokens, whose log-probs nothing reads
         temperature=temperature,
@@ -135,7 +142,6 @@ def _read_head(hidden: Tensor, head: nn.Linear, ids: Tensor, temperature: float)
         gather_ids=ids.reshape(len(rows), k),
         only_log_probs=True,
     )
-    top_ids, top, at_ids = (
-        one.view(*ids.shape[:-1], one.shape[-1]) for one in (found.top_ids, found.top_log_probs, found.gathered)
-    )
+    columns = output.gathered, output.top_ids, output.top_log_probs
+    at_ids, top_ids, top = (column.view(*ids.shape[:-1], column.shape[-1]) for column in columns)
     return at_ids, top_ids, top

@@ -10,7 +10,7 @@ Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-bat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs, measured
 from jackpot.objectives.corrections.base import split_by_model
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
-from jackpot.objectives.losses import Aggregate, Surrogate, SurrogateFn, clip_share, clipped_surrogate
+from jackpot.objectives.losses import Aggregate, Distillation, Surrogate, SurrogateFn, clip_share, clipped_surrogate
 from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 
 
@@ -73,7 +73,7 @@ class RolloutModelObjective:
     clip_high: float  # and at 1 + clip_high
     ppo_weight: float  # of eq. 6
     distill_weight: float  # of eq. 7, the paper's lambda_distill
-    distill: Callable[[JointOutput], Tensor]  # a value of `DISTILLATIONS`: the divergence of eq. 7, [N]
+    distill: Distillation  # a value of `DISTILLATIONS`: the divergence of eq. 7, [N]
     aggregate: Aggregate  # token losses -> (numerator, denominator)
 
 
@@ -168,7 +168,7 @@ def token_scores(
     rollout_weights_are_current: Tensor,
     lam: float,
     normalizer: str,
-    distill: Callable[[JointOutput], Tensor] | None,
+    distill: Distillation | None,
     reference_kl: Tensor | None = None,
 ) -> TokenScores:
     """Arrange the head's rows [N] as [B, T] and estimate Z. A policy without a rollout model stands for both models.
@@ -193,18 +193,18 @@ def token_scores(
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
     nothing = torch.zeros_like(joint.policy.log_probs.detach())
 
-    def found(values: Tensor | None) -> Tensor:
+    def spread_or_0(values: Tensor | None) -> Tensor:
         return spread(nothing if values is None else values)
 
     return TokenScores(
         log_probs=spread(joint.policy.log_probs),
-        entropy=found(joint.policy.entropy),
-        reference_kl=found(reference_kl),
+        entropy=spread_or_0(joint.policy.entropy),
+        reference_kl=spread_or_0(reference_kl),
         rollout_model_log_probs=spread(joint.rollout_model.log_probs),
-        rollout_model_entropy=found(joint.rollout_model.entropy).detach(),
-        distill_kl=found(distill(joint) if distill else None),
-        kl_policy_rollout=found(joint.forward_kl).detach(),
-        kl_rollout_policy=found(joint.reverse_kl).detach(),
+        rollout_model_entropy=spread_or_0(joint.rollout_model.entropy).detach(),
+        distill_kl=spread_or_0(distill(joint) if distill else None),
+        kl_policy_rollout=spread_or_0(joint.forward_kl).detach(),
+        kl_rollout_policy=spread_or_0(joint.reverse_kl).detach(),
         z=obrs.ZEstimate(*map(spread, z)),
         policy_top_ids=spread(joint.policy.top_ids),
         policy_top_log_probs=spread(joint.policy.top_log_probs),
@@ -214,8 +214,8 @@ def token_scores(
 def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
     """Pair one model with its detached self: every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
     nothing = torch.zeros_like(head.log_probs)
-    outputs = {field.name: getattr(head, field.name) for field in fields(head)}
-    itself = HeadOutput(**{name: None if output is None else output.detach() for name, output in outputs.items()})
+    entropy = None if head.entropy is None else head.entropy.detach()
+    itself = replace(head, log_probs=head.log_probs.detach(), entropy=entropy)
     return JointOutput(
         policy=head,
         rollout_model=itself,
@@ -228,7 +228,7 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
     """Let the policy stand for p_inf of the tokens that it sampled itself, [N] bool; the KLs stay those of both."""
-    own = joint.policy.top_log_probs.detach()
+    own = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], own, joint.fill_ins), exact_z=exact_z)
 
@@ -273,7 +273,7 @@ def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: 
 
 
 NORMALIZERS = {"topk": _topk, "exact": _exact}
-COUNTS = {
+COUNTS: dict[str, Callable[[Correction, Tensor], Tensor]] = {
     "proposed": lambda correction, mask: mask.to(correction.accept_mask.dtype),
     "accepted": lambda correction, mask: correction.accept_mask,
 }
@@ -379,7 +379,7 @@ def policy_report(
     """
     inputs, lam = terms.inputs, objective.correction.lam
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
-    of_budget = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam_per_token(lam), inputs.response_mask)}
+    of_budget = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
     return PolicyReport(
         metrics=correction_metrics(correction, inputs, lam, terms.clipped, totals)
         | {"policy/loss": _quotient(numerator, denominator)}

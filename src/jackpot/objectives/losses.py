@@ -168,7 +168,8 @@ LOSS_AGG_MODES: dict[str, Aggregate] = {
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
 
-DISTILLATIONS: dict[str, Callable[[JointOutput], Tensor]] = {
+Distillation = Callable[[JointOutput], Tensor | None]  # None where the head computed log-probs only
+DISTILLATIONS: dict[str, Distillation] = {
     "forward": lambda head: head.forward_kl,  # KL(SG(p_new) || p_omega) [N], eq. 7 as printed
     "reverse": lambda head: head.reverse_kl,  # KL(p_omega || SG(p_new)) [N]
 }

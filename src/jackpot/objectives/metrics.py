@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.bands import POSITIONS, band_masks
-from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum, Sums, means
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Means, Sum, Sums, means
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.base import split_by_model
 
@@ -45,7 +45,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
     }
 
 
-def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Sums:
+def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Means:
     """Estimate KL(p_old || p_new), how far the policy has moved on this batch, from tokens that p_inf sampled.
 
     `k1` is logged by other frameworks as the KL of an update. It is unbiased only where p_inf is p_old, and then at
@@ -130,8 +130,12 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
         "correction/clip_frac": correction.capped,
     }
     of_z = ("obrs/z", "obrs/acceptance_minus_z", "obrs/z_bound_width") if has_z else ()
-    sums = means(columns, {"": mask}) | {name: overlap[name] for name in ("obrs/acceptance", *of_z)}
-    sums |= {"mismatch/ratio_max": Max.of(ratio, mask), "correction/weight_max": Max.of(factor, mask)}
+    sums: Sums = {
+        **means(columns, {"": mask}),
+        **{name: overlap[name] for name in ("obrs/acceptance", *of_z)},
+        "mismatch/ratio_max": Max.of(ratio, mask),
+        "correction/weight_max": Max.of(factor, mask),
+    }
     return dict(sorted(sums.items()))
 
 
@@ -139,7 +143,8 @@ def _kappa_error(totals: Sums) -> Tensor | float:
     """Return the standard error of kappa = sum a / sum Z, from the spread of a - Z; 0 without totals."""
     if not totals:
         return 0.0
-    return totals["obrs/acceptance_minus_z"].squares.sqrt() / totals["obrs/z"].total.clamp(min=1e-9)
+    gaps, z = Mean.named(totals, "obrs/acceptance_minus_z"), Mean.named(totals, "obrs/z")
+    return gaps.squares.sqrt() / z.total.clamp(min=1e-9)
 
 
 def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:

@@ -1,5 +1,7 @@
 """Checks of the tensors that another framework's loop gives."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,12 @@ def described(given: object) -> str:
     return str(list(given.shape)) if isinstance(given, Tensor) else f"of type {type(given).__name__}"
 
 
-def check_tensors(mask: Tensor, given: dict[str, Tensor | None]) -> None:
+def check_tensors(mask: object, given: Mapping[str, object]) -> None:
     """Raise the DataErrors of `correct` about types, shapes, dtypes and devices."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
-        found = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else described(mask)
+        text = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else described(mask)
         raise DataError(
-            f"response_mask is {found}; it must be [B, T] torch.bool (`.bool()`), True where a token was sampled"
+            f"response_mask is {text}; it must be [B, T] torch.bool (`.bool()`), True where a token was sampled"
         )
     for name, tensor in given.items():
         if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):
@@ -34,7 +36,7 @@ def check_tensors(mask: Tensor, given: dict[str, Tensor | None]) -> None:
             raise DataError(f"{name} is on {tensor.device} and response_mask on {mask.device}; move one of them")
 
 
-def check_numbers(mask: Tensor, given: dict[str, Tensor | None], lam: float) -> None:
+def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) -> None:
     """Raise the DataErrors of `correct` about numbers at tokens of the mask."""
     most = min(1.0, 1.0 / lam)
     for name, tensor in given.items():

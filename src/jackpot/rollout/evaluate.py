@@ -172,7 +172,7 @@ def generate_and_score(
     def scored() -> list[ScoredResponse]:
         """Score the rollouts that ended since the last call."""
         responses, scores = score_rollouts(ended, task, tokenizer)
-        return [ScoredResponse(*one) for one in zip(ended, responses, scores, strict=True)]
+        return [ScoredResponse(*parts) for parts in zip(ended, responses, scores, strict=True)]
 
     ended: list[Rollout] = []
     since = time.monotonic()
@@ -190,17 +190,12 @@ def _as_completed(
 ) -> Iterator[Rollout]:
     """Yield rollouts as they end. Each chunk of requests is submitted before the one before it has ended, so that the
     engine never idles."""
-
-    def submit() -> Iterator[Rollout] | None:
-        """Submit the next chunk; return None where no request is left."""
-        chunk = list(islice(requests, concurrency))
-        return stream_rollouts(engine, task, tokenizer, chunk) if chunk else None
-
-    current = submit()
-    while current is not None:
-        following = submit()
+    current: Iterator[Rollout] = iter(())
+    while chunk := list(islice(requests, concurrency)):
+        following = stream_rollouts(engine, task, tokenizer, chunk)
         yield from current
         current = following
+    yield from current
 
 
 def score_rollouts(

@@ -72,12 +72,12 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Ro
         for turn in _next_turns(engine, pending):
             episode = pending.pop(turn.uid)
             episode.add_turn(turn)
-            if episode.finish is None:
-                following = episode.next_turn()
-                pending[following.uid] = episode
-                engine.submit([following])
-            else:
-                yield episode.rollout()
+            if episode.finish is not None:
+                yield episode.rollout(episode.finish)
+                continue
+            following = episode.next_turn()
+            pending[following.uid] = episode
+            engine.submit([following])
 
 
 def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
@@ -128,10 +128,10 @@ class _Episode:
         else:
             self._segments.append(_reply_segment(tokens, turn))
 
-    def rollout(self) -> Rollout:
+    def rollout(self, finish: Finish) -> Rollout:
         """Return all segments as one rollout of the request."""
         columns = {name: self._column(name) for name in TOKEN_COLUMNS}
-        return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=self.finish, **columns)
+        return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=finish, sampled_by=None, **columns)
 
     def _column(self, name: str) -> torch.Tensor:
         """Return a column of all tokens of the response so far, [T, ...]; without any, no token ids."""

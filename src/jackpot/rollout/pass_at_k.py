@@ -83,13 +83,8 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     return Interval(mean, min(mean, max(0.0, low)), max(mean, min(1.0, high)))
 
 
-def mean_at_k(correct: NDArray[np.int64], samples: int) -> Interval:
-    """Estimate the share of correct responses: `correct` [P] of `samples` responses to each problem."""
-    return estimate_mean(correct / samples)
-
-
 def pass_at_k(correct: NDArray[np.int64], samples: int) -> dict[int, Interval]:
-    """Estimate pass@k for each k of `reported_ks(samples)`."""
+    """Estimate pass@k for each k of `reported_ks(samples)`: `correct` [P] of `samples` responses to each problem."""
     return {k: estimate_mean(pass_probabilities(samples, k)[correct]) for k in reported_ks(samples)}
 
 
@@ -141,7 +136,7 @@ def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
     return EvaluationSummary(
         problems=problems,
         k=samples,
-        mean_at_k=None if correct is None else mean_at_k(correct, samples),
+        mean_at_k=None if correct is None else estimate_mean(correct / samples),
         pass_at_k={} if correct is None else pass_at_k(correct, samples),
         reward=float(outcomes.rewards.mean()),
         truncated=float((outcomes.finishes == "length").mean()),

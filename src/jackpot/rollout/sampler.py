@@ -102,10 +102,11 @@ class Sampler:
         self._record_errors(iteration, groups)
         if config.batch.filter_groups:
             groups.sort(key=lambda group: group.has_equal_rewards)
-        return RolloutBatch(
-            scored=[one for group in groups[:wanted] for one in group.members],
-            sums=self._sums(batches, groups) | _sampling_sums(batches, groups, wanted),
-        )
+        sums = self._sums(batches, groups) | {
+            "sampling/gen_batches": Mean.number(len(batches)),
+            "sampling/groups_filtered": Mean.number(max(0, len(groups) - wanted)),
+        }
+        return RolloutBatch(scored=[member for group in groups[:wanted] for member in group.members], sums=sums)
 
     def begin_ahead(self, iteration: int) -> bool:
         """Begin rollout batches up to that of `batch.ahead` iterations after `iteration`, which is trained on next.
@@ -136,14 +137,18 @@ class Sampler:
         """
         return len(self._under_way) <= self._reserve
 
-    def finish(self) -> None:
-        """Wait until all batches that are under way are complete, so that the engines have nothing left to generate."""
-        self._under_way = {number: self._complete(number, begun) for number, begun in self._under_way.items()}
+    def finish(self) -> dict[int, list[GenerationBatch]]:
+        """Wait until all batches that are under way are complete, so that the engines have nothing left to generate.
+
+        Return them by iteration.
+        """
+        complete = {number: self._complete(number, begun) for number, begun in self._under_way.items()}
+        self._under_way = {**complete}
+        return complete
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the prompt stream's, and all batches under way, once they are complete."""
-        self.finish()
-        ahead = {number: [batch.state_dict() for batch in batches] for number, batches in self._under_way.items()}
+        ahead = {number: [batch.state_dict() for batch in batches] for number, batches in self.finish().items()}
         return {"prompts": self._prompts.state_dict(), "ahead": ahead}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,8 +181,9 @@ class Sampler:
 
     def _record_errors(self, iteration: int, groups: Sequence[PromptGroup]) -> None:
         """Record an event for each response whose reward failed."""
-        for one in (one for group in groups for one in group.members if one.score.reward_error):
-            event = {"event": f"reward_{one.score.reward_error}", "uid": one.rollout.uid, "why": one.score.error_text}
+        for member in (member for group in groups for member in group.members if member.score.reward_error):
+            score = member.score
+            event = {"event": f"reward_{score.reward_error}", "uid": member.rollout.uid, "why": score.error_text}
             self._event(iteration, event)
 
     def _check_rewards(self, groups: Sequence[PromptGroup]) -> None:
@@ -186,12 +192,15 @@ class Sampler:
         Raises:
             TrainingError: with the commonest failure and what to do about it.
         """
-        scores = [one.score for group in groups for one in group.members]
-        if not scores or not all(score.reward_error for score in scores):
+        scores = [member.score for group in groups for member in group.members]
+        failures: Counter[tuple[RewardError, str | None]] = Counter(
+            (score.reward_error, score.error_text) for score in scores if score.reward_error
+        )
+        if not scores or failures.total() < len(scores):
             return
 
         self._record_errors(1, groups)
-        [((error, text), count)] = Counter((score.reward_error, score.error_text) for score in scores).most_common(1)
+        [((error, text), count)] = failures.most_common(1)
         raise TrainingError(
             f"the reward failed for all {len(scores)} responses of the first batch, so the run ends before it trains. "
             f"{count} of them: {text or error}. {_ADVICE[error]}, and run the same command; events.jsonl has the "
@@ -207,8 +216,8 @@ class Sampler:
             sampled_by = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
             streams = []
             for role in dict.fromkeys(sampled_by):
-                own = [request for request, one in zip(requests, sampled_by, strict=True) if one == role]
-                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, own))
+                of_role = [request for request, other in zip(requests, sampled_by, strict=True) if other == role]
+                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role))
             return _PendingBatch(requests=requests, sampled_by=sampled_by, rollouts=chain(*streams))
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
@@ -263,20 +272,23 @@ class Sampler:
         generated = [rollout for batch in batches for rollout in batch.generated]
         discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
         drafts = add_sums(*({name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches))
-        costs = self._costs | ({"policy": _drafted_cost(self._costs, drafts)} if drafts else {})
+        costs = dict(self._costs)
+        if drafts:
+            costs["policy"] = _drafted_cost(self._costs, drafts)
         sums = drafts | _rollout_sums(generated, list(discarded.values()), groups, costs)
         if not self._config.is_mixed:
             return sums
         for role in self._engines:
-            own = [rollout for rollout in generated if rollout.sampled_by == role]
-            reasons = [discarded[rollout.uid] for rollout in own if rollout.uid in discarded]
+            of_role = [rollout for rollout in generated if rollout.sampled_by == role]
+            if not of_role:
+                continue
+            reasons = [discarded[rollout.uid] for rollout in of_role if rollout.uid in discarded]
             parts = [
-                replace(group, members=[one for one in group.members if one.rollout.sampled_by == role])
+                replace(group, members=[member for member in group.members if member.rollout.sampled_by == role])
                 for group in groups
             ]
-            parts = [part for part in parts if part.members]
-            found = _rollout_sums(own, reasons, parts, costs) if own else {}
-            sums |= {f"{name}_by_{role}": entry for name, entry in found.items()}
+            sums_of_role = _rollout_sums(of_role, reasons, [part for part in parts if part.members], costs)
+            sums |= {f"{name}_by_{role}": entry for name, entry in sums_of_role.items()}
         written = [rollout.sampled_by == "rollout_model" for rollout in generated]
         return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
 
@@ -297,10 +309,10 @@ class Sampler:
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Sums) -> ForwardCost:
     """Return the cost of a forward pass of the policy, with all that both models read for the same responses."""
     policy, draft = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
-    own, other = costs["policy"], costs["rollout_model"]
+    of_policy, of_draft = costs["policy"], costs["rollout_model"]
     return ForwardCost(
-        per_token=round(policy * own.per_token + draft * other.per_token),
-        per_pair=round(policy * own.per_pair + draft * other.per_pair),
+        per_token=round(policy * of_policy.per_token + draft * of_draft.per_token),
+        per_pair=round(policy * of_policy.per_pair + draft * of_draft.per_pair),
     )
 
 
@@ -327,11 +339,13 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
         of_prompt = dict.fromkeys(by_hash[:count], size)
     else:
         least, more = divmod(int(share * len(prompts) + chance), len(uids))
-        of_prompt = {uid: least + (place < more) for place, uid in enumerate(by_hash)}
-    left, roles = dict(of_prompt), []
+        of_prompt = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
+
+    roles: list[Role] = []
     for uid in prompts:
-        roles.append("rollout_model" if left.get(uid, 0) > 0 else "policy")
-        left[uid] = left.get(uid, 0) - 1
+        left = of_prompt.get(uid, 0)
+        roles.append("rollout_model" if left > 0 else "policy")
+        of_prompt[uid] = left - 1
     return roles
 
 
@@ -359,14 +373,6 @@ def discard_reason(rollout: Rollout) -> str | None:
     return None if is_finite else "non_finite"
 
 
-def _sampling_sums(batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup], wanted: int) -> Sums:
-    """Return the metrics of filtering groups."""
-    return {
-        "sampling/gen_batches": Mean.number(len(batches)),
-        "sampling/groups_filtered": Mean.number(max(0, len(groups) - wanted)),
-    }
-
-
 def _rollout_sums(
     generated: Sequence[Rollout],
     discarded: Sequence[str],
@@ -378,22 +384,30 @@ def _rollout_sums(
     Args:
         discarded: the reason for each rollout that was discarded.
     """
-    scored = [one for group in groups for one in group.members]
-    errors = [one.score.reward_error for one in scored]
-    verdicts = [[one.score.correct for one in group.members if one.score.correct is not None] for group in groups]
+    scored = [member for group in groups for member in group.members]
+    scores = [member.score for member in scored]
+    errors = [score.reward_error for score in scores]
+    verdicts = [
+        [member.score.correct for member in group.members if member.score.correct is not None] for group in groups
+    ]
     judged = [verdict for verdict in verdicts if verdict]  # none of a task without a verdict
-    flops = sum(costs[rollout.sampled_by].sequence(tokens_read(rollout)) for rollout in generated)
+    flops = sum(
+        cost.sequence(tokens_read(rollout))
+        for role, cost in costs.items()
+        for rollout in generated
+        if rollout.sampled_by == role
+    )
     return {
-        "reward/mean": Mean.numbers([one.score.reward for one in scored]),
+        "reward/mean": Mean.numbers([score.reward for score in scores]),
         "reward/correct": Mean.numbers([correct for verdict in judged for correct in verdict]),
         "reward/timeouts": Mean.numbers([error == "timeout" for error in errors]),
         "reward/errors": Mean.numbers([error in ("crash", "invalid") for error in errors]),
-        "reward/retries": Mean.numbers([one.score.reward_retries for one in scored]),
+        "reward/retries": Mean.numbers([score.reward_retries for score in scores]),
         "reward/all_right": Mean.numbers([all(verdict) for verdict in judged]),
         "reward/all_wrong": Mean.numbers([not any(verdict) for verdict in judged]),
-        "response/tokens": Mean.numbers([len(one.rollout.token_ids) for one in scored]),
-        "response/tool_tokens": Mean.numbers([int((~one.rollout.sampled_mask).sum()) for one in scored]),
-        "response/truncated": Mean.numbers([one.rollout.finish == "length" for one in scored]),
+        "response/tokens": Mean.numbers([len(member.rollout.token_ids) for member in scored]),
+        "response/tool_tokens": Mean.numbers([int((~member.rollout.sampled_mask).sum()) for member in scored]),
+        "response/truncated": Mean.numbers([member.rollout.finish == "length" for member in scored]),
         "response/aborted": Mean.number(discarded.count("aborted") / len(generated)),
         "response/non_finite": Mean.number(discarded.count("non_finite") / len(generated)),
         "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),

@@ -1,11 +1,20 @@
-"""Compute the advantages of a rollout batch from its rewards alone; `critic.py` computes those of a critic."""
+"""Compute the advantages of a rollout batch: from its rewards alone, or by the critic of PPO."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from jackpot.core.types import ScoredRollout, TrainingSample
-from jackpot.objectives.advantages import compute_advantages
+from jackpot.config.config import CriticConfig
+from jackpot.core.metrics import Mean, Sums
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
+from jackpot.models.forward import can_pack, response_values
+from jackpot.objectives.advantages import compute_advantages, gae, whiten
+from jackpot.objectives.losses import clipped_value_error
+from jackpot.training.batching import plain_batches
+from jackpot.training.optimizer import ModelOptimizer
 
 
 def response_advantages(name: str, scored: Sequence[ScoredRollout], within_model: bool = False) -> list[TrainingSample]:
@@ -35,3 +44,85 @@ def response_advantages(name: str, scored: Sequence[ScoredRollout], within_model
         )
         for item, advantage in zip(scored, advantages.tolist(), strict=True)
     ]
+
+
+class Critic:
+    """Estimates the value of the state that each response token is sampled in, and learns to.
+
+    Values and returns of a rollout batch are computed once, before any update on it, and travel with its samples; all
+    updates on the batch learn from these.
+
+    Args:
+        model: for token classification, with one label; trained in place.
+        micro_batch_tokens: the most tokens in one of `batches`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: ModelOptimizer, config: CriticConfig, micro_batch_tokens: int
+    ) -> None:
+        self.model, self.optimizer = model.eval(), optimizer  # eval: no dropout
+        self._config, self._micro_batch_tokens = config, micro_batch_tokens
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Compute V of the state before each response token: [B, T], 0 where masked, with gradient."""
+        return batch.spread(response_values(self.model, batch).float())
+
+    def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
+        """Cut a rollout batch into micro-batches, whose values `compute_advantages` needs."""
+        rollouts = [item.rollout for item in scored]
+        return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
+
+    def compute_advantages(self, scored: Sequence[ScoredRollout], values: Mapping[str, Tensor]) -> list[TrainingSample]:
+        """Give every token its own advantage by GAE, whitened over the batch as PPO does.
+
+        The reward of a response stands at the last token that the model sampled.
+
+        Args:
+            values: of each rollout by its uid, [T] on the CPU.
+        """
+        if not scored:
+            return []
+        rollouts = [item.rollout for item in scored]
+        mask = pad_sequence([rollout.sampled_mask for rollout in rollouts], batch_first=True)
+        old = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
+        rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
+        advantages, returns = gae(rewards, old, mask, self._config.gamma, self._config.lam)
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        rows = [advantage[:length] for advantage, length in zip(advantages, lengths, strict=True)]
+        sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
+        white = whiten(torch.cat(rows).double(), sampled).float().split(lengths)
+        return [
+            TrainingSample(
+                rollout=item.rollout,
+                score=item.score,
+                advantages=row,
+                values=values[item.rollout.uid],
+                returns=of_row[: len(row)],
+            )
+            for item, row, of_row in zip(scored, white, returns, strict=True)
+        ]
+
+    def loss(self, batch: TokenBatch) -> tuple[Tensor, Sums]:
+        """Compute half the clipped squared error of a micro-batch, summed over its sampled tokens.
+
+        Returns:
+            The sum (scalar, with gradient), to be divided by the number of tokens of the optimizer step; and metrics.
+        """
+        mask, old, returns = batch.response_mask, batch.values, batch.returns
+        assert old is not None and returns is not None, "`compute_advantages` has given them to every sample"
+        values = self.values(batch)
+        errors, is_clipped = clipped_value_error(values, old, returns, self._config.clip)
+        numerator = torch.where(mask, errors, 0.0).sum()
+        return numerator, {
+            "critic/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), mask.double().sum()),
+            "critic/clip_frac": Mean.of(is_clipped, mask),
+            "critic/value": Mean.of(values, mask),
+            "critic/return": Mean.of(returns, mask),
+            "critic/error": Mean.of(returns - old, mask),
+        }
+
+
+def _is_last(mask: Tensor) -> Tensor:
+    """Return 1 at the last True of every row and 0 elsewhere: [B, T] float."""
+    after = mask.flip(-1).cumsum(-1).flip(-1)
+    return (mask & (after == 1)).float()

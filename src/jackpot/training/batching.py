@@ -110,15 +110,17 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
-    places = attention_mask.flatten().nonzero()[:, 0]
+    positions = attention_mask.flatten().nonzero()[:, 0]
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
         values = torch.cat(list(rows))
-        padded = values.new_zeros((attention_mask.numel(), *values.shape[1:])).index_copy_(0, places, values)
+        padded = values.new_zeros((attention_mask.numel(), *values.shape[1:])).index_copy_(0, positions, values)
         return padded.unflatten(0, attention_mask.shape)
 
     response_mask = pad(rollout.sampled_mask for rollout in rollouts)
     rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
+    values = [item.values for item in samples if item.values is not None]  # of all, or of none
+    returns = [item.returns for item in samples if item.returns is not None]
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
     return TokenBatch(
         uids=tuple(rollout.uid for rollout in rollouts),
@@ -135,8 +137,8 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
         top_ids=pad(rollout.top_ids for rollout in rollouts),
         top_log_probs=pad(rollout.top_log_probs for rollout in rollouts),
         versions=pad(rollout.versions for rollout in rollouts),
-        values=pad(item.values for item in samples) if samples[0].values is not None else None,
-        returns=pad(item.returns for item in samples) if samples[0].returns is not None else None,
+        values=pad(values) if values else None,
+        returns=pad(returns) if returns else None,
         by_policy=torch.tensor([rollout.sampled_by == "policy" for rollout in rollouts]),
         packed=pack_row(prompts, index, [rollout.token_ids for rollout in rollouts]),
     )

@@ -62,9 +62,9 @@ class RunComponents:
         Args:
             tokens: length of prompt and response together.
         """
-        passes = {"policy": 3}
-        if self.config.uses_rollout_model(iteration):
-            passes["rollout_model"] = 3 if self.config.rollout_model.optimizer else 1
+        passes: dict[Role, int] = {"policy": 3}
+        if (settings := self.config.rollout_model) and self.config.uses_rollout_model(iteration):
+            passes["rollout_model"] = 3 if settings.optimizer else 1
         return sum(number * self.costs[role].sequence(tokens) for role, number in passes.items())
 
     def send_weights(self, engine: Engine, role: Role) -> Sums:

@@ -35,7 +35,7 @@ class Evaluator:
         parts = self._components
         engines: dict[Role, Engine] = {"policy": parts.policy_engine}
         engines |= {} if parts.policy_engine is parts.engine else {"rollout_model": parts.engine}
-        others = {role: engine for role, engine in engines.items() if engine not in current}
+        others: dict[Role, Engine] = {role: engine for role, engine in engines.items() if engine not in current}
         for role, engine in others.items():
             parts.send_weights(engine, role)
         results = {role: self._run(engine, OWN_SET) for role, engine in engines.items()}

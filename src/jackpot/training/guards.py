@@ -18,8 +18,8 @@ from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
-from jackpot.training.gaps import LARGEST_GAPS, precisions
 from jackpot.training.learner import Scorer, StepResult
+from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
@@ -52,7 +52,8 @@ class EngineCheck:
     """
 
     def __init__(self, config: Config, learner: Scorer, role: Role, record: RecordEvent) -> None:
-        self._config, self._learner, self._role, self._record = config, learner, role, record
+        self._config, self._learner, self._record = config, learner, record
+        self._role: Role = role
         self._column = Version._fields.index(role)  # of `Rollout.versions`
         self._thorough: set[int] = set()  # versions whose text was checked thoroughly since the start
         self._evidence = SamplingEvidence()
@@ -86,9 +87,9 @@ class EngineCheck:
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
             chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
             chosen = [
-                one
-                for one in chosen
-                if one.sampled_mask.any() and bool((one.versions[:, self._column] == version).all())
+                rollout
+                for rollout in chosen
+                if rollout.sampled_mask.any() and bool((rollout.versions[:, self._column] == version).all())
             ]
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
@@ -96,11 +97,11 @@ class EngineCheck:
                 score = self._score(chosen, kept=version != self._learner.version[self._column])
                 gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
             evidence = self._evidence.add(lists)
-        if is_thorough and chosen:
+        if version is not None and is_thorough and chosen:
             self._thorough.add(version)
             tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
-            found = {"event": "engine_check", "model": self._role, "tokens": tokens, "sampling_evidence": evidence}
-            self._record(iteration, found | gaps)
+            event = {"event": "engine_check", "model": self._role, "tokens": tokens, "sampling_evidence": evidence}
+            self._record(iteration, event | gaps)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
         """Return the mean |p_engine - p_training| of rollouts just generated; NaN where none of them can be used.
@@ -110,7 +111,7 @@ class EngineCheck:
                 an event of `iteration` says so.
         """
         config = self._config
-        chosen = first_rollouts([one for one in rollouts if one.sampled_mask.any() and not discard_reason(one)])
+        chosen = first_rollouts([item for item in rollouts if item.sampled_mask.any() and not discard_reason(item)])
         if not chosen:
             return math.nan
         with stop_recorded(self._record, iteration):
@@ -290,7 +291,7 @@ def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
     count = min(QUICK_ROLLOUTS, len(rollouts))
     edges = [len(rollouts) * part // count for part in range(count + 1)] if count else []
     taken = [start + fold_in(seed, start) % (end - start) for start, end in pairwise(edges)]
-    return [_beginning(rollouts[place], QUICK_TOKENS // count) for place in taken]
+    return [_beginning(rollouts[index], QUICK_TOKENS // count) for index in taken]
 
 
 def _beginning(rollout: Rollout, length: int) -> Rollout:

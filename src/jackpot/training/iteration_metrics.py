@@ -1,20 +1,21 @@
 """Compute the metrics of one iteration: sums over its optimizer steps, numbers derived from them, and speed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import EffectiveSampleSize, Max, Mean, Sum, Sums, add_sums
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Max, Mean, Sum, Sums, add_sums, entry_of
 from jackpot.core.types import TrainingSample, Version
 from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
 WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # of the first epoch only
-_ACCEPTANCE_ERROR = ("obrs/acceptance_by_response", "obrs/acceptance_variance")  # what the first's is computed from
+_BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"  # the first's is computed from both
 FEWEST_TOKENS = 100  # the effective share of fewer is near 1 whatever their weights are
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
     "mismatch/ratio": {
@@ -28,12 +29,14 @@ _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers f
     "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
     "correction/weight": {"correction/ess": lambda entry: _of_many(entry, entry.effective_share)},
 }
+_PREFIX = "mismatch/prefix_ess_"  # begins names of effective shares that few tokens make meaningless
 _NOT_SHOWN = (
     "policy/largest_kept_advantage",
     "policy/largest_advantage",
     "mismatch/log_ratio",
     "critic/error",
-    *_ACCEPTANCE_ERROR,
+    _BY_RESPONSE,
+    _VARIANCE,
 )
 
 
@@ -48,7 +51,7 @@ def training_sums(
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
         first = _total(results[: len(results) // epochs])
-        sums |= {name: first[name] for name in (*WITH_STANDARD_ERROR, *_ACCEPTANCE_ERROR) if name in first}
+        sums |= {name: first[name] for name in (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE) if name in first}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout), iteration) for sample in samples)
     return sums | {
@@ -70,6 +73,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
     by_role = {role: torch.tensor([getattr(one, role) for one in starts]) for role in Version._fields}
     for rollout in (sample.rollout for sample in samples):
         role = rollout.sampled_by
+        assert role, "the sampler names the model of every rollout"
         versions = rollout.versions[:, Version._fields.index(role)]
         lags.append((by_role[role][:, None] > versions).sum(0))
         masks.append(rollout.sampled_mask)
@@ -80,17 +84,20 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 def metric_values(sums: Sums) -> dict[str, float]:
     """Return name and value of every metric, with the numbers derived from its sums; one wait for the device."""
     values: dict[str, Tensor] = {
-        name: _of_many(entry, entry.value) if name.startswith("mismatch/prefix_ess_") else entry.value
+        name: _of_many(entry, entry.value)
+        if isinstance(entry, EffectiveSampleSize) and _PREFIX in name
+        else entry.value
         for name, entry in sums.items()
         if name not in _NOT_SHOWN
     }
     for name, derived in _DERIVED.items():
         if name in sums:
             values |= {other: value(sums[name]) for other, value in derived.items()}
-    if _ACCEPTANCE_ERROR[0] in sums:
+    if _BY_RESPONSE in sums:
         values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
-        values["critic/explained_variance"] = 1.0 - sums["critic/error"].variance / sums["critic/return"].variance
+        error, returned = (entry_of(sums, name, Mean).variance for name in ("critic/error", "critic/return"))
+        values["critic/explained_variance"] = 1.0 - error / returned
     if not values:
         return {}
     device = next(iter(values.values())).device
@@ -105,7 +112,7 @@ def _acceptance_error(sums: Sums) -> Tensor:
     independent acceptances, whose variance is Z (1 - Z) at most: where rejections are rare, a batch without one would
     show no spread at all.
     """
-    observed, expected = (sums[name] for name in _ACCEPTANCE_ERROR)
+    observed, expected = entry_of(sums, _BY_RESPONSE, ClusteredMean), entry_of(sums, _VARIANCE, Mean)
     return torch.maximum(observed.standard_error, expected.total.sqrt() / expected.count)
 
 
@@ -133,7 +140,4 @@ def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overl
 
 
 def _total(results: Sequence[StepResult]) -> Sums:
-    sums: Sums = {}
-    for result in results:
-        sums = add_sums(sums, result.metrics)
-    return sums
+    return reduce(add_sums, (result.metrics for result in results), {})

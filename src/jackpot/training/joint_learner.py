@@ -1,7 +1,7 @@
 """The joint learner trains policy and rollout model, in one process or as one of several ranks.
 
 It runs the forward and backward passes of an optimizer step. What stands before a step is in `old_policy` (log-probs
-before the first update on a rollout batch) and `step_totals` (sums that the correction needs first); the step of the
+before the first update on a rollout batch) and `kappa` (sums that the correction needs first); the step of the
 optimizers is in `joint_optimizer`; the objective is pure and stands in `objectives.joint`.
 
 An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from jackpot.config.config import DistillControlConfig, Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum
-from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
+from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums, entry_of
 from jackpot.core.roles import Role
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden
@@ -46,16 +46,13 @@ from jackpot.objectives.joint import (
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
 from jackpot.objectives.obrs import known_z
-from jackpot.training.advantages import response_advantages
+from jackpot.training.advantages import Critic, response_advantages
 from jackpot.training.batching import batch_to
-from jackpot.training.critic import Critic
-from jackpot.training.distill_control import next_distill_weight
-from jackpot.training.gradients import GradientSplit
-from jackpot.training.joint_optimizer import JointOptimizer
-from jackpot.training.kappa_repair import HiddenNorms, KappaRepair, PolicyPass
-from jackpot.training.kept_weights import KeptWeights
+from jackpot.training.joint_optimizer import GradientSplit, JointOptimizer, next_distill_weight
+from jackpot.training.kappa import BeforeBackward, HiddenNorms, KappaRepair, PolicyPass, StepTotals
 from jackpot.training.learner import Learner, StepResult
 from jackpot.training.old_policy import (
+    KeptWeights,
     MicroBatch,
     OldPolicySnapshot,
     by_rollout,
@@ -65,7 +62,6 @@ from jackpot.training.old_policy import (
 )
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
-from jackpot.training.step_totals import BeforeBackward, StepTotals
 
 _Result = TypeVar("_Result")
 _MOMENTS = "moments"  # folder of a checkpoint
@@ -142,7 +138,7 @@ class JointLearner(Learner):
 
     def __init__(
         self,
-        models: Mapping[Role, PreTrainedModel],
+        models: Mapping[str, PreTrainedModel],
         optimizers: Mapping[Role, ModelOptimizer],
         objective: PolicyObjective,
         rollout_model_objective: RolloutModelObjective | None,
@@ -153,7 +149,7 @@ class JointLearner(Learner):
         gathered: Gathered | None = None,
     ) -> None:
         policy, rollout_model = models["policy"], models.get("rollout_model")
-        self._models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
+        self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
         self._runs_both = self._separate  # in the rollout batch that is trained on
         self._objective = objective
@@ -187,7 +183,7 @@ class JointLearner(Learner):
             options=options.head,
         )
 
-        for model in self._models.values():
+        for model in self.models.values():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
         if rollout_model is not None and "rollout_model" not in optimizers:
             rollout_model.requires_grad_(False)
@@ -205,7 +201,7 @@ class JointLearner(Learner):
     @property
     def pads(self) -> bool:
         others = [part.model for part in (self._critic, self._reference) if part]
-        return not all(map(can_pack, (*self._models.values(), *others)))
+        return not all(map(can_pack, (*self.models.values(), *others)))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
@@ -215,8 +211,10 @@ class JointLearner(Learner):
     @torch.no_grad()
     def values(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
         """Compute the critic's value of the state before each response token, by rollout uid: [T] float32, CPU."""
-        found = [(batch, self._run(partial(self._critic.values, batch_to(batch, self._device)))) for batch in batches]
-        rows = rows_on_host([(batch, {"values": values}) for batch, values in found])
+        assert self._critic, "only a learner with a critic is asked for values"
+        estimate = self._critic.values
+        columns = [{"values": self._run(partial(estimate, batch_to(batch, self._device)))} for batch in batches]
+        rows = rows_on_host(list(zip(batches, columns, strict=True)))
         return {uid: row["values"] for uid, row in rows.items()}
 
     def train(
@@ -273,24 +271,29 @@ class JointLearner(Learner):
             self._backward(dealt.tokens, micro, known, trace)
             for dealt, micro in zip(micro_batches, on_device, strict=True)
         ]
-        totals = all_reduce_sums(add_sums(*(one.measured for one in done)))
-        parts, passes = [one.metrics for one in done], [one.policy for one in done]
-        traced = [(one.policy.batch, one.trace) for one in done] if trace else []
+        totals = all_reduce_sums(add_sums(*(backward.measured for backward in done)))
+        parts, passes = [backward.metrics for backward in done], [backward.policy for backward in done]
+        traced = [(backward.policy.batch, backward.trace) for backward in done] if trace else []
+
         if known.are_provisional:
             passes, repaired = self._repair.apply(passes, totals)
             parts.append(repaired)
-        reported = known.totals if known.are_final else totals
+        reported = totals if known.totals is None or known.are_provisional else known.totals
         for one in passes:
             report = policy_report(self._objective, one.terms, one.correction, reported, self._options.max_length)
             parts.append(report.metrics)
             if trace:
                 traced.append((one.batch, report.trace))
+
         sums = all_reduce_sums(add_sums(*parts)) | totals
         metrics, events = self._optimizer.step(
-            sums, sampled_tokens=totals["obrs/acceptance"].count, steps_rollout_model=steps_rollout_model
+            sums,
+            sampled_tokens=entry_of(totals, "obrs/acceptance", Mean).count,
+            steps_rollout_model=steps_rollout_model,
         )
         if all(event["model"] != "policy" for event in events):
             self._totals.keep(totals)
+
         metrics["seconds/prepass"] = Sum.number(known.seconds)
         metrics |= self._adapt_distillation(metrics, steps_rollout_model)
         return StepResult(metrics=metrics, events=events, traces=rows_on_host(traced))
@@ -327,7 +330,7 @@ class JointLearner(Learner):
 
     def keep_weights(self, role: Role) -> None:
         if role not in self._kept:
-            self._kept[role] = KeptWeights(self._models[role].parameters())
+            self._kept[role] = KeptWeights(self.models[role].parameters())
         self._kept[role].keep()
 
     @torch.no_grad()
@@ -337,7 +340,7 @@ class JointLearner(Learner):
         if kept:
             with self._kept[role].in_place():
                 return self.score(role, batches, sampling)
-        model, scores = self._models[role], {}
+        model, scores = self.models[role], {}
         for batch in (batch_to(batch, self._device) for batch in batches):
             found = self._run(partial(list_log_probs, model, batch, sampling))
             scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": found.cpu()}).items()}
@@ -345,8 +348,8 @@ class JointLearner(Learner):
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
         if self._gathered:
-            return self._gathered.keep(merged_weights(self._models[role], dtype))
-        return merged_weights(self._models[role])
+            return self._gathered.keep(merged_weights(self.models[role], dtype))
+        return merged_weights(self.models[role])
 
     def release_memory(self) -> None:
         """Release memory of the GPU that torch keeps for later (not run)."""
@@ -368,17 +371,18 @@ class JointLearner(Learner):
         """Gather what this rank saves, a model or its moments at a time, and yield what writes it."""
         part = self._gathered.part if self._gathered else WHOLE
         for role in roles:
-            model = self._critic.model if role == "critic" else self._models[role]
+            model = self._critic.model if self._critic and role == "critic" else self.models[role]
             yield model_writer(model, folder / role, part)
         for role, moments in self._optimizer.moments():
             own = {name: moment.cpu() for name, moment in gather(moments, Dealer(part.size))}
             yield partial(write_part, part.path(folder / _MOMENTS, role), own)
 
     def state_dict(self) -> dict[str, Any]:
+        objective = self._rollout_objective
         return self._optimizer.state_dict() | {
             "reference": self._reference.digest if self._reference else None,
             "totals": self._totals.state_dict(),
-            "distill_weight": self._rollout_objective.distill_weight if self._options.distill_control else None,
+            "distill_weight": objective.distill_weight if objective and self._options.distill_control else None,
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -395,7 +399,7 @@ class JointLearner(Learner):
             )
         self._optimizer.load_state_dict(state, folder / _MOMENTS)
         self._totals.load_state_dict(state["totals"])
-        if self._options.distill_control:
+        if self._rollout_objective and self._options.distill_control:
             self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])
 
     def _sent(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
@@ -432,7 +436,8 @@ class JointLearner(Learner):
         Args:
             is_trained: also compute what only a backward pass and its report need.
         """
-        hidden = {role: response_hidden(model, batch) for role, model in self._separate_models()}
+        roles: tuple[Role, ...] = ("policy", "rollout_model") if self._runs_both else ("policy",)
+        hidden: dict[Role, Tensor] = {role: response_hidden(self.models[role], batch) for role in roles}
         pair = (hidden["policy"], hidden.get("rollout_model"))
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
@@ -462,7 +467,7 @@ class JointLearner(Learner):
         scores = token_scores(
             read.head, batch, current, objective.correction.lam, normalizer, distill, read.reference_kl
         )
-        if read.budgeted is None:
+        if read.budgeted is None or objective.budget is None:
             return scores
         z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in read.budgeted)
         if batch.by_policy is not None:  # p_inf is the policy's own, and every ratio 1
@@ -488,9 +493,10 @@ class JointLearner(Learner):
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
         """Add up the critic's gradient on a micro-batch, and return its metrics."""
-        if not self._critic:
+        critic = self._critic
+        if critic is None:
             return {}
-        loss, metrics = self._run(lambda: self._critic.loss(batch))
+        loss, metrics = self._run(lambda: critic.loss(batch))
         loss.backward()
         return metrics
 
@@ -522,9 +528,6 @@ class JointLearner(Learner):
             sums[f"lag/{role}_max"] = Max.of(lag, batch.response_mask)
         return sums
 
-    def _separate_models(self) -> list[tuple[Role, PreTrainedModel]]:
-        return list(self._models.items()) if self._runs_both else [("policy", self._models["policy"])]
-
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
         """Mark the tokens sampled from the distribution that the model of theirs has in training: [B, T] bool."""
         only = "rollout_model" if self._separate else "policy"
@@ -537,7 +540,7 @@ class JointLearner(Learner):
         """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
 
         def read() -> HeadOutput:
-            hidden, ids = response_hidden(self._models["policy"], batch), batch.at_sampled(batch.response_ids)
+            hidden, ids = response_hidden(self.models["policy"], batch), batch.at_sampled(batch.response_ids)
             return self._head(hidden, None, ids, temperature=self._options.temperature, only_log_probs=True)
 
         return batch.spread(self._run(read).log_probs)

@@ -1,15 +1,22 @@
-"""The old policy is the policy before its first update on a rollout batch; its log-probs are stored here."""
+"""What is kept of the models as they were: the old policy's log-probs, and weights.
 
-from collections.abc import Iterable, Mapping, Sequence
+The old policy is the policy before its first update on a rollout batch. Rollouts that were generated ahead are checked
+by a copy of the weights that generated them, when the model has moved on.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.core.metrics import all_gather, max_over_ranks, tensors_to_host
 from jackpot.core.prng import fold_in, key_tensor
+from jackpot.core.shards import local
 from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import OldLogProbs, PolicyObjective
 from jackpot.objectives.obrs import ZEstimate
@@ -98,7 +105,7 @@ def _keys(uids: Iterable[str]) -> Tensor:
     return key_tensor([fold_in(uid) for uid in uids])
 
 
-def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> bool:
+def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGuard[OldLogProbs]:
     """Return whether old log-probs determine acceptance and Z, so that the current policy does not change them."""
     return old is not None and objective.target == "old"
 
@@ -125,3 +132,39 @@ def rows_on_host(parts: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> di
         for uid, row in by_rollout(batch, {name: next(columns) for name in named}).items():
             rows.setdefault(uid, {}).update(row)
     return rows
+
+
+class KeptWeights:
+    """Keeps the newest copy of the parameters that are trained; the others never change.
+
+    Where they are sharded, each rank keeps its part.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._copies = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self._parts()]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the parameters as they are now."""
+        for copy, part in zip(self._copies, self._parts(), strict=True):
+            copy.copy_(part)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model have the kept weights while the body runs, and then bit for bit its own again."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for copy, part in zip(self._copies, self._parts(), strict=True):
+            now = part.to("cpu", copy=True)
+            part.copy_(copy)
+            copy.copy_(now)
+
+    def _parts(self) -> list[Tensor]:
+        return [local(parameter.detach()) for parameter in self._parameters]

@@ -93,17 +93,20 @@ class ModelOptimizer:
         for parameter in self._parameters:
             if parameter.grad is None:  # no token reached it on this rank
                 parameter.grad = torch.zeros_like(parameter)
-        sum_over_ranks(parameter.grad for parameter in self._parameters)
-        gradients = locals_of(parameter.grad for parameter in self._parameters)
+        sum_over_ranks(self._gradients())
+        gradients = locals_of(self._gradients())
         torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0]))
 
     def clip(self) -> Tensor:
         """Clip the gradients to `max_grad_norm`, and return their norm before that, a float64 scalar where they are."""
-        found = norm([parameter.grad for parameter in self._parameters])
-        gradients = locals_of(parameter.grad for parameter in self._parameters)
-        scale = (self._config.max_grad_norm / (found + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        whole = norm(self._gradients())
+        gradients = locals_of(self._gradients())
+        scale = (self._config.max_grad_norm / (whole + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         torch._foreach_mul_(gradients, scale.to(gradients[0]))
-        return found
+        return whole
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def step(self, scale: float = 1.0) -> None:
         """Take one AdamW step at `scale` times the scheduled learning rate, round the weights as `weights_dtype` says,

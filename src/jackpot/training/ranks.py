@@ -5,11 +5,17 @@
 
 Only the learner runs on all ranks, which share its models. What it does within a command it does on all of them at
 once, so collectives (sums over gradients, gathered weights) meet. A command and what comes back are messages over gloo
-(`core.messages`).
+(`core.messages`). Each rank writes its newest command to ranks/R.json of the run folder, for the error when one is
+lost.
 """
 
+import contextlib
+import json
+import os
+import platform
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +36,6 @@ from jackpot.models.parts import write_index
 from jackpot.training.batching import deal
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner, StepResult
-from jackpot.training.run_folder.last_commands import LastCommand, describe
 
 _BEATS = 4  # signs of life of rank 0 within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
@@ -51,7 +56,9 @@ class Ranks:
     def __init__(self, run: Path, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # twice: a rank may begin to wait while rank 0 waits for the reply of another one
-        self._waiting = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        self._waiting = group
         self._run, self._last = run, LastCommand(run, self.rank)
         self._is_idle = True
         self._turn, self._ended = threading.Lock(), threading.Event()  # who may send to the ranks that wait
@@ -124,10 +131,11 @@ class Ranks:
             with self._lost_named(str(self._last)):
                 yield
         except BaseException as error:
-            self._last.fail(error)
+            why = str(error).strip().partition("\n")[0]
+            self._last.write("failed", error=f"{type(error).__name__}: {why}")
             raise
         self._is_idle = True
-        self._last.end()
+        self._last.write("done")
 
     @contextmanager
     def _lost_named(self, doing: str) -> Iterator[None]:
@@ -267,7 +275,7 @@ def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
     """Do what a command says with a rank's own learner."""
     match name:
         case "score":
-            return learner.score(**part | {"sampling": Sampling(**part["sampling"])})
+            return learner.score(part["role"], part["batches"], Sampling(**part["sampling"]), part["kept"])
         case "save":
             try:
                 return {"files": learner.save(Path(part["folder"]), part["roles"])}
@@ -290,3 +298,53 @@ _REPLIES: dict[str, Callable[[Any], Any]] = {
 def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Join what is known by rollout uid."""
     return {uid: row for one in rows for uid, row in one.items()}
+
+
+class LastCommand:
+    """Writes the newest command of one rank; does without the file where it cannot be written.
+
+    Args:
+        run: the run folder.
+    """
+
+    def __init__(self, run: Path, rank: int) -> None:
+        self._path = run / "ranks" / f"{rank}.json"
+        self._facts: dict[str, Any] = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
+        self.number, self.name = 0, "none"
+        self.write("waits")
+
+    def begin(self, number: int, name: str) -> None:
+        self.number, self.name = number, name
+        self.write("runs")
+
+    def __str__(self) -> str:
+        return f"command {self.number} ({self.name})"
+
+    def write(self, state: str, **more: Any) -> None:
+        """Say what has become of the command: it waits, runs, is done, or has failed."""
+        facts = self._facts | {"number": self.number, "command": self.name, "state": state, "time": time.time()} | more
+        partial = self._path.with_suffix(".partial")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(facts) + "\n")
+            partial.replace(self._path)
+
+
+def describe(run: Path, size: int) -> str:
+    """Say what each rank of a run was last commanded to do, from ranks/R.json."""
+    return "; ".join(_sentence(run / "ranks" / f"{rank}.json", rank) for rank in range(size))
+
+
+def _sentence(path: Path, rank: int) -> str:
+    try:
+        facts = json.loads(path.read_text())
+        ago = f"{max(0.0, time.time() - facts['time']):.0f} s ago"
+        of = f"rank {rank} (process {facts['pid']} on {facts['host']})"
+        if facts["state"] == "waits":
+            return f"{of} has had no command"
+        what = f"command {facts['number']} ({facts['command']})"
+        if facts["state"] == "failed":
+            return f"{of} failed in {what} {ago}: {facts['error']}"
+        return f"{of} {'began' if facts['state'] == 'runs' else 'finished'} {what} {ago}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"rank {rank} has left no ranks/{rank}.json"

@@ -1,17 +1,24 @@
 """The rollback guard takes a run whose policy has collapsed back to a checkpoint from before that.
 
+It orders the return by one write to rollbacks.json, which holds how often a run went back and how small its steps are
+since then, and the trainer ends. The start that follows carries it out: while it is pending nothing is trained, so that
+a kill at any moment leaves it ordered or done.
+
 Status: supported.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jackpot.config.config import Config
-from jackpot.core.errors import TrainingError
-from jackpot.training.collapse import evaluations, fall_of, problems_of
+from jackpot.core.errors import CheckpointError, TrainingError
+from jackpot.core.files import write_whole
+from jackpot.training.limits import evaluations, fall_of, problems_of
 from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
-from jackpot.training.run_folder.rollbacks import Rollback, Rollbacks
 
 
 class RollbackGuard:
@@ -39,18 +46,21 @@ class RollbackGuard:
         Raises:
             TrainingError: it has collapsed and cannot go back; an event says so.
         """
-        newest = evaluations([line])
+        settings, newest = self._settings, evaluations([line])
         self._evaluated += newest
-        fall = fall_of(self._evaluated, problems_of([line], self._config)) if self._settings and newest else None
+        if settings is None or not newest:
+            return False
+        fall = fall_of(self._evaluated, problems_of([line], self._config))
         if fall is None:
             return False
+
         if self.order(line["iteration"], fall.last_good, f"the policy has collapsed: {fall.why}"):
             return True
         done = len(self._rollbacks.all)
         cause = (
             f"after {done} rollbacks, as many as guard.rollback.times allows; lower the learning rate or "
             f"guard.rollback.factor, or change objective.correction"
-            if done >= self._settings.times
+            if done >= settings.times
             else f"and there is no checkpoint up to iteration {fall.last_good}, where it was still good"
         )
         why = f"the policy has collapsed, {fall.why}, {cause}"
@@ -74,3 +84,58 @@ class RollbackGuard:
         factor = self._rollbacks.rate_factor * self._settings.factor
         self._rollbacks.order(Rollback(back_from=iteration, back_to=back_to, rate_factor=factor, why=why))
         return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollback:
+    """Describes one return to an earlier checkpoint."""
+
+    back_from: int  # iteration after which the collapse was found
+    back_to: int  # iteration of the checkpoint that the run continues from
+    rate_factor: float  # of every learning rate since then, those of earlier rollbacks included
+    why: str
+    is_pending: bool = True  # ordered, and not yet carried out
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what an event says about it."""
+        return {name: value for name, value in asdict(self).items() if name != "is_pending"}
+
+
+class Rollbacks:
+    """Reads and writes the rollbacks of the run in a folder.
+
+    Raises:
+        CheckpointError: rollbacks.json is damaged.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "rollbacks.json"
+        try:
+            self.all = [Rollback(**one) for one in json.loads(self.path.read_text())] if self.path.exists() else []
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error}. Bring it back from a copy: the learning rates depend on it"
+            ) from error
+
+    @property
+    def pending(self) -> Rollback | None:
+        """Return the rollback that the next start has to carry out; None for none."""
+        return self.all[-1] if self.all and self.all[-1].is_pending else None
+
+    @property
+    def rate_factor(self) -> float:
+        """Return the factor of every learning rate."""
+        return self.all[-1].rate_factor if self.all else 1.0
+
+    def order(self, rollback: Rollback) -> None:
+        """Add a rollback that the next start carries out."""
+        self._write([*self.all, rollback])
+
+    def complete(self) -> None:
+        """Record that the pending rollback has been carried out."""
+        self._write([*self.all[:-1], replace(self.all[-1], is_pending=False)])
+
+    def _write(self, rollbacks: Sequence[Rollback]) -> None:
+        write_whole(self.path, (json.dumps([asdict(one) for one in rollbacks], indent=2) + "\n").encode())
+        self.all = list(rollbacks)

@@ -20,7 +20,6 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import Sampler
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.training.batching import mini_batches
-from jackpot.training.checkpointer import Checkpointer
 from jackpot.training.components import RunComponents
 from jackpot.training.evaluator import Evaluator
 from jackpot.training.guards import EngineCheck, NonFiniteGuard, stop_recorded
@@ -28,6 +27,7 @@ from jackpot.training.interrupt import StopSignal
 from jackpot.training.iteration_metrics import lag_sums, metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
 from jackpot.training.rollback import RollbackGuard
+from jackpot.training.run_folder.checkpoint import Checkpointer
 from jackpot.training.run_folder.folder import RunFolder, measure_of
 from jackpot.training.run_folder.rollouts import write_rollouts
 
@@ -72,7 +72,7 @@ class Trainer:
             folder.event,
             self._check_engines,
         )
-        self._engine_checks = {
+        self._engine_checks: dict[Role, EngineCheck] = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
         count, since = (state["non_finite"], state["non_finite_since"]) if state else (0, 0)

@@ -1,7 +1,6 @@
 """Describes charts, tables and sections as data, without drawing them.
 
-`png.py` draws charts with matplotlib; `html.py` puts them into a page where plotly draws them. None stands for an
-unknown number, and a line has a gap there.
+`html.py` puts them into a page where plotly draws them. None stands for an unknown number, and a line has a gap there.
 """
 
 import math
@@ -37,7 +36,7 @@ class Series:
     def color(self) -> str:
         """Return the color as #RRGGBB."""
         color, (level, part) = COLORS[self.number % len(COLORS)], SHADES[self.shade % len(SHADES)]
-        parts = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+        parts = (int(color[start : start + 2], 16) for start in (1, 3, 5))
         return "#" + "".join(f"{round(one + (level - one) * part):02X}" for one in parts)
 
     @property

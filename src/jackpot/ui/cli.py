@@ -12,7 +12,6 @@ from rich.console import Console
 
 from jackpot.core.errors import JackpotError
 from jackpot.core.package import version
-from jackpot.ui.command_page import commands_page
 from jackpot.ui.commands.compare import compare
 from jackpot.ui.commands.config import config
 from jackpot.ui.commands.diagnose import diagnose
@@ -43,22 +42,13 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-def _print_page(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(commands_page(app), nl=False)
-        raise typer.Exit
-
-
 @app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", callback=_print_page, is_eager=True, help="Print docs/commands.md and exit.")
-    ] = False,
 ) -> None:
-    """Declare the options that stand before the command's name."""
+    """Declare the option that stands before the command's name."""
 
 
 COMMANDS = (  # in the order of --help

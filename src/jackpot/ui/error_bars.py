@@ -15,13 +15,13 @@ Number = float | None
 
 
 def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, Number]:
-    """Return mean, low and high of the values at one place, or three None without values.
+    """Return mean, low and high of the values at an x, or three None without values.
 
     The bar reaches from the smallest to the largest value of fewer than `FEW_SEEDS` seeds, else one standard deviation
     of the sample to both sides.
 
     Args:
-        values: of those seeds that have a number there.
+        values: of those seeds that have a number at it.
         seeds: number of all seeds.
     """
     if not values:
@@ -74,7 +74,7 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
             at.setdefault(iteration, []).extend([] if value is None else [value])
     x = sorted(at)
     found = [mean_and_bar(at[iteration], members) for iteration in x]
-    y, low, high = ([one[part] for one in found] for part in range(3))
+    y, low, high = ([bar[part] for bar in found] for part in range(3))
     return MeanLine(x, y) if members < 2 else MeanLine(x, y, low, high)
 
 
@@ -87,11 +87,14 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
     edges = [round(number * len(line.x) / stretches) for number in range(stretches + 1)]
     kept: list[int] = []
     for begin, end in pairwise(edges):
-        known = [place for place in range(begin, end) if line.y[place] is not None] or [begin]
-        kept += sorted({min(known, key=line.y.__getitem__), max(known, key=line.y.__getitem__)})
+        known = [(value, index) for index in range(begin, end) if (value := line.y[index]) is not None]
+        kept += sorted({min(known)[1], max(known)[1]} if known else {begin})
 
-    x, y, low, high = (column and [column[place] for place in kept] for column in (line.x, line.y, line.low, line.high))
-    return MeanLine(x, y, low, high)
+    def thinned(column: list[Number]) -> list[Number]:
+        return [column[index] for index in kept]
+
+    low, high = line.low and thinned(line.low), line.high and thinned(line.high)
+    return MeanLine([line.x[index] for index in kept], thinned(line.y), low, high)
 
 
 def rounded(value: Number) -> Number:

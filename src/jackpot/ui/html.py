@@ -15,7 +15,7 @@ from jackpot.ui.charts import Chart, Section, Table
 
 _ASSETS = Path(__file__).parent / "assets"
 _INSPECTOR = ("colors.js", "inspector_rows.js", "inspector_panel.js", "inspector.js")
-_PLACE = re.compile(r"@@([A-Z]+)@@")
+_SLOT = re.compile(r"@@([A-Z]+)@@")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def write_page(
         "PLOTLY": get_plotlyjs(),
         "SCRIPT": _asset("page.js") + scripts,
     }
-    page = _PLACE.sub(lambda place: parts[place[1]], _asset("page.html"))
+    page = _SLOT.sub(lambda slot: parts[slot[1]], _asset("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page.encode())
 
@@ -76,14 +76,14 @@ class _Numbers:
 
     def __init__(self) -> None:
         self.lists: list[list[float | None]] = []
-        self._places: dict[tuple[float | None, ...], int] = {}
+        self._indices: dict[tuple[float | None, ...], int] = {}
 
-    def place(self, numbers: Sequence[float | None]) -> int:
+    def index(self, numbers: Sequence[float | None]) -> int:
         key = tuple(numbers)
-        if key not in self._places:
-            self._places[key] = len(self.lists)
+        if key not in self._indices:
+            self._indices[key] = len(self.lists)
             self.lists.append(list(numbers))
-        return self._places[key]
+        return self._indices[key]
 
 
 def _asset(name: str) -> str:
@@ -101,7 +101,7 @@ def _item(item: Chart | Table, numbers: _Numbers) -> dict[str, Any]:
     series = [
         asdict(one)
         | {"color": one.color, "dash": one.dash}
-        | {name: None if (column := getattr(one, name)) is None else numbers.place(column) for name in _COLUMNS}
+        | {name: None if (column := getattr(one, name)) is None else numbers.index(column) for name in _COLUMNS}
         for one in item.series
     ]
     return asdict(item) | {"kind": "chart", "series": series}

@@ -1,8 +1,10 @@
 """Formats numbers for tables and sentences."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from jackpot.training.run_folder.folder import Measure
+from jackpot.training.run_folder.folder import Measure, measure_of
 
 
 def format_number(value: float | None, form: str = ".3g") -> str:
@@ -13,6 +15,13 @@ def format_number(value: float | None, form: str = ".3g") -> str:
 def measured(value: float, measure: Measure) -> str:
     """Format an accuracy in percent, `41.8%`, or a mean reward, `0.4181`."""
     return f"{value:.1%}" if measure == "accuracy" else f"{value:.4g}"
+
+
+def evaluated(line: Mapping[str, Any], role: str) -> str | None:
+    """Format how good a model was in the evaluation of a line of metrics.jsonl; None where there was none of it."""
+    measure = measure_of(line)
+    value = line.get(f"eval/{role}_{measure}")
+    return None if measure is None or value is None else measured(value, measure)
 
 
 def with_error(value: float, error: float | None, measure: Measure = "accuracy", sign: str = "") -> str:

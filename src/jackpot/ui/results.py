@@ -1,4 +1,4 @@
-"""Writes what a command found into a folder: a page, a picture of each section with charts, and all numbers."""
+"""Writes what a command found into a folder: a page, and all numbers."""
 
 import json
 import math
@@ -7,28 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.core.files import write_whole
-from jackpot.ui.charts import Section, Table
+from jackpot.ui.charts import Section
 from jackpot.ui.html import write_page
-from jackpot.ui.png import write_png
 
 
 def write_results(folder: Path, name: str, title: str, sections: Mapping[str, Section], numbers: Any) -> list[Path]:
-    """Write NAME.html, KEY.png for every section with a chart, and NAME.json; return the files in that order.
+    """Write NAME.html and NAME.json; return the files in that order.
 
     Args:
         numbers: dicts, lists, strings and numbers; a number that is not finite becomes null.
     """
     page, found = folder / f"{name}.html", folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
+
     # numbers first: they are kept if drawing fails
     write_whole(found, (json.dumps(to_json(numbers), indent=1, allow_nan=False) + "\n").encode())
     write_page(page, title, list(sections.values()))
-    written = [page]
-    for key, section in sections.items():
-        if charts := [item for item in section.items if not isinstance(item, Table)]:
-            written.append(folder / f"{key}.png")
-            write_png(written[-1], charts)
-    return [*written, found]
+    return [page, found]
 
 
 def to_json(value: Any) -> Any:

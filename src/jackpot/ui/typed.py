@@ -37,7 +37,7 @@ class Command(TyperCommand):
         try:
             _, _, order = self.make_parser(ctx).parse_args(list(args))
         except NoSuchOption as error:
-            raise ConfigError(self._unknown_option(ctx, error, given)) from None
+            raise ConfigError(self._unknown_option(ctx, error.option_name, error.possibilities, given)) from None
         single = [one.opts[-1] for one in order if one.param_type_name == "option" and not one.multiple]
         rest = super().parse_args(ctx, args)
         if twice := _repeated(single):
@@ -46,18 +46,20 @@ class Command(TyperCommand):
             print_line(Console(stderr=True), f"{' and '.join(twice)} was given twice; the last one counts")
         return rest
 
-    def _unknown_option(self, ctx: typer.Context, error: NoSuchOption, given: Sequence[str]) -> str:
+    def _unknown_option(
+        self, ctx: typer.Context, option: str, possibilities: Sequence[str] | None, given: Sequence[str]
+    ) -> str:
         """Say how the setting of this name is written, or name the options that are like it."""
-        name = error.option_name.lstrip("-").replace("-", "_")
+        name = option.lstrip("-").replace("-", "_")
         takes_settings = any(parameter.name == "overrides" for parameter in self.params)
-        similar = build.similar_settings(name, settings.Config) if takes_settings else []
-        like = [option for option in error.possibilities or [] if option != "--help"]
-        if similar and not any(option.lstrip("-").startswith(name) for option in like):
-            value = _value_of(error.option_name, given)
+        similar = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
+        like = [possible for possible in possibilities or [] if possible != "--help"]
+        if similar and not any(possible.lstrip("-").startswith(name) for possible in like):
+            value = _value_of(option, given)
             forms = " or ".join(f"{key}={value}" for key in similar)
-            return f"no option {error.option_name}; settings are written key=value: {forms}"
+            return f"no option {option}; settings are written key=value: {forms}"
         guess = f"; did you mean {' or '.join(like)}?" if like else ";"
-        return f"no option {error.option_name}{guess} jackpot {ctx.info_name} --help lists all"
+        return f"no option {option}{guess} jackpot {ctx.info_name} --help lists all"
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

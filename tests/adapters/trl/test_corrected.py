@@ -70,7 +70,7 @@ def test_losses_and_weights_are_those_of_our_learner(adapter: ModuleType, tmp_pa
     assert len(losses) == trainer.state.global_step >= 1
     for theirs, ours in losses:
         assert theirs == pytest.approx(ours, abs=3e-6, rel=1e-5)
-    own = list(learner._models["policy"].parameters())
+    own = list(learner.models["policy"].parameters())
     apart, moved = movement(own, list(trainer.model.parameters()), list(start.parameters()))
     assert moved > 1e-2
     assert apart < 1e-4

@@ -78,7 +78,7 @@ def test_losses_and_weights_of_both_models_are_those_of_our_learner(
         assert theirs == pytest.approx(ours, abs=3e-6, rel=1e-5)
     for role, trained in (("policy", trainer.model), ("rollout_model", trainer.rollout_model)):
         start = load_model(f"starter:{role}", torch.float32)
-        models = (learner._models[role], trained, start)
+        models = (learner.models[role], trained, start)
         apart, moved = movement(*(list(model.parameters()) for model in models))
         assert moved > 1e-2
         assert apart < 1e-4, role

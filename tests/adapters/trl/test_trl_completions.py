@@ -9,7 +9,7 @@ import torch
 from helpers.trl_runs import ROLLOUT_MODEL, arguments
 from jackpot.analysis.replay.formats import FORMATS
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.replay import LIMITS, replay
+from jackpot.analysis.replay.replay import replay
 from jackpot.core.errors import DataError
 
 pytestmark = pytest.mark.trl
@@ -43,7 +43,7 @@ def test_what_trl_logs_with_the_hint_is_replayed(is_corrected: bool, adapter: Mo
     assert found.format == "trl" and float(found.run["responses"].value) == 32 and not found.problems
     assert 0.01 < float(found.run["total_variation"].value) < 0.2
     batch = trainer._buffered_inputs[0]
-    responses = list(read_files(FORMATS["trl"], files, print, LIMITS))
+    responses = list(read_files(FORMATS["trl"], files, print))
     written = {(*one.prompt_ids.tolist(), *one.token_ids.tolist()): one.rollout_log_probs for one in responses}
     asked, answered = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
     for row, log_probs in enumerate(batch["sampling_per_token_logps"]):

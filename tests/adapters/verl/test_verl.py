@@ -20,7 +20,6 @@ from torch import Tensor
 
 from helpers.paths import ROOT
 from jackpot import CORRECTIONS, correct
-from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.formats.verl import FORMAT
 from jackpot.core.errors import ConfigError
 
@@ -296,8 +295,8 @@ def test_replay_reads_what_verls_own_writer_writes_with_the_lines_that_it_asks_f
     inside["_log_rollout_data"](fake, Batch(), {}, {}, str(tmp_path))
     warnings: list[str] = []
     [file] = FORMAT.files(tmp_path)
-    assert FORMAT.recognizes(file, warnings.append, ReadLimits())
-    found = list(FORMAT.read(file, warnings.append, ReadLimits()))
+    assert FORMAT.recognizes(file, warnings.append)
+    found = list(FORMAT.read(file, warnings.append))
     assert warnings == [] and len(found) == 3
     for row, one in enumerate(found):
         mask = batch["response_mask"][row].bool()

@@ -98,7 +98,7 @@ def test_costs_end_at_the_first_evaluation_that_is_accurate() -> None:
     assert compare(RUNS).accuracy == 0.6  # what the worst run reached
 
 
-def test_the_accuracy_that_costs_are_counted_to_lies_above_every_start() -> None:
+def test_costs_are_counted_to_an_accuracy_above_every_start() -> None:
     """A run that never rose has its best at or near its start, where every arm would arrive at no cost."""
     rising, falling = summary("a", 1, 0.4, 0.6, 0.7), summary("b", 1, 0.4, 0.38, 0.36)
     found = compare([rising, falling])
@@ -114,7 +114,7 @@ def test_the_accuracy_that_costs_are_counted_to_lies_above_every_start() -> None
 
 
 @pytest.mark.parametrize(("seeds", "error"), [(1, 0.028284), (2, 0.02), (3, 0.0)])
-def test_few_seeds_that_agree_by_chance_have_the_error_of_their_problems(seeds: int, error: float) -> None:
+def test_few_seeds_have_at_least_the_error_of_their_problems(seeds: int, error: float) -> None:
     def run(arm: str, seed: int, accuracy: float) -> RunSummary:
         one = summary(arm, seed, 0.3, accuracy)
         points = (replace(point, policy_accuracy_stderr=0.02) for point in one.points)
@@ -126,7 +126,7 @@ def test_few_seeds_that_agree_by_chance_have_the_error_of_their_problems(seeds: 
     assert difference_cells(found)[0] == f"-10.0 ± {100 * error:.1f}"
 
 
-def test_a_collapsed_run_sets_neither_the_budget_nor_the_accuracy_and_keeps_its_place() -> None:
+def test_a_collapsed_run_sets_neither_budget_nor_accuracy() -> None:
     fallen = summary("none", 1, 0.5, 0.1, 0.1, collapse=COLLAPSE)
     found = compare([*RUNS, fallen])
     assert (found.budget, found.accuracy) == (300.0, 0.6)
@@ -149,7 +149,7 @@ def test_bad_questions_are_refused() -> None:
     assert compare(RUNS, baseline="other").baseline == "other"
 
 
-def test_a_policy_that_writes_for_itself_has_no_rollout_model_to_tell_of() -> None:
+def test_a_policy_that_writes_for_itself_has_no_rollout_model() -> None:
     alone = summary("alone", 1, 0.3, 0.5)
     alone = replace(alone, points=tuple(replace(point, rollout_model_accuracy=None) for point in alone.points))
     assert rows([alone])["alone"].rollout_model_after is None

@@ -19,7 +19,7 @@ FALLEN = [{"iteration": n, "eval/policy_accuracy": accuracy} for n, accuracy in 
         (("guard.rollback={}",), ComparisonPlan(), False),
     ],
 )
-def test_a_collapsed_run_is_stopped_unless_its_own_guard_takes_it_back(overrides, plan, stops) -> None:
+def test_a_collapsed_run_is_stopped_unless_its_guard_acts(overrides, plan, stops) -> None:
     run = ArmRun(
         arm="a", seed=0, folder=Path("a"), log=Path("a.log"), config=small_config("evaluation.problems=64", *overrides)
     )

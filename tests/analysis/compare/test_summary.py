@@ -29,7 +29,7 @@ def line(iteration: int, **more: float | None) -> dict:
     return COSTS | {"iteration": iteration} | more
 
 
-def test_an_evaluation_knows_what_was_spent_until_then_without_evaluations() -> None:
+def test_an_evaluation_knows_what_training_spent_until_then() -> None:
     config = small_config()
     lines = [{"iteration": 0} | ACCURACY, line(1), line(2, **ACCURACY), line(3, **ACCURACY)]
     start, second, third = points_of(lines, config)
@@ -44,7 +44,7 @@ def test_rounds_of_dynamic_sampling_are_sequences_too() -> None:
     assert [point.sequences for point in points_of(lines, small_config())] == [48.0]
 
 
-def test_means_are_over_the_iterations_since_the_evaluation_before() -> None:
+def test_means_are_over_the_iterations_since_an_evaluation() -> None:
     metric, kl = "obrs/acceptance", "mismatch/kl_rollout_policy"
     lines = [
         {"iteration": 0} | ACCURACY,

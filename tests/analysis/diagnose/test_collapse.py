@@ -24,11 +24,11 @@ def evaluations(*accuracies: float) -> list[dict]:
         (0.004, 0.0, 0.0),  # 2 right answers of 512 are nothing to fall from
     ],
 )
-def test_a_run_that_learns_falters_or_recovers_at_once_has_not_collapsed(accuracies) -> None:
+def test_a_run_that_learns_or_recovers_has_not_collapsed(accuracies) -> None:
     assert collapse_of(evaluations(*accuracies), [], CONFIG) is None
 
 
-def test_two_evaluations_below_half_of_the_best_are_a_collapse_dated_by_the_first() -> None:
+def test_two_evaluations_below_half_of_the_best_are_a_collapse() -> None:
     found = collapse_of(evaluations(0.4, 0.6, 0.29, 0.1, 0.5), [], CONFIG)
     assert (found.iteration, found.accuracy, found.best) == (20, 0.29, 0.6)
     assert "29.0% right at iteration 20, after 60.0%" in found.why

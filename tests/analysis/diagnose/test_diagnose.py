@@ -251,7 +251,7 @@ def test_what_the_guard_allowed_is_the_limit_of_the_gap(config: Config) -> None:
     assert (finding.metric, finding.limit) == ("mismatch/engine_gap", 1e-5)
 
 
-def test_the_gap_of_two_models_has_the_larger_limit_and_that_of_exact_answers_the_smaller() -> None:
+def test_the_gap_of_two_models_has_the_larger_limit() -> None:
     """Relaxed drafts move the policy's rollouts, by 0.25 at most, and not its answers in evaluations."""
     draft = ("rollout_model.share=0.5", "engine.draft={tokens: 3, lam: 0.7}")
     checked = [
@@ -282,7 +282,7 @@ def test_a_mean_ratio_is_a_bug_only_where_no_mass_can_be_missing(
     assert [finding.metric for finding in found] == (["mismatch/ratio"] if is_a_bug else [])
 
 
-def test_acceptance_and_z_may_differ_by_chance_and_by_the_bounds_of_z(config: Config) -> None:
+def test_acceptance_and_z_may_differ_by_chance_and_bounds_of_z(config: Config) -> None:
     """4 standard errors of the mean of 20 iterations are 4 * 0.004 / sqrt(20) = 0.00358, the bounds 0.00004 apart."""
     fair = config.model_copy(update={"batch": small_config().batch})
 
@@ -300,7 +300,7 @@ def test_acceptance_and_z_may_differ_by_chance_and_by_the_bounds_of_z(config: Co
     assert diagnose(chosen[:5], [], fair).findings == ()  # fewer than 5 iterations
 
 
-def test_a_quantized_engine_is_a_mismatch_that_asks_for_a_correction(config: Config) -> None:
+def test_a_quantized_engine_asks_for_a_correction(config: Config) -> None:
     engine = config.engine.model_copy(update={"quantization": "int8_w8a8"})
     quantized = config.model_copy(update={"engine": engine})
     assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantized).verdict == "no finding"

@@ -52,7 +52,7 @@ def finished(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "finished"))
 
 
-def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: Path) -> None:
+def test_another_context_is_refused_as_answers_are_cut_elsewhere(finished: Path) -> None:
     record = yaml.safe_load((finished / "config.yaml").read_text())
     record["asked"]["engine"] = json.loads(VLLMEngineConfig(max_model_len=512).model_dump_json())
     (finished / "config.yaml").write_text(yaml.safe_dump(record))
@@ -62,7 +62,7 @@ def test_another_context_is_refused_because_answers_are_cut_elsewhere(finished: 
         evaluation(finished, engine, {"engine": {"max_model_len": 64}})
 
 
-def test_other_kernels_are_refused_and_so_is_a_folder_that_does_not_name_them(finished: Path) -> None:
+def test_other_kernels_are_refused_and_so_are_unnamed_ones(finished: Path) -> None:
     record = yaml.safe_load((finished / "config.yaml").read_text())
     kernels = {"attn_implementation": "sdpa", "quantization": None, "kv_cache_dtype": None}
     assert record["asked"]["engine"].items() >= kernels.items()
@@ -78,7 +78,7 @@ def test_other_kernels_are_refused_and_so_is_a_folder_that_does_not_name_them(fi
         evaluation(finished)
 
 
-def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+def test_another_engine_keeps_the_number_format_of_the_run(tmp_path: Path) -> None:
     run(small_config("engine.dtype=bf16", "precision=bf16"), tmp_path, kill_after=0)
     model, named = str(tmp_path), {"benchmarks": "arithmetic"}
     for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_num_seqs": 3}}]):
@@ -88,7 +88,7 @@ def test_another_engine_keeps_the_number_format_of_the_run_unless_told_otherwise
     assert evaluation_config("starter:policy", [named, {"engine": "vllm"}]).engine.dtype == "fp32"
 
 
-def test_a_cut_answer_may_stand_in_a_closed_box_and_one_that_was_given_up_is_wrong(tmp_path: Path, monkeypatch) -> None:
+def test_a_cut_answer_may_stand_in_a_closed_box(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     write_problems(tmp_path / "aime24.jsonl", [7])
     rewards = ["correct", {"name": "format", "weight": 0.5}]
@@ -132,7 +132,7 @@ def test_a_set_without_a_verdict_is_measured_by_its_mean_reward(finished: Path) 
     [result] = evaluation(finished)
     assert result.summary.mean_at_k is None and result.summary.reward == pytest.approx(np.mean(table["reward"]))
     console = Console(file=io.StringIO(), width=200)
-    evaluate_command._show(console, [result], finished)
+    evaluate_command.show_results(console, [result], finished)
     assert "mean reward" in console.file.getvalue() and f"{result.summary.reward:.4g}" in console.file.getvalue()
 
 
@@ -183,7 +183,7 @@ def test_a_broken_record_is_an_error_that_says_what_to_do(record: str, finished:
 
 
 @pytest.mark.parametrize("kept", [0, 3, 500, -1])
-def test_a_table_that_was_cut_short_is_an_error_that_says_what_to_do(kept: int, finished: Path) -> None:
+def test_a_table_that_was_cut_short_says_what_to_do(kept: int, finished: Path) -> None:
     table = finished / "arithmetic.parquet"
     table.write_bytes(table.read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"(?s)cannot read the responses in .*arithmetic\.parquet.*remove it"):
@@ -199,7 +199,7 @@ DAMAGE |= {"finish": 3, "reward_error": 0}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_line_that_lacks_a_field_or_has_nonsense_in_it_is_asked_again(name, whole, tmp_path: Path, caplog) -> None:
+def test_a_line_with_nonsense_in_it_is_asked_again(name, whole, tmp_path: Path, caplog) -> None:
     shutil.copy(whole / "config.yaml", tmp_path)
     lacking = {field: value for field, value in LINE.items() if field != name}
     lines = (lacking, LINE | {name: DAMAGE[name]}, LINE | {"number": 1})
@@ -249,9 +249,7 @@ def test_own_is_the_held_out_problems_of_the_run(tmp_path: Path) -> None:
     assert evaluation_config(str(tmp_path / "run"), [SMALL]).task is None
 
 
-def test_the_task_of_own_may_not_change_and_says_nothing_of_other_sets(
-    finished_run: FinishedRuns, tmp_path: Path
-) -> None:
+def test_the_task_of_own_may_not_change(finished_run: FinishedRuns, tmp_path: Path) -> None:
     def asked(*sets: str, longest: int = 2) -> list[bool]:
         changes = [SMALL, {"benchmarks": list(sets), "task": {"max_terms": longest}}]
         config = evaluation_config(str(finished_run()), changes)
@@ -274,7 +272,7 @@ def test_the_task_of_own_may_not_change_and_says_nothing_of_other_sets(
         ("starter:policy", ["gsm8k", "hub:openai/gsm8k"], "gsm8k is named twice"),
     ],
 )
-def test_benchmarks_that_do_not_exist_are_refused_before_the_model_is_loaded(model, benchmarks, said: str) -> None:
+def test_unknown_benchmarks_are_refused_before_a_model_is_loaded(model, benchmarks, said: str) -> None:
     with pytest.raises((ConfigError, DataError), match=said):
         evaluation_config(model, [SMALL, {"benchmarks": benchmarks}])
 

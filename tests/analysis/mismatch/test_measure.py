@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
-from jackpot.analysis.mismatch.lengths import compare_lengths
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
+from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums, compare_lengths
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
@@ -59,7 +58,7 @@ def response(length: int, seed: int, distance: float = 0.3) -> tuple[np.ndarray,
     return p, q, np.array([draw.choice(VOCABULARY, p=row) for row in p])
 
 
-def test_every_token_has_both_probabilities_and_the_divergences_of_the_whole_distributions():
+def test_every_token_has_both_probabilities_and_divergences():
     p, q, ids = response(9, seed=0)
     found = token_mismatch(*both(p, q, ids))
     rows = np.arange(9)
@@ -90,7 +89,7 @@ def test_k1_k3_and_the_mean_ratio_are_unbiased():
 
 @pytest.mark.parametrize("k", [1, 3, 8, VOCABULARY - 1])
 @pytest.mark.parametrize("distance", [0.01, 0.5, 3.0])
-def test_bounds_from_the_top_k_hold_the_exact_divergences_between_them(k, distance):
+def test_bounds_from_the_top_k_hold_the_exact_divergences(k, distance):
     p, q, ids = response(200, seed=k, distance=distance)
     found = token_mismatch(*both(p, q, ids, k))
     exact = {"kl": (p * np.log(p / q)).sum(1), "variation": 0.5 * np.abs(p - q).sum(1)}
@@ -101,7 +100,7 @@ def test_bounds_from_the_top_k_hold_the_exact_divergences_between_them(k, distan
     assert not found.is_exact
 
 
-def test_the_lower_bounds_are_reached_where_the_tails_are_proportional():
+def test_proportional_tails_reach_the_lower_bounds():
     p, q, ids = response(20, seed=5)
     top = np.argsort(-p, axis=1)[:, :4]
     inside = np.zeros(p.shape, bool)
@@ -164,7 +163,7 @@ def test_a_truncated_sampler_is_compared_on_its_support(k):
     assert found.is_exact
 
 
-def test_a_truncated_sampler_whose_support_is_not_known_is_refused():
+def test_a_truncated_sampler_of_unknown_support_is_refused():
     by, reading, _, _ = truncated(3, top=4)
     with pytest.raises(EngineError, match=r"more than the 3 tokens.*raise top_log_probs"):
         token_mismatch(by, reading)
@@ -172,7 +171,7 @@ def test_a_truncated_sampler_whose_support_is_not_known_is_refused():
         token_mismatch(by, LearnerScores(log_probs=reading.log_probs))
 
 
-def test_a_learner_that_only_scores_leaves_divergences_open_and_nan_is_refused():
+def test_a_learner_that_only_scores_leaves_divergences_open():
     p, q, ids = response(5, seed=2)
     by, reading = both(p, q, ids)
     found = token_mismatch(by, LearnerScores(log_probs=reading.log_probs))
@@ -244,7 +243,7 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
     assert found.by_length[2].max_gap.value == pytest.approx((gaps[3].max() + gaps[4].max()) / 2)
 
 
-def test_equal_sides_are_0_everywhere_and_the_order_of_responses_does_not_matter():
+def test_equal_sides_are_0_and_the_order_does_not_matter():
     same = [(p, p, ids) for p, _, ids in (response(length, seed=length) for length in (2, 9, 33))]
     found = measured(same)
     assert found.max_gap == found.gap.value == found.gap.error == found.k1.value == found.k3.value == 0.0
@@ -272,7 +271,7 @@ def test_the_picture_has_the_worst_token(monkeypatch):
     assert len(found.drawn) <= 11 and max(abs(a - b) for a, b in found.drawn) == pytest.approx(gaps.max(), rel=1e-6)
 
 
-def test_one_long_response_is_laid_beside_its_beginning_one_short_one_and_all_short_ones():
+def test_one_long_response_stands_beside_short_ones():
     long = [torch.tensor([0.1, 0.2, 0.3, 0.9]), torch.tensor([0.5, 0.1]), torch.zeros(0)]
     short = [
         [torch.tensor([0.1, 0.1]), torch.tensor([0.6, 0.2])],
@@ -295,7 +294,7 @@ def test_one_long_response_is_laid_beside_its_beginning_one_short_one_and_all_sh
     assert compare_lengths([torch.zeros(0)], [[torch.ones(1)]], limit=2) == ()
 
 
-def test_the_most_probable_tokens_are_compared_at_sampled_tokens_only():
+def test_most_probable_tokens_are_compared_where_sampled():
     p, q, ids = response(40, seed=3)
     sampled = torch.arange(40) % 3 > 0
     by, reading = both(p, q, ids, k=2, sampled=sampled)
@@ -306,7 +305,7 @@ def test_the_most_probable_tokens_are_compared_at_sampled_tokens_only():
         assert found is None if expected is None else found.tolist() == expected.tolist()
 
 
-def test_a_response_of_nothing_but_a_certain_token_falls_into_the_lowest_band():
+def test_a_certain_token_falls_into_the_lowest_band():
     """Rounding can leave an entropy of a little less than 0."""
     one = torch.ones(1, dtype=torch.float64)
     tokens = TokenMismatch(

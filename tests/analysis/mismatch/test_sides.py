@@ -99,7 +99,7 @@ def test_a_learner_reads_what_training_scores(autocast):
     [{"dtype": "bf16"}, {"attn_implementation": "eager"}, {"kv_cache_dtype": "fp8"}, {"quantization": "int8_w8a16"}],
     ids=str,
 )
-def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
+def test_a_learner_computes_what_an_engine_like_it_scores(settings):
     """One response at a time: so both read the same batches."""
     prompts = [tiny_prompt(9, seed=row) for row in range(3)]
     rollouts = [with_top(rollout_of(one, [5, 9, 2, 7]), [[0]] * 4) for one in prompts]
@@ -114,7 +114,7 @@ def test_a_learner_computes_what_the_engine_with_its_settings_scores(settings):
     assert not torch.cat(found).equal(torch.cat(plain))
 
 
-def test_two_wide_heads_are_nearer_than_two_narrow_ones_and_than_one_of_each():
+def test_two_wide_heads_are_nearer_than_narrow_ones():
     narrow, wide = {"dtype": "bf16"}, {"dtype": "bf16", "head_dtype": "fp32"}
     cast = {"autocast": "bf16"}
     found = apart(cast, cast | {"head_dtype": "fp32"}, samplers=(narrow, wide), reread=True, responses=8)
@@ -143,7 +143,7 @@ def test_the_experts_of_a_token_are_those_that_its_router_chose(mixture: Path):
         assert one.experts.equal(chosen[len(rollout.prompt.token_ids) - 1 : -1])
 
 
-def test_equal_sides_send_tokens_to_equal_experts_and_bfloat16_sends_some_elsewhere(mixture: Path):
+def test_bfloat16_sends_some_tokens_to_other_experts(mixture: Path):
     found = apart({}, {"dtype": "bf16"}, model=str(mixture), responses=12)
     same, rounded = (pair.numbers.other_experts.value for pair in found)
     assert same == 0.0 < rounded < 0.5
@@ -192,7 +192,7 @@ FP8 = {"quantization": "fp8"}
     ],
     ids=str,
 )
-def test_sides_in_one_flow_are_held_to_what_training_allows_there(sampler, learner, device, allowed):
+def test_unified_sides_are_held_to_what_training_allows(sampler, learner, device, allowed):
     config = mismatch_config(POLICY, [[sampler]], [[learner]], [])
     found = verdict(config.samplers[0], config.learners[0], device, Sampling(), 1e-7)
     assert f"within the {allowed} that training's own check allows" in found
@@ -223,7 +223,7 @@ def test_the_estimates_agree_with_the_exact_divergence():
     assert abs(found.ratio.value - 1.0) < 4.0 * found.ratio.error
 
 
-def test_a_forgotten_temperature_and_stale_weights_are_large_gaps(tmp_path: Path):
+def test_other_temperatures_and_weights_are_large_gaps(tmp_path: Path):
     stale = AutoModelForCausalLM.from_pretrained(starter_path("policy"), dtype=torch.float32)
     with torch.no_grad():
         for parameter in stale.parameters():
@@ -247,7 +247,7 @@ def test_a_truncated_sampler_is_compared_on_what_it_can_draw(filters):
     assert far.numbers.gap.value > 0.02
 
 
-def test_what_a_truncated_sampler_can_draw_beyond_the_top_k_is_refused():
+def test_a_sampler_that_draws_beyond_the_top_k_is_refused():
     with pytest.raises(EngineError, match="raise top_log_probs"):
         apart({}, **{"sampling.top_k": 6, "top_log_probs": 4})
 
@@ -279,7 +279,7 @@ def test_every_learner_reads_the_same_text_of_every_sampler():
     assert gaps(apart({}, samplers=(BFLOAT16,), seed=1)) != gaps(found)[2:3]
 
 
-def test_short_responses_to_the_same_prompts_are_laid_beside_the_long_ones():
+def test_short_responses_stand_beside_the_long_ones():
     [pair] = apart({"autocast": "bf16"}, short=4, **{"sampling.max_new_tokens": 12})
     names = ["1 of up to 12 tokens", "its first 3 tokens", "1 of up to 3 tokens", "4 of up to 3 tokens"]
     long, beginning, one, several = pair.lengths
@@ -296,9 +296,7 @@ def test_sets_of_problems_take_the_place_of_the_task():
     assert [one.uid.split("/")[1] for one in pair.numbers.each] == ["0"] * 6 + ["1"] * 5
 
 
-def test_of_a_run_its_engine_writes_and_its_policy_reads_in_the_precision_of_training(
-    finished_run: FinishedRuns, tmp_path: Path
-):
+def test_a_runs_engine_writes_and_its_policy_reads(finished_run: FinishedRuns, tmp_path: Path):
     short = ("iterations=1", "evaluation.problems=2", "sampling.temperature=0.9")
     heads = ("head_dtype=fp32", "engine.head_dtype=fp32")
     run(small_config(*short, *heads, "engine.dtype=bf16", "precision=bf16"), tmp_path)

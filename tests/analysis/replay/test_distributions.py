@@ -37,7 +37,7 @@ def test_tokens_in_both_lists_stay_and_all_others_are_one(monkeypatch):
     assert probabilities(known.new) == pytest.approx([0.2, 0.3, 0.5])
 
 
-def test_lists_that_hold_too_little_of_one_of_them_give_z_and_no_sums():
+def test_lists_that_hold_too_little_give_z_and_no_sums():
     found = saved_distributions(batch([0, 1, 2], [3, 1, 0]))
     assert found.known is None
     z = z_of(found, batch([0, 1, 2], [3, 1, 0]), 1.0, "new")
@@ -47,7 +47,7 @@ def test_lists_that_hold_too_little_of_one_of_them_give_z_and_no_sums():
     assert saved_distributions(batch([0, 1], [1, 0], p_inf=sure)).known is None
 
 
-def test_the_old_policys_distribution_is_the_new_one_or_the_writers_or_not_known():
+def test_the_old_policys_distribution_is_found_where_it_can_be():
     every = [0, 1, 2, 3]
     first_step = saved_distributions(batch(every, every)).known
     assert torch.equal(first_step.old, first_step.new)

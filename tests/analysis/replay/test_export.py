@@ -13,7 +13,6 @@ from helpers.runs import FinishedRuns
 from jackpot.analysis.replay.export import export_rollouts
 from jackpot.analysis.replay.formats import FORMATS, WRITABLE, find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.replay import LIMITS
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 
@@ -27,8 +26,8 @@ def trained(finished_run: FinishedRuns) -> Path:
 
 def read(path: Path) -> tuple[str, list[SavedResponse]]:
     told: list[str] = []
-    found, files = find_format(path, "auto", LIMITS)
-    responses = list(read_files(found, files, told.append, LIMITS))
+    found, files = find_format(path, "auto")
+    responses = list(read_files(found, files, told.append))
     assert told == []
     return found.name, responses
 
@@ -101,7 +100,7 @@ def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_files_of_the_run_are_named_and_the_others_exported(trained, tmp_path):
+def test_damaged_files_are_named_and_the_others_exported(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
     first, second = sorted((run / "rollouts").iterdir())
     second.write_bytes(second.read_bytes()[:500])

@@ -10,10 +10,11 @@ import torch
 
 from helpers.synthetic_rollouts import discovered, noise, records, write
 from jackpot.analysis.advice.rule import choose, relative
+from jackpot.analysis.replay.gradient import exact_numbers
 from jackpot.analysis.replay.replay import ReplayResult, replay
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.corrections import CORRECTIONS
-from jackpot.ui.views.replay import facts, replay_sections
+from jackpot.ui.views.replay import corrections, facts
 
 
 def of(tmp_path: Path, *arguments, **settings) -> ReplayResult:
@@ -30,14 +31,14 @@ def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
     assert "No correction is needed" in found.answer.sentence and "Judged on 4,000 tokens" in found.answer.sentence
 
 
-def test_of_one_distribution_no_variation_is_left_and_every_token_counts(tmp_path):
+def test_of_one_distribution_no_variation_is_left(tmp_path):
     found = of(tmp_path, noise(0.0))
     for one in found.answer.candidates:
         assert one.tv_after_correction.value == pytest.approx(0.0, abs=1e-9)
         assert one.effective.value == pytest.approx(1.0)
 
 
-def test_a_mild_gap_needs_truncated_importance_sampling_and_nothing_more(tmp_path):
+def test_a_mild_gap_needs_tis_and_nothing_more(tmp_path):
     found = of(tmp_path, noise(0.3))
     assert found.answer.settings == {"name": "tis"}
     assert (
@@ -48,7 +49,7 @@ def test_a_mild_gap_needs_truncated_importance_sampling_and_nothing_more(tmp_pat
     assert relative(candidates(found, "none"), candidates(found, "tis")).value < 0.9
 
 
-def test_in_a_heavy_tail_the_weights_of_importance_sampling_cost_more_than_they_correct(tmp_path):
+def test_weights_of_a_heavy_tail_cost_more_than_they_correct(tmp_path):
     found = of(tmp_path, discovered(share=0.1, lift=8.0))
     assert found.answer.settings == {"name": "tis"}
     left = {name: candidates(found, name).tv_after_correction.value for name in ("none", "tis", "obrs expected")}
@@ -58,7 +59,7 @@ def test_in_a_heavy_tail_the_weights_of_importance_sampling_cost_more_than_they_
     assert sampled.known == 0.0 and sampled.tv_after_correction.value < 0.001 and not sampled.advisable
 
 
-def test_the_sampled_mask_of_obrs_is_worth_less_than_its_expectation_and_never_recommended(tmp_path):
+def test_the_sampled_mask_of_obrs_is_never_recommended(tmp_path):
     found = of(tmp_path, noise(0.8), responses=100)
     sampled, expected = candidates(found, "obrs"), candidates(found, "obrs expected")
     assert sampled.tv_after_correction.value == pytest.approx(expected.tv_after_correction.value)
@@ -69,7 +70,7 @@ def test_the_sampled_mask_of_obrs_is_worth_less_than_its_expectation_and_never_r
         assert choose([tie, replace(expected, groups=tie.groups)]).label == "obrs expected"
 
 
-def test_a_tail_without_top_k_lists_is_not_taken_for_wrong_log_probs_alone(tmp_path):
+def test_a_tail_without_lists_is_not_wrong_log_probs_alone(tmp_path):
     """Without the lists a tail that was not sampled looks like log-probs that do not fit: both are named."""
     found = of(tmp_path, discovered(share=0.1, lift=8.0), lists=False)
     assert found.answer.verdict == "cannot tell" and found.answer.correction is None
@@ -84,7 +85,7 @@ def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
     assert "whole responses" not in short.answer.sentence
 
 
-def test_stale_text_needs_a_correction_towards_the_policy_that_is_updated(tmp_path):
+def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
     found = of(tmp_path, noise(0.4), stale=True)
     assert found.answer.settings == {"name": "tis", "proximal": "new"}
     heavy = of(tmp_path, discovered(share=0.1, lift=8.0), stale=True)
@@ -99,7 +100,7 @@ def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
     assert found.answer.verdict == "none needed"
 
 
-def test_no_correction_is_advised_for_models_that_have_little_in_common(tmp_path):
+def test_no_correction_closes_the_gap_of_far_models(tmp_path):
     found = of(tmp_path, noise(5.0))
     assert (found.answer.verdict, found.answer.correction) == ("too far", None)
     assert "closer rollout model" in found.answer.sentence
@@ -148,7 +149,7 @@ def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
     )  # what cannot be written no weight brings back
 
 
-def test_every_correction_is_replayed_and_what_needs_lists_is_left_out_without_them(tmp_path):
+def test_what_needs_lists_is_left_out_without_them(tmp_path):
     found = of(tmp_path, noise(0.3))
     assert {one.setting.name for one in found.corrections} == set(CORRECTIONS)
     assert found.left_out == ()
@@ -158,25 +159,25 @@ def test_every_correction_is_replayed_and_what_needs_lists_is_left_out_without_t
     assert "Sampled, not summed" in bare.answer.sentence
 
 
-def test_sums_over_the_vocabulary_and_over_the_sampled_tokens_agree(tmp_path):
+def test_sums_over_the_vocabulary_and_sampled_tokens_agree(tmp_path):
     found = of(tmp_path, noise(0.3), responses=400)
     for one in found.corrections:
         if one.setting.weighs_whole_responses:
             continue
-        sums, states = one.stats.sums, one.stats.states
-        assert float(sums["factor"].value) == pytest.approx(float(states.mean.value), abs=0.015), one.setting.label
-        assert float(sums["square"].value) == pytest.approx(float(states.square.value), rel=0.05), one.setting.label
+        means = {name: float(entry.value) for name, entry in one.sums.items()}
+        assert means["factor"] == pytest.approx(means["state"], abs=0.015), one.setting.label
+        assert means["square"] == pytest.approx(means["state square"], rel=0.05), one.setting.label
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0])
-def test_the_variation_estimated_from_sampled_tokens_is_never_far_too_small(tmp_path, size):
+def test_the_sampled_variation_is_never_far_too_small(tmp_path, size):
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
     found = of(tmp_path, noise(size), responses=600)
     for one in found.corrections:
         never_advised = one.setting.label == "none proximal=rollout" or one.setting.name in ("reweight_only", "dppo")
         if one.setting.weighs_whole_responses or never_advised:
             continue
-        exact, sampled = one.stats.states.tv_after_correction, one.stats.sampled_tv_after_correction
+        exact, sampled = exact_numbers(one.sums)["tv_after_correction"], one.sampled_tv_after_correction
         assert 0.9 * exact - 0.002 <= sampled <= 1.8 * exact + 0.005, one.setting.label
         if one.setting.name in ("none", "z_only", "mask_only", "is"):
             assert sampled == pytest.approx(exact, rel=0.05, abs=0.001), one.setting.label
@@ -210,7 +211,7 @@ def partly_known(lists_hold: float):
         )
 
 
-def test_tokens_whose_lists_hold_little_count_as_much_as_the_others(tmp_path):
+def test_tokens_whose_lists_hold_little_count_as_others_do(tmp_path):
     lines = list(partly_known(0.6))
     found = replay(write(tmp_path / "a.jsonl", (line for line, _ in lines)))
     gap = sum(apart for _, apart in lines) / len(lines)
@@ -220,7 +221,7 @@ def test_tokens_whose_lists_hold_little_count_as_much_as_the_others(tmp_path):
     assert found.answer.verdict == "correct" and "and sampled at the others" in found.answer.sentence
 
 
-def test_wrong_log_probs_are_found_out_where_the_lists_hold_most_of_the_other_tokens(tmp_path):
+def test_wrong_log_probs_are_noticed_beside_lists_that_hold_most(tmp_path):
     lines = [line for line, _ in partly_known(0.6)]
     for line in lines:
         wide = [min(row) > -6.0 for row in line["rollout_top_log_probs"]]
@@ -230,7 +231,7 @@ def test_wrong_log_probs_are_found_out_where_the_lists_hold_most_of_the_other_to
     assert found.answer.verdict == "cannot tell" and "must be 1" in found.answer.sentence
 
 
-def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, monkeypatch):
+def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
     """In half of the responses the policy had moved, and Z of the old policy is not known there."""
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     fresh = list(records(noise(0.3), responses=100))
@@ -245,7 +246,7 @@ def test_corrections_are_compared_on_the_same_tokens_or_not_at_all(tmp_path, mon
     assert any("obrs expected" in text and "2,000 of 4,000 tokens" in text for text in found.left_out)
 
 
-def test_the_stale_total_variation_is_that_of_the_old_policy_and_the_new_one(tmp_path):
+def test_the_stale_variation_is_between_old_and_new_policy(tmp_path):
     """Of three distributions: text of the first, and |p_old - p_new| / 2 summed over the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     apart, lines = [], []
@@ -274,7 +275,7 @@ def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypa
         assert other.effective.value == pytest.approx(one.effective.value)
 
 
-def test_the_gap_of_the_first_and_of_the_last_file_stand_beside_each_other(tmp_path):
+def test_the_gaps_of_the_first_and_the_last_file_are_given(tmp_path):
     for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
         write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step))
     found = dict(replay(tmp_path, names=["none"]).ends)
@@ -340,7 +341,7 @@ def test_numbers_that_overflow_give_no_answer(tmp_path):
     assert found.answer.verdict == "cannot tell" and "not a finite number" in found.answer.sentence
 
 
-def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path):
+def test_what_has_no_sampled_token_or_is_no_object_is_counted(tmp_path):
     lines = list(records(noise(0.3)))
     for line in lines[:70]:
         line["sampled_mask"] = [False] * 20
@@ -353,18 +354,18 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted_and_told(tmp_path)
         replayed(tmp_path, lines[:70])
 
 
-def test_corrections_that_cannot_be_replayed_leave_the_tables_of_the_run(tmp_path):
+def test_the_run_has_tables_without_any_correction(tmp_path):
     found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
     assert found.answer.verdict == "cannot tell" and found.corrections == ()
-    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and replay_sections(found)
+    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and corrections(found).items
 
 
-def test_positions_that_a_correction_was_not_replayed_at_are_empty(tmp_path):
+def test_positions_without_a_correction_are_empty(tmp_path):
     long = list(records(noise(0.5), responses=30, length=100, seed=1, lists=False))
     for line in long:
         line["uid"] += " long"
     found = replayed(tmp_path, [*records(noise(0.5)), *long])
-    tables = {item.title: item for item in replay_sections(found)["replay"].items}
+    tables = {item.title: item for item in corrections(found).items}
     by_band = tables["Rejected, by position and by the policy's entropy (H, nats)"]
     place = by_band.columns.index("at 64-255")
     shown = {row[0].split(",")[0]: row[place] for row in by_band.rows}

@@ -8,15 +8,15 @@ import pytest
 
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.replay import LIMITS, replay
+from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.errors import DataError
 
 
 def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
     told: list[str] = []
-    found, files = find_format(path, "auto", LIMITS)
-    return found.name, list(read_files(found, files, told.append, LIMITS)), told
+    found, files = find_format(path, "auto")
+    return found.name, list(read_files(found, files, told.append)), told
 
 
 def lines(path: Path, *records: object) -> Path:
@@ -54,7 +54,7 @@ TURNS = (  # a question, an answer, a tool, an answer
 )
 
 
-def test_the_traces_that_prime_rl_writes_anyway_have_the_engines_log_probs(tmp_path):
+def test_the_traces_of_prime_rl_have_the_engines_log_probs(tmp_path):
     name, [one], told = read(traces(tmp_path, episode(*TURNS)))
     assert (name, told) == ("prime_rl", [])
     assert one.prompt_ids.tolist() == [7, 8, 5] and one.token_ids.tolist() == [1, 2, 6, 5, 3]
@@ -74,14 +74,14 @@ def test_what_two_branches_of_a_trace_share_counts_once(tmp_path):
     assert len({one.uid for one in found}) == 2
 
 
-def test_of_a_run_of_prime_rl_the_batches_that_it_trained_on_are_read_in_their_order(tmp_path):
+def test_prime_rls_training_batches_are_read_in_their_order(tmp_path):
     for step in (10, 9):
         traces(tmp_path, episode(*TURNS), step=step)
     traces(tmp_path, episode(*TURNS), subset="all")
     traces(tmp_path, episode(*TURNS), kind="eval")
-    found, files = find_format(tmp_path, "auto", LIMITS)
+    found, files = find_format(tmp_path, "auto")
     assert [file.parts[-4] for file in files] == ["step_9", "step_10"]
-    assert [one.where for one in read_files(found, files, print, LIMITS)] == [
+    assert [one.where for one in read_files(found, files, print)] == [
         "step_9/traces.jsonl",
         "step_10/traces.jsonl",
     ]
@@ -127,7 +127,7 @@ AREAL = {
 }
 
 
-def test_areals_text_is_refused_with_the_line_to_add_and_read_with_it(tmp_path):
+def test_areals_text_is_read_with_the_line_to_add_alone(tmp_path):
     path = lines(tmp_path / "rollout" / "1" / "4.jsonl", AREAL)
     with pytest.raises(DataError, match="lacks input_ids, loss_mask, logprobs; it has") as error:
         replay(tmp_path)

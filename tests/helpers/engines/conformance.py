@@ -1,5 +1,5 @@
-"""Tests that every engine passes. A test module subclasses `EngineConformance` and makes its engine; the fixtures are
-in conftest.py.
+"""Tests that every engine passes. A test module subclasses `EngineConformance`, or a part of it, and makes its engine;
+the fixtures are in conftest.py.
 
 Expectations come from `reference.py`: another copy of the model, one unpadded sequence at a time, then float64.
 """
@@ -53,14 +53,15 @@ def _name(sampling: Sampling) -> str:
     return f"t={sampling.temperature},p={sampling.top_p},k={sampling.top_k}"
 
 
-class EngineConformance(ABC):
-    """The suite. Its tests share one engine, and each leaves it with the old weights and nothing in flight."""
+class Conformance(ABC):
+    """The part about weights. Tests share one engine, and each leaves it with the old weights and nothing in flight."""
 
     reference_dtype: torch.dtype = torch.float32
     tolerance: float = 2e-5  # nats, between the engine's log-probs and the reference's
     moved_supports: float = 0.0  # share of tokens where rounding may move the edge of a truncated distribution
     moved_responses: float = 0.0  # share of responses that rounding may change with their batch
     reserved: int = 0  # tokens at the end of the context that the engine does not use
+    has_filters: bool = True  # False where requests with top-p or top-k are refused
 
     training_gap: float | None = None  # in probability, of a token in the engine and in training; None: the tolerance
 
@@ -72,182 +73,6 @@ class EngineConformance(ABC):
     @abstractmethod
     def make_engine(folder: Path, version: Version) -> Engine:
         """Make an engine on the model in `folder`, whose first tokens carry `version`."""
-
-    # Log-probs
-
-    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=_name)
-    def test_log_probs_equal_a_full_forward(self, engine, reference, sampling):
-        requests = [
-            Request(uid=f"{length}", prompt=tiny_prompt(length), seed=length, sampling=sampling) for length in PROMPTS
-        ]
-        self.check_log_probs(engine.generate(requests), reference, sampling)
-
-    @pytest.mark.parametrize("num_top_log_probs", [0, 1, 3])
-    def test_top_log_probs_do_not_depend_on_the_sampled_token(self, engine, reference, num_top_log_probs):
-        requests = [tiny_request(f"{i}", seed=i, num_top_log_probs=num_top_log_probs) for i in range(12)]
-        rollouts = engine.generate(requests)
-        self.check_log_probs(rollouts, reference, requests[0].sampling)
-        sampled_too = torch.cat([(rollout.top_ids == rollout.token_ids[:, None]).any(1) for rollout in rollouts])
-        assert not sampled_too.all()
-
-    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, top_p=0.9)], ids=_name)
-    def test_sampled_frequencies_match_the_exact_distribution(self, engine, reference, sampling):
-        """The test counts both tokens of 4000 responses, so that a uniform used twice shows."""
-        sampling = sampling.model_copy(update={"max_new_tokens": 2, "num_top_log_probs": 0})
-        requests = [Request(uid=f"{i}", prompt=ONE_PROMPT, seed=i, sampling=sampling) for i in range(4000)]
-        seen = Counter(tuple(rollout.token_ids.tolist()) for rollout in engine.generate(requests))
-        exact = reference.joint_probs(ONE_PROMPT, sampling)
-        if self.moved_supports == 0.0:
-            assert all(exact[response] > 0.0 for response in seen)
-        common = [response for response, prob in exact.items() if prob * len(requests) >= 5.0]
-        observed = [seen[response] for response in common]
-        expected = [exact[response] * len(requests) for response in common]
-        observed.append(len(requests) - sum(observed))
-        expected.append(len(requests) - sum(expected))
-        if expected[-1] < 5.0:
-            observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
-        assert len(common) > 20
-        assert chisquare(observed, expected).pvalue > 1e-3
-
-    def test_settings_of_one_request_do_not_touch_another(self, engine, reference):
-        count = len(SAMPLINGS)
-        requests = [
-            Request(uid=f"{i}", prompt=tiny_prompt(3 + i), seed=i, sampling=SAMPLINGS[i % count])
-            for i in range(4 * count)
-        ]
-        rollouts = engine.generate(requests)
-        for i, sampling in enumerate(SAMPLINGS):
-            self.check_log_probs(rollouts[i::count], reference, sampling)
-
-    @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    def test_scores_equal_a_full_forward(self, engine, reference, temperature):
-        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
-        rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
-        scores = engine.score(rollouts, temperature)
-        for rollout, score in zip(rollouts, scores, strict=True):
-            exact = _chosen(reference, rollout, Sampling(temperature=temperature))
-            assert score.dtype == torch.float32
-            assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
-
-    def test_scores_are_not_truncated_and_agree_with_the_log_probs_of_sampling(self, engine):
-        rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
-        for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
-            assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
-
-    # Seeds and batches
-
-    def test_the_same_seed_gives_the_same_response_and_another_seed_another(self, engine):
-        first, again, other = (
-            engine.generate([tiny_request(f"{i}", seed=i + shift) for i in range(16)]) for shift in (0, 0, 100)
-        )
-        assert _moved(first, again) <= self.moved_responses
-        assert _moved(first, other) > 0.9
-
-    def test_a_response_does_not_depend_on_its_batch(self, engine):
-        together = [tiny_request(f"{i}", 1 + 3 * (i % 9), seed=i, max_new_tokens=30) for i in range(27)]
-        alone = [engine.generate([request])[0] for request in together]
-        assert _moved(alone, engine.generate(together)) <= self.moved_responses
-        assert _moved(alone, engine.generate(together[::-1])[::-1]) <= self.moved_responses
-
-    def test_seeds_use_all_64_bits(self, engine):
-        requests = [tiny_request(f"{seed}", seed=seed) for seed in (0, 2**31, 2**32, 2**63, 2**64 - 1)]
-        rollouts = engine.generate(requests)
-        assert len({tuple(rollout.token_ids.tolist()) for rollout in rollouts}) == len(requests)
-
-    # Where responses end
-
-    def test_a_response_ends_at_its_first_stop_token_or_at_its_limit(self, engine):
-        stops = (5, 6)
-        requests = [
-            tiny_request(f"{i}", seed=i, max_new_tokens=3 + i % 9, stop_token_ids=stops if i % 2 else ())
-            for i in range(60)
-        ]
-        ends = Counter()
-        for request, rollout in zip(requests, engine.generate(requests), strict=True):
-            tokens, limit = rollout.token_ids.tolist(), request.sampling.max_new_tokens
-            ending = {EOS, *request.sampling.stop_token_ids}
-            assert not ending & set(tokens[:-1])
-            assert rollout.finish == ("stop" if tokens[-1] in ending else "length")
-            assert len(tokens) == limit if rollout.finish == "length" else len(tokens) <= limit
-            ends[rollout.finish, tokens[-1] == EOS, tokens[-1] in stops] += 1
-        assert min(ends["stop", True, False], ends["stop", False, True], ends["length", False, False]) > 0
-
-    def test_end_of_sequence_as_the_first_token_is_a_response(self, engine, reference):
-        requests = [tiny_request(f"{i}", prompt=ONE_PROMPT, seed=i) for i in range(200)]
-        ended = [rollout for rollout in engine.generate(requests) if rollout.token_ids[0] == EOS]
-        assert ended
-        assert all(rollout.finish == "stop" and len(rollout.token_ids) == 1 for rollout in ended)
-        self.check_log_probs(ended, reference, requests[0].sampling)
-
-    @pytest.mark.parametrize("room", [1, 3])
-    def test_a_response_ends_where_the_context_does(self, engine, reference, room):
-        requests = [tiny_request(f"{i}", CONTEXT - self.reserved - room, seed=i, max_new_tokens=50) for i in range(20)]
-        rollouts = engine.generate(requests)
-        assert engine.capabilities.max_model_len == CONTEXT - self.reserved
-        lengths = {rollout.finish: len(rollout.token_ids) for rollout in rollouts}
-        assert lengths["length"] == room
-        assert all(len(rollout.token_ids) <= room for rollout in rollouts)
-        self.check_log_probs(rollouts, reference, requests[0].sampling)
-
-    # Queueing
-
-    def test_each_rollout_comes_once_and_completely(self, engine):
-        requests = [tiny_request(f"{i}", 1 + i % 7, seed=i, num_top_log_probs=4) for i in range(30)]
-        engine.submit(requests[:20])
-        collected = engine.collect(7)
-        assert len(collected) == 7
-        engine.submit(requests[20:])
-        while batch := engine.collect(4):
-            assert len(batch) <= 4
-            collected += batch
-        assert sorted(rollout.uid for rollout in collected) == sorted(request.uid for request in requests)
-        prompts = {request.uid: request.prompt for request in requests}
-        for rollout in collected:
-            assert rollout.prompt == prompts[rollout.uid]
-            _check_fields(rollout, OLD, num_top_log_probs=4)
-
-    def test_generate_returns_the_order_of_the_requests(self, engine):
-        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=1 + (5 * i) % 13) for i in range(20)]
-        assert [rollout.uid for rollout in engine.generate(requests)] == [request.uid for request in requests]
-
-    def test_generate_leaves_other_requests_in_flight(self, engine):
-        engine.submit([tiny_request(f"other {i}", seed=i) for i in range(3)])
-        assert [rollout.uid for rollout in engine.generate([tiny_request("mine", seed=9)])] == ["mine"]
-        assert sorted(rollout.uid for rollout in engine.collect(5)) == ["other 0", "other 1", "other 2"]
-
-    def test_collect_returns_when_nothing_is_in_flight(self, engine):
-        assert engine.collect(5) == []
-        assert engine.collect(0) == []
-        engine.submit([tiny_request("only")])
-        assert [rollout.uid for rollout in engine.collect(5)] == ["only"]
-
-    def test_collect_returns_when_the_time_is_up_and_loses_nothing(self, engine):
-        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=50) for i in range(200)]
-        engine.submit(requests)
-        early = engine.collect(200, timeout=0.0)
-        assert len(early) < 200
-        late = engine.collect(200)
-        assert sorted(rollout.uid for rollout in early + late) == sorted(request.uid for request in requests)
-
-    def test_a_uid_in_flight_is_refused(self, engine):
-        with pytest.raises(EngineError, match="twin"):
-            engine.submit([tiny_request("twin"), tiny_request("twin")])
-        engine.submit([tiny_request("twin")])
-        with pytest.raises(EngineError, match="twin"):
-            engine.submit([tiny_request("other"), tiny_request("twin")])
-        assert [rollout.uid for rollout in engine.collect(5)] == ["twin"]
-        assert [rollout.uid for rollout in engine.generate([tiny_request("twin")])] == ["twin"]
-
-    @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 9, 0])
-    def test_a_prompt_without_room_for_a_token_is_refused_with_its_whole_call(self, engine, length):
-        with pytest.raises(EngineError, match="unfit"):
-            engine.submit([tiny_request("fine"), tiny_request("unfit", length)])
-        assert engine.collect(2) == []
-
-    def test_more_top_log_probs_than_the_engine_returns_are_refused(self, engine):
-        with pytest.raises(EngineError, match="greedy"):
-            engine.submit([tiny_request("greedy", num_top_log_probs=engine.capabilities.num_top_log_probs + 1)])
-        assert engine.collect(1) == []
 
     # Weights
 
@@ -303,24 +128,6 @@ class EngineConformance(ABC):
             self.make_engine, policy=new_folder, rollout_model=folder, gap=self.training_gap or self.tolerance
         )
 
-    # The end
-
-    def test_a_closed_engine_refuses_everything(self, folder, reference):
-        engine = self.make_engine(folder, OLD)
-        engine.submit([tiny_request("left")])
-        engine.close()
-        engine.close()
-        calls = [
-            lambda: engine.submit([tiny_request("late")]),
-            lambda: engine.collect(1),
-            lambda: engine.generate([tiny_request("late")]),
-            lambda: engine.score([rollout_of(ONE_PROMPT, [2, 3])], 1.0),
-            lambda: engine.update_weights(reference.model.named_parameters(), NEW),
-        ]
-        for call in calls:
-            with pytest.raises(EngineError, match="closed"):
-                call()
-
     # Shared checks
 
     def check_log_probs(self, rollouts: list[Rollout], reference: Reference, sampling: Sampling) -> None:
@@ -350,6 +157,219 @@ class EngineConformance(ABC):
             return True
         assert rollout.rollout_log_probs[token].item() == pytest.approx(sampled, abs=self.tolerance)
         return False
+
+
+class QueueConformance(Conformance):
+    """The part about queues."""
+
+    # Queueing
+
+    def test_each_rollout_comes_once_and_completely(self, engine):
+        requests = [tiny_request(f"{i}", 1 + i % 7, seed=i, num_top_log_probs=4) for i in range(30)]
+        engine.submit(requests[:20])
+        collected = engine.collect(7)
+        assert len(collected) == 7
+        engine.submit(requests[20:])
+        while batch := engine.collect(4):
+            assert len(batch) <= 4
+            collected += batch
+        assert sorted(rollout.uid for rollout in collected) == sorted(request.uid for request in requests)
+        prompts = {request.uid: request.prompt for request in requests}
+        for rollout in collected:
+            assert rollout.prompt == prompts[rollout.uid]
+            _check_fields(rollout, OLD, num_top_log_probs=4)
+
+    def test_generate_returns_the_order_of_the_requests(self, engine):
+        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=1 + (5 * i) % 13) for i in range(20)]
+        assert [rollout.uid for rollout in engine.generate(requests)] == [request.uid for request in requests]
+
+    def test_generate_leaves_other_requests_in_flight(self, engine):
+        engine.submit([tiny_request(f"other {i}", seed=i) for i in range(3)])
+        assert [rollout.uid for rollout in engine.generate([tiny_request("mine", seed=9)])] == ["mine"]
+        assert sorted(rollout.uid for rollout in engine.collect(5)) == ["other 0", "other 1", "other 2"]
+
+    def test_collect_returns_when_nothing_is_in_flight(self, engine):
+        assert engine.collect(5) == []
+        assert engine.collect(0) == []
+        engine.submit([tiny_request("only")])
+        assert [rollout.uid for rollout in engine.collect(5)] == ["only"]
+
+    def test_collect_returns_when_the_time_is_up_and_loses_nothing(self, engine):
+        requests = [tiny_request(f"{i}", seed=i, max_new_tokens=50) for i in range(200)]
+        engine.submit(requests)
+        early = engine.collect(200, timeout=0.0)
+        assert len(early) < 200
+        late = engine.collect(200)
+        assert sorted(rollout.uid for rollout in early + late) == sorted(request.uid for request in requests)
+
+    def test_a_uid_in_flight_is_refused(self, engine):
+        with pytest.raises(EngineError, match="twin"):
+            engine.submit([tiny_request("twin"), tiny_request("twin")])
+        engine.submit([tiny_request("twin")])
+        with pytest.raises(EngineError, match="twin"):
+            engine.submit([tiny_request("other"), tiny_request("twin")])
+        assert [rollout.uid for rollout in engine.collect(5)] == ["twin"]
+        assert [rollout.uid for rollout in engine.generate([tiny_request("twin")])] == ["twin"]
+
+    @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 9, 0])
+    def test_a_prompt_without_room_is_refused_with_its_whole_call(self, engine, length):
+        with pytest.raises(EngineError, match="unfit"):
+            engine.submit([tiny_request("fine"), tiny_request("unfit", length)])
+        assert engine.collect(2) == []
+
+    def test_more_top_log_probs_than_the_engine_returns_are_refused(self, engine):
+        with pytest.raises(EngineError, match="greedy"):
+            engine.submit([tiny_request("greedy", num_top_log_probs=engine.capabilities.num_top_log_probs + 1)])
+        assert engine.collect(1) == []
+
+    # The end
+
+    def test_a_closed_engine_refuses_everything(self, folder, reference):
+        engine = self.make_engine(folder, OLD)
+        engine.submit([tiny_request("left")])
+        engine.close()
+        engine.close()
+        calls = [
+            lambda: engine.submit([tiny_request("late")]),
+            lambda: engine.collect(1),
+            lambda: engine.generate([tiny_request("late")]),
+            lambda: engine.score([rollout_of(ONE_PROMPT, [2, 3])], 1.0),
+            lambda: engine.update_weights(reference.model.named_parameters(), NEW),
+        ]
+        for call in calls:
+            with pytest.raises(EngineError, match="closed"):
+                call()
+
+
+class NumberConformance(Conformance):
+    """The part about log-probs, seeds and ends of responses."""
+
+    def _skip_unless_sampled(self, sampling: Sampling) -> None:
+        if sampling.truncated and not self.has_filters:
+            pytest.skip("the engine refuses top-p and top-k")
+
+    # Log-probs
+
+    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=_name)
+    def test_log_probs_equal_a_full_forward(self, engine, reference, sampling):
+        self._skip_unless_sampled(sampling)
+        requests = [
+            Request(uid=f"{length}", prompt=tiny_prompt(length), seed=length, sampling=sampling) for length in PROMPTS
+        ]
+        self.check_log_probs(engine.generate(requests), reference, sampling)
+
+    @pytest.mark.parametrize("num_top_log_probs", [0, 1, 3])
+    def test_top_log_probs_do_not_depend_on_the_sampled_token(self, engine, reference, num_top_log_probs):
+        requests = [tiny_request(f"{i}", seed=i, num_top_log_probs=num_top_log_probs) for i in range(12)]
+        rollouts = engine.generate(requests)
+        self.check_log_probs(rollouts, reference, requests[0].sampling)
+        sampled_too = torch.cat([(rollout.top_ids == rollout.token_ids[:, None]).any(1) for rollout in rollouts])
+        assert not sampled_too.all()
+
+    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, top_p=0.9)], ids=_name)
+    def test_sampled_frequencies_match_the_exact_distribution(self, engine, reference, sampling):
+        """The test counts both tokens of 4000 responses, so that a uniform used twice shows."""
+        self._skip_unless_sampled(sampling)
+        sampling = sampling.model_copy(update={"max_new_tokens": 2, "num_top_log_probs": 0})
+        requests = [Request(uid=f"{i}", prompt=ONE_PROMPT, seed=i, sampling=sampling) for i in range(4000)]
+        seen = Counter(tuple(rollout.token_ids.tolist()) for rollout in engine.generate(requests))
+        exact = reference.joint_probs(ONE_PROMPT, sampling)
+        if self.moved_supports == 0.0:
+            assert all(exact[response] > 0.0 for response in seen)
+        common = [response for response, prob in exact.items() if prob * len(requests) >= 5.0]
+        observed = [seen[response] for response in common]
+        expected = [exact[response] * len(requests) for response in common]
+        observed.append(len(requests) - sum(observed))
+        expected.append(len(requests) - sum(expected))
+        if expected[-1] < 5.0:
+            observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+        assert len(common) > 20
+        assert chisquare(observed, expected).pvalue > 1e-3
+
+    def test_settings_of_one_request_do_not_touch_another(self, engine, reference):
+        samplings = [one for one in SAMPLINGS if self.has_filters or not one.truncated]
+        count = len(samplings)
+        requests = [
+            Request(uid=f"{i}", prompt=tiny_prompt(3 + i), seed=i, sampling=samplings[i % count])
+            for i in range(4 * count)
+        ]
+        rollouts = engine.generate(requests)
+        for i, sampling in enumerate(samplings):
+            self.check_log_probs(rollouts[i::count], reference, sampling)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_scores_equal_a_full_forward(self, engine, reference, temperature):
+        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
+        rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
+        scores = engine.score(rollouts, temperature)
+        for rollout, score in zip(rollouts, scores, strict=True):
+            exact = _chosen(reference, rollout, Sampling(temperature=temperature))
+            assert score.dtype == torch.float32
+            assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
+
+    def test_scores_are_not_truncated_and_agree_with_sampling(self, engine):
+        rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
+        for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
+            assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
+
+    # Seeds and batches
+
+    def test_a_seed_gives_one_response_and_another_seed_another(self, engine):
+        first, again, other = (
+            engine.generate([tiny_request(f"{i}", seed=i + shift) for i in range(16)]) for shift in (0, 0, 100)
+        )
+        assert _moved(first, again) <= self.moved_responses
+        assert _moved(first, other) > 0.9
+
+    def test_a_response_does_not_depend_on_its_batch(self, engine):
+        together = [tiny_request(f"{i}", 1 + 3 * (i % 9), seed=i, max_new_tokens=30) for i in range(27)]
+        alone = [engine.generate([request])[0] for request in together]
+        assert _moved(alone, engine.generate(together)) <= self.moved_responses
+        assert _moved(alone, engine.generate(together[::-1])[::-1]) <= self.moved_responses
+
+    def test_seeds_use_all_64_bits(self, engine):
+        requests = [tiny_request(f"{seed}", seed=seed) for seed in (0, 2**31, 2**32, 2**63, 2**64 - 1)]
+        rollouts = engine.generate(requests)
+        assert len({tuple(rollout.token_ids.tolist()) for rollout in rollouts}) == len(requests)
+
+    # Where responses end
+
+    def test_a_response_ends_at_its_first_stop_token_or_at_its_limit(self, engine):
+        stops = (5, 6)
+        requests = [
+            tiny_request(f"{i}", seed=i, max_new_tokens=3 + i % 9, stop_token_ids=stops if i % 2 else ())
+            for i in range(60)
+        ]
+        ends = Counter()
+        for request, rollout in zip(requests, engine.generate(requests), strict=True):
+            tokens, limit = rollout.token_ids.tolist(), request.sampling.max_new_tokens
+            ending = {EOS, *request.sampling.stop_token_ids}
+            assert not ending & set(tokens[:-1])
+            assert rollout.finish == ("stop" if tokens[-1] in ending else "length")
+            assert len(tokens) == limit if rollout.finish == "length" else len(tokens) <= limit
+            ends[rollout.finish, tokens[-1] == EOS, tokens[-1] in stops] += 1
+        assert min(ends["stop", True, False], ends["stop", False, True], ends["length", False, False]) > 0
+
+    def test_end_of_sequence_as_the_first_token_is_a_response(self, engine, reference):
+        requests = [tiny_request(f"{i}", prompt=ONE_PROMPT, seed=i) for i in range(200)]
+        ended = [rollout for rollout in engine.generate(requests) if rollout.token_ids[0] == EOS]
+        assert ended
+        assert all(rollout.finish == "stop" and len(rollout.token_ids) == 1 for rollout in ended)
+        self.check_log_probs(ended, reference, requests[0].sampling)
+
+    @pytest.mark.parametrize("room", [1, 3])
+    def test_a_response_ends_where_the_context_does(self, engine, reference, room):
+        requests = [tiny_request(f"{i}", CONTEXT - self.reserved - room, seed=i, max_new_tokens=50) for i in range(20)]
+        rollouts = engine.generate(requests)
+        assert engine.capabilities.max_model_len == CONTEXT - self.reserved
+        lengths = {rollout.finish: len(rollout.token_ids) for rollout in rollouts}
+        assert lengths["length"] == room
+        assert all(len(rollout.token_ids) <= room for rollout in rollouts)
+        self.check_log_probs(rollouts, reference, requests[0].sampling)
+
+
+class EngineConformance(QueueConformance, NumberConformance):
+    """The whole suite."""
 
 
 @contextmanager

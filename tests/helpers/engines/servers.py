@@ -1,4 +1,4 @@
-"""Real vLLM servers on this machine, started, killed and started again."""
+"""Real vLLM and SGLang servers on this machine, started, killed and started again."""
 
 import os
 import signal
@@ -9,14 +9,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.paths import ROOT
+
+Server = TypeVar("Server", bound="ServerProcess")
 START_SECONDS = 300.0
+SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -36,6 +41,15 @@ _FLAGS = {
     "kv-cache-memory-bytes": str(64 * 2**20),
 }
 
+_SGLANG_FLAGS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "dtype": "float32",
+    "random-seed": "1",
+    "max-total-tokens": "8192",
+    "max-running-requests": "32",
+}
+
 
 def save_untied(folder: Path, target: Path) -> Path:
     """Save a copy of a model with an untied output layer, as vLLM needs it on a CPU."""
@@ -46,38 +60,28 @@ def save_untied(folder: Path, target: Path) -> Path:
     return target
 
 
-class VLLMServer:
-    """Starts and kills one server process with its children, at an address of its own."""
+class ServerProcess:
+    """Starts and kills one server process with its children."""
 
-    def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **flags: str) -> None:
-        """
+    def __init__(self, port: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Keep the command; nothing runs yet.
+
         Args:
-            flags: of vLLM, with underscores.
+            environment: added to that of this process.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        given = _FLAGS | {"model": str(folder), "port": str(self.port)}
-        given |= {name.replace("_", "-"): value for name, value in flags.items()}
-        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        self._command += [
-            "--skip-tokenizer-init",
-            "--no-enable-chunked-prefill",
-            *(part for name, value in given.items() for part in (f"--{name}", value)),
-        ]
-        self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self._command, self._environment = command, {**os.environ, **environment}
         self._process: subprocess.Popen | None = None
         self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  closed with this object
 
-    def start(self) -> "VLLMServer":
+    def start(self) -> Self:
         """Start the process without waiting; `wait_until_ready` waits."""
         self._process = subprocess.Popen(
             self._command, env=self._environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
         return self
 
-    def wait_until_ready(self) -> "VLLMServer":
+    def wait_until_ready(self) -> Self:
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -103,8 +107,45 @@ class VLLMServer:
             self._process = None
 
 
+class VLLMServer(ServerProcess):
+    """Runs vLLM's server with the Python of this process."""
+
+    def __init__(self, folder: Path, *, environment: Mapping[str, str] | None = None, **flags: str) -> None:
+        """Take the model of a folder.
+
+        Args:
+            flags: of vLLM, with underscores.
+        """
+        port = _free_port()
+        all_flags = _FLAGS | {"model": str(folder), "port": str(port)}
+        all_flags |= {name.replace("_", "-"): value for name, value in flags.items()}
+        switches = ["--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *switches, *_typed(all_flags)]
+        super().__init__(port, command, _ENVIRONMENT | dict(environment or {}))
+
+
+class SGLangServer(ServerProcess):
+    """Runs SGLang's server on the CPU, with the Python of `.venv-sglang`."""
+
+    def __init__(self, folder: Path) -> None:
+        port = _free_port()
+        flags = _SGLANG_FLAGS | {"model-path": str(folder), "port": str(port)}
+        command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", "--skip-tokenizer-init", *_typed(flags)]
+        super().__init__(port, command, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _typed(flags: Mapping[str, str]) -> list[str]:
+    return [part for name, value in flags.items() for part in (f"--{name}", value)]
+
+
 @contextmanager
-def started(*servers: VLLMServer) -> Iterator[tuple[VLLMServer, ...]]:
+def started(*servers: Server) -> Iterator[tuple[Server, ...]]:
     """Start servers and wait until all are ready; kill them afterwards."""
     try:
         for server in servers:

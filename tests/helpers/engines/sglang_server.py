@@ -1,6 +1,6 @@
 """A stand-in for an SGLang server: the routes of SGLang 0.5.23 as its source has them, computed with a tiny model.
 
-SGLang itself is not run. The names in `GENERATE`, `SAMPLING`, `UPDATE` and `CHECK` are those that its io_struct.py,
+The names in `GENERATE`, `SAMPLING`, `UPDATE` and `CHECK` are those that its io_struct.py,
 api/v1/api_types.py and sampling_params.py declare (the wheel of PyPI, sglang-0.5.23-cp311-manylinux_2_34_x86_64).
 """
 
@@ -39,7 +39,7 @@ _FUSED = {r"\b[qkv]_proj": "qkv_proj", r"\b(gate|up)_proj": "gate_up_proj"}
 _SMALLEST = float(np.finfo(np.float32).min)  # in place of minus infinity
 
 
-class SGLangServer(ScriptedServer):
+class SGLangStandIn(ScriptedServer):
     """Serves like SGLang with `--enable-deterministic-inference`. `script` replaces the response of a path."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from jackpot.models.quantization.training import CodedLinear, LastRows, train_in
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training.batching import plain_batches
-from jackpot.training.kept_weights import KeptWeights
+from jackpot.training.old_policy import KeptWeights
 from jackpot.training.optimizer import ModelOptimizer
 from models.quantization.test_quantizer import matrix
 

@@ -353,19 +353,8 @@ def heads_with(**change) -> tuple[Head, Head]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(hidden=torch.zeros(N, H + 1)), r"policy.hidden and policy.weight are \[7, 6\] and \[11, 5\]"),
-        (dict(hidden=torch.zeros(N, H, 1)), r"\[7, 5, 1\] and \[11, 5\]: they must be \[N, H\] and \[V, H\]"),
-        (dict(weight=torch.zeros(0, H), bias=None), "V > 0"),
-        (dict(bias=torch.zeros(V + 1)), r"policy.bias is \[12\]: it must be \[V\] = \[11\]"),
-        (dict(hidden=torch.zeros(N, H, dtype=torch.int64)), "policy.hidden is torch.int64: it must be float64"),
-        (dict(weight=torch.zeros(V, H).to(torch.float8_e4m3fn)), "policy.weight is torch.float8_e4m3fn"),
-        (dict(weight=torch.zeros(V, H, device="meta")), "policy.weight is on meta, policy.hidden on cpu"),
-        (dict(soft_cap=0.0), "policy.soft_cap is 0.0: it must be a finite number above 0"),
-        (
-            dict(weight=torch.zeros(V + 2, H), bias=None),
-            "policy and rollout_model have vocabularies of 13 and 11 tokens",
-        ),
-        (dict(hidden=torch.zeros(N + 1, H)), "policy.hidden and rollout_model.hidden have 8 and 7 positions"),
+        (dict(weight=torch.zeros(V + 2, H), bias=None), r"vocabularies of \[13, 11\] tokens"),
+        (dict(hidden=torch.zeros(N + 1, H)), r"\[8, 7\] hidden states and ids 7"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(change, message):
@@ -376,25 +365,13 @@ def test_heads_that_do_not_fit_are_refused(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(temperature=0.0), "temperature is 0.0: it must be a finite number above 0"),
-        (dict(temperature=float("inf")), "temperature is inf"),
-        (dict(temperature=float("nan")), "temperature is nan"),
-        (dict(lam=-1.0), "lam is -1.0: it must be a finite number above 0"),
-        (dict(num_top=-1), "num_top is -1"),
-        (dict(tile=(0, 4)), r"tile is \(0, 4\): both numbers must be at least 1"),
-        (dict(tile=(4, 0)), r"tile is \(4, 0\): both numbers must be at least 1"),
-        (dict(ids=random_ids(N + 1)), r"ids is \[8\]: it must be \[N\] with N = 7"),
-        (dict(ids=random_ids(N, 1)), r"ids is \[7, 1\]: it must be \[N\]"),
-        (dict(ids=random_ids(N).int()), "ids is torch.int32: it must be torch.int64"),
+        (dict(ids=random_ids(N + 1)), r"\[7, 7\] hidden states and ids 8"),
         (dict(ids=torch.full((N,), -100)), r"ids holds ids from -100 to -100: all must be in \[0, 11\)"),
         (dict(ids=torch.full((N,), V)), "ids holds ids from 11 to 11"),
-        (dict(ids=random_ids(N).to("meta")), "ids is on meta, the hidden states on cpu"),
-        (dict(gather_ids=random_ids(N)), r"gather_ids is \[7\]: it must be \[N, G\]"),
         (dict(gather_ids=torch.full((N, 2), V)), "gather_ids holds ids from 11 to 11"),
     ],
 )
-def test_arguments_out_of_range_are_refused(change, message):
-    ids = change.pop("ids", random_ids(N)) if "ids" in change else random_ids(N)
-    options = dict(temperature=1.0, lam=1.0) | change
+def test_ids_that_mean_nothing_are_refused(change, message):
+    options = dict(ids=random_ids(N), temperature=1.0, lam=1.0) | change
     with pytest.raises(ValueError, match=message):
-        joint_linear_head(random_head(1), random_head(2), ids, **options)
+        joint_linear_head(random_head(1), random_head(2), **options)

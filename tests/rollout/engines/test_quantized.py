@@ -80,9 +80,7 @@ class TestFp8CacheWithEagerAttention(QuantizedConformance):
 
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), KINDS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_numbers_are_those_of_the_definition_and_far_from_those_without_rounding(
-    folder, quantization, kv_cache_dtype, attention
-):
+def test_quantized_log_probs_are_those_of_the_definition(folder, quantization, kv_cache_dtype, attention):
     engine = make(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, attn_implementation=attention)
     assert engine.capabilities.quantized and engine.capabilities.dtype == torch.float32
     rollouts = engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=16) for i in range(10)])
@@ -122,7 +120,7 @@ def test_weights_are_quantized_again_at_every_update(folder, new_folder, quantiz
 
 
 @pytest.mark.parametrize("quantization", SCHEMES)
-def test_codes_and_scales_are_held_as_they_came_and_make_the_digest(folder, new_folder, quantization):
+def test_codes_and_scales_are_held_and_digested_as_they_came(folder, new_folder, quantization):
     updated, fresh = (make(one, quantization=quantization) for one in (folder, new_folder))
     new, codes = tiny_model(seed=1), updated.capabilities.coded_weights
     named = list(quantize_named(new.named_parameters(), codes.names, codes.scheme))

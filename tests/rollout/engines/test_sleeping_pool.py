@@ -44,11 +44,14 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def num_bytes(engine: TransformersEngine) -> int:
-    return sum(one.untyped_storage().nbytes() for one in (*engine._model.parameters(), *engine._model.buffers()))
+    return sum(
+        one.untyped_storage().nbytes()
+        for one in (*engine._weights.model.parameters(), *engine._weights.model.buffers())
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "int8_w8a8", "fp8"])
-def test_an_engine_that_sleeps_holds_no_weights_and_wakes_with_those_that_it_is_sent(quantization, folder) -> None:
+def test_a_sleeping_engine_wakes_with_the_weights_it_is_sent(quantization, folder) -> None:
     sent = list(tiny_model(seed=1).named_parameters())
     with closing(sleeper(str(folder), quantization=quantization)) as engine:
         held = num_bytes(engine)
@@ -148,7 +151,7 @@ def test_weights_from_a_device_are_those_from_memory(over_device, folder: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_process_that_is_lost_while_weights_are_sent_holds_up_no_other(number, over_device) -> None:
+def test_a_process_lost_while_weights_are_sent_delays_no_other(number, over_device) -> None:
     engine, link = over_device.engines["engine"], over_device.pool.peers[1]._link
     kill(link, number)
     expected = weights_digest(tiny_model(seed=1).named_parameters(), torch.float32)
@@ -173,7 +176,7 @@ def test_weights_that_arrive_changed_end_the_run(over_device, monkeypatch: pytes
         over_device.engines["engine"].update_weights(tiny_model(seed=1).named_parameters(), NEW)
 
 
-def test_a_channel_gives_up_where_nobody_joins_it_and_listens_on_one_interface_alone() -> None:
+def test_a_channel_that_nobody_joins_gives_up() -> None:
     channel = Channel("127.0.0.1", None, CPU, timeout=0.2)
     heard = {one.laddr.ip for one in psutil.Process().net_connections() if one.laddr[1:] == (channel.ticket["port"],)}
     assert channel.ticket["address"] == "127.0.0.1" and heard == {"127.0.0.1"}
@@ -181,7 +184,7 @@ def test_a_channel_gives_up_where_nobody_joins_it_and_listens_on_one_interface_a
         channel.broadcast(torch.zeros(4, dtype=torch.uint8))
 
 
-def test_codes_and_scales_stand_beside_each_other_in_the_memory_of_a_device() -> None:
+def test_codes_and_scales_share_the_memory_of_a_device() -> None:
     tensors = {"w": torch.arange(8, dtype=torch.int8).view(2, 4), "s": torch.tensor([0.5, 2.0])}
     weights = DeviceWeights(tensors.items(), None, CPU)
     for name, tensor in views(weights.memory, weights.head):

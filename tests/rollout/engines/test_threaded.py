@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.engines.conformance import OLD, EngineConformance
+from helpers.engines.conformance import OLD, QueueConformance
 from helpers.engines.reference import tiny_request
 from helpers.engines.threaded import ThreadedEngine
 from jackpot.config.engines import TransformersEngineConfig
@@ -15,7 +15,7 @@ from jackpot.models.load import eos_token_ids, load_model
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 
-class TestThreadedEngine(EngineConformance):
+class TestThreadedEngine(QueueConformance):
     @staticmethod
     def make_engine(folder: Path, version: Version) -> ThreadedEngine:
         model = load_model(folder, torch.float32)
@@ -23,7 +23,7 @@ class TestThreadedEngine(EngineConformance):
         return ThreadedEngine(TransformersEngine(model, settings, eos_token_ids=stops, version=version))
 
 
-def test_generate_raises_the_failure_though_some_had_ended_before_it(folder: Path) -> None:
+def test_generate_raises_a_failure_though_some_had_finished(folder: Path) -> None:
     def break_down() -> None:
         if engine.finished:
             raise RuntimeError("out of memory")

@@ -61,7 +61,7 @@ def problem(n: int) -> dict:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_every_kind_of_file_gives_the_same_rows_with_the_columns_that_are_named(suffix, tmp_path):
+def test_every_kind_of_file_gives_the_same_rows(suffix, tmp_path):
     found = rows(write(tmp_path / f"own{suffix}", ROWS), columns=COLUMNS)
     assert [row.problem for row in found] == [row["question"] for row in ROWS]
     assert [only(row) for row in found] == ["2", "\\frac{\\pi}{2}", "-2"]
@@ -69,7 +69,7 @@ def test_every_kind_of_file_gives_the_same_rows_with_the_columns_that_are_named(
     assert found[2].where == f"{tmp_path}/own{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
 
 
-def test_without_a_setting_the_columns_are_problem_answer_and_id_or_the_rows_number(tmp_path):
+def test_the_usual_columns_are_problem_answer_and_id(tmp_path):
     named = [{"problem": "p", "answer": "1", "id": "x"}, {"problem": "q", "answer": "2", "id": 7}]
     path = write(tmp_path / "a.jsonl", named)
     assert [(row.problem, *row.answers, row.uid) for row in rows(path)] == [("p", "1", "x"), ("q", "2", "7")]
@@ -82,7 +82,7 @@ def test_a_stream_has_row_numbers_for_ids(tmp_path):
     assert [row.uid for row in rows(path, streaming=True)] == ["0"]
 
 
-def test_wrong_columns_are_an_error_that_lists_those_that_are_there(tmp_path):
+def test_wrong_columns_are_refused_with_those_that_are_there(tmp_path):
     path = write(tmp_path / "own.jsonl", ROWS)
     for columns, role in ((ColumnsConfig(), "problem"), (ColumnsConfig(problem="question"), "answer")):
         with pytest.raises(DataError) as error:
@@ -120,14 +120,14 @@ def test_a_row_of_json_may_lack_the_answer_and_none_the_problem(tmp_path):
         ("NaN", None),
     ],
 )
-def test_numbers_become_what_people_write_and_nothing_becomes_no_answer(value, answer, tmp_path):
+def test_numbers_become_what_people_write(value, answer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"problem": "p", "answer": {value}}}\n')
     assert [only(row) for row in rows(path)] == [answer]
 
 
 @pytest.mark.parametrize(("value", "shown"), [("true", "True"), ("Infinity", "inf"), ("[[1]]", "[1]"), ("{}", "{}")])
-def test_what_is_neither_text_nor_a_number_is_refused_with_its_place(value, shown, tmp_path):
+def test_what_is_neither_text_nor_number_is_refused(value, shown, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{json.dumps(problem(1))}\n{{"problem": "p", "answer": {value}}}\n')
     with pytest.raises(DataError) as error:
@@ -197,7 +197,7 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ("a.txt", b"problem,answer\n", "is not one of .jsonl, .json, .csv, .parquet"),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_is_refused_with_its_place(name, raw, said, tmp_path):
+def test_a_broken_file_is_refused_with_its_line(name, raw, said, tmp_path):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(DataError) as error:
         rows(tmp_path / name)
@@ -230,7 +230,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         rows(tmp_path / "empty")
 
 
-def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(tmp_path):
+def test_each_split_takes_its_files_of_a_folder(tmp_path):
     write(tmp_path / "data" / "train-00000-of-00002.parquet", [problem(1)])
     write(tmp_path / "data" / "train-00001-of-00002.parquet", [problem(2)])
     write(tmp_path / "data" / "own_test.jsonl", [problem(3)])
@@ -243,7 +243,7 @@ def test_training_takes_the_train_files_of_a_folder_and_testing_the_test_files(t
         find_source(DataConfig(source=str(tmp_path), split="dev"), "train")
 
 
-def test_a_number_behind_the_word_of_a_split_leaves_a_file_in_it_and_a_split_may_have_a_number(tmp_path, caplog):
+def test_a_split_may_have_numbered_files_and_a_number(tmp_path, caplog):
     for index, name in enumerate(("train1", "train2", "train21", "test3"), start=1):
         write(tmp_path / f"{name}.jsonl", [problem(index)])
     assert [only(row) for row in rows(tmp_path, "train")] == ["1", "2", "3"] and not caplog.records
@@ -252,7 +252,7 @@ def test_a_number_behind_the_word_of_a_split_leaves_a_file_in_it_and_a_split_may
     assert [only(row) for row in second.rows()] == ["2"]
 
 
-def test_sources_of_one_name_are_numbered_and_no_number_is_the_name_of_another(tmp_path):
+def test_sources_of_the_same_name_get_numbers_of_their_own(tmp_path):
     files = [tmp_path / "d.jsonl", tmp_path / "x" / "d.jsonl", tmp_path / "d-1.jsonl"]
     for index, path in enumerate(files):
         write(path, [problem(index)])
@@ -271,7 +271,7 @@ def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):
     assert [only(row) for row in rows(tmp_path, "test")] == ["2"]
 
 
-def test_files_that_name_no_split_beside_others_that_do_are_left_out_and_told(tmp_path, caplog):
+def test_files_without_a_split_beside_others_are_left_out(tmp_path, caplog):
     write(tmp_path / "train.jsonl", [problem(1)])
     write(tmp_path / "test.jsonl", [problem(2)])
     assert [only(row) for row in rows(tmp_path, "train")] == ["1"] and not caplog.records
@@ -289,7 +289,7 @@ def test_a_folder_of_test_files_alone_is_not_trained_on(tmp_path):
         rows(tmp_path, "train")
 
 
-def test_an_unknown_benchmark_is_refused_with_a_guess_and_the_list():
+def test_an_unknown_benchmark_is_refused_with_a_guess():
     with pytest.raises(DataError) as error:
         rows("gsm8")
     assert "unknown benchmark 'gsm8'; did you mean 'gsm8k'?" in str(error.value)
@@ -311,7 +311,7 @@ def test_settings_that_do_not_fit_the_source_are_refused(tmp_path, monkeypatch):
         rows("gsm8k")
 
 
-def test_a_benchmark_is_read_from_the_folder_that_the_environment_names(tmp_path, monkeypatch):
+def test_a_benchmark_is_read_from_the_folder_jackpot_data(tmp_path, monkeypatch):
     write(tmp_path / "gsm8k_train.jsonl", [{"question": "q", "answer": "1 + 1 = 2\n#### 2"}])
     write(tmp_path / "gsm8k_test.jsonl", [{"question": "t", "answer": "#### 3"}])
     write(tmp_path / "math_train.jsonl", [{"problem": "p", "solution": "It is $\\boxed{5}$."}])
@@ -382,7 +382,7 @@ def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
     )
 
 
-def test_without_the_package_datasets_only_the_hub_is_out_of_reach(tmp_path, monkeypatch):
+def test_without_datasets_only_the_hub_is_out_of_reach(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert len(rows(write(tmp_path / "a.jsonl", [problem(1)]))) == 1
     with pytest.raises(DataError, match="needs the package datasets"):

@@ -44,7 +44,7 @@ def task() -> EnvironmentTask:
     return make_task(settings, TOKENIZER)
 
 
-def test_a_prompt_is_the_first_observation_of_the_seed_of_split_and_index(task) -> None:
+def test_a_prompt_is_the_first_observation_of_its_seed(task) -> None:
     first, again, other, held_out = (
         task.prompt(split, index) for split, index in (("train", 0), ("train", 0), ("train", 1), ("test", 0))
     )
@@ -82,7 +82,7 @@ def test_the_turns_of_a_response_are_what_the_model_sampled() -> None:
 
 
 @pytest.mark.parametrize(("last", "counted"), [((), 12), ((256,), 21)])
-def test_a_complete_turn_counts_where_its_observation_does_not_fit_and_a_cut_one_does_not(task, last, counted) -> None:
+def test_a_complete_turn_counts_and_a_cut_one_does_not(task, last, counted) -> None:
     ids = torch.tensor([*b"12", 256, *b"\n1 left\n", *b"9", *last])
     sampled = torch.tensor([True] * 3 + [False] * 8 + [True] * (1 + len(last)))
     rollout = Rollout(
@@ -125,7 +125,7 @@ CHATS = {  # chat template, its special tokens, the one that ends a turn, and th
 
 
 @pytest.mark.parametrize(("template", "tokens", "end", "reply"), CHATS.values(), ids=CHATS)
-def test_a_turn_ends_with_the_token_of_the_chat_template_or_of_the_sequence(template, tokens, end, reply) -> None:
+def test_a_turn_ends_with_the_token_of_template_or_sequence(template, tokens, end, reply) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     tokenizer.chat_template = template
@@ -149,7 +149,7 @@ def test_a_turn_ends_with_the_token_of_the_chat_template_or_of_the_sequence(temp
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", False, "nothing ends a turn.*eos_token"),
     ],
 )
-def test_a_chat_template_without_earlier_turns_or_end_of_turn_is_refused(template, has_end, problem) -> None:
+def test_a_chat_template_without_earlier_turns_is_refused(template, has_end, problem) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.eos_token = tokenizer.eos_token if has_end else None
@@ -157,14 +157,14 @@ def test_a_chat_template_without_earlier_turns_or_end_of_turn_is_refused(templat
         make_task(EnvironmentConfig(import_path=f"{__name__}:Countdown"), tokenizer)
 
 
-def test_an_exception_of_the_environment_names_prompt_seed_and_actions(task) -> None:
+def test_an_exception_names_prompt_seed_and_actions(task) -> None:
     prompt = task.prompt("train", 3)
     said = rf"{__name__}:Countdown' failed in environment/train/3, seed \d+, after 1 actions: ValueError: .*'word'"
     with pytest.raises(DataError, match=said):
         task.reply(DecodedResponse(prompt, "", True, ("1", "word")))
 
 
-def test_a_reply_stands_where_the_template_puts_the_next_message_of_the_user() -> None:
+def test_a_reply_stands_where_the_next_message_stands() -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for message in messages %}[{{ message.role }}]{{ message.content }}<end>|{% endfor %}"

@@ -31,7 +31,7 @@ def ten(tmp_path) -> Path:
     return write_problems(tmp_path / "ten.jsonl", range(10))
 
 
-def test_a_prompt_has_the_text_its_tokens_the_answer_and_where_it_came_from(ten):
+def test_a_prompt_has_text_tokens_answer_and_source(ten):
     prompt = make(ten).prompt("train", 3)
     assert prompt.text == f"<|user|>what is 3?\n{INSTRUCTION}<|end|><|assistant|>"
     assert TOKENIZER.decode(list(prompt.token_ids)) == prompt.text
@@ -49,7 +49,7 @@ def test_a_problem_that_does_not_exist_is_refused(ten):
         make(ten).prompt("dev", 0)
 
 
-def test_prompts_that_are_too_long_are_left_out_and_the_count_is_told(tmp_path, caplog):
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, caplog):
     path = write_problems(
         tmp_path / "some.jsonl", ["1", None, "3", "4", "5", "6" * 2001], problem=[*"abc", "d" * 300, "e" * 200, "f"]
     )
@@ -75,7 +75,7 @@ def test_data_that_is_used_whole_is_told_without_a_warning(ten, caplog):
     assert [(event["rows"], event["too_long"]) for event in task.take_events()] == [(10, 0)]
 
 
-def test_answers_that_only_the_same_text_equals_are_kept_with_a_warning(tmp_path, caplog):
+def test_answers_that_cannot_be_read_are_kept_with_a_warning(tmp_path, caplog):
     path = write_problems(tmp_path / "some.jsonl", ["1", r"\boxed{5}", "['5']", r"5\text{ apples}"])
     task = make(path)
     assert task.size("train") == 4
@@ -99,7 +99,7 @@ def test_a_stream_tells_again_when_it_has_left_out_more(tmp_path):
     assert [(event["rows"], event["without_answer"]) for event in task.take_events()] == [(1000, 2)]
 
 
-def test_a_streamed_split_is_walked_in_order_whatever_the_seed_and_resumed_where_it_was(tmp_path):
+def test_a_streamed_split_is_walked_in_order_and_resumed(tmp_path):
     path = write_problems(tmp_path / "many.jsonl", range(100))
     task = make(path, streaming=True)
     assert task.size("train") is None
@@ -123,7 +123,7 @@ def test_a_streamed_test_split_is_its_first_rows(tmp_path):
     assert [prompt.answer for prompt in stream.next(9)] == [*"012345601"]
 
 
-def test_what_is_wrong_with_the_data_is_told_when_the_task_is_made(tmp_path):
+def test_wrong_data_is_refused_when_the_task_is_made(tmp_path):
     data = write_problems(tmp_path / "a.jsonl", [1])
     with pytest.raises(DataError, match="unknown benchmark 'gsm9k'; did you mean 'gsm8k'"):
         Math(TOKENIZER, MathConfig(train=DataConfig(source=str(data)), test=DataConfig(source="gsm9k")))
@@ -133,7 +133,7 @@ def test_what_is_wrong_with_the_data_is_told_when_the_task_is_made(tmp_path):
         )
 
 
-def test_a_benchmark_by_name_has_the_tasks_template_and_all_its_problems(tmp_path, monkeypatch):
+def test_a_benchmark_has_the_tasks_template_and_all_problems(tmp_path, monkeypatch):
     write_problems(tmp_path / "aime24.jsonl", range(3), problem=["a", "b", "c" * 500])
     own = write_problems(tmp_path / "own.jsonl", range(2))
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
@@ -204,7 +204,7 @@ def test_the_tokenizer_is_judged_by_the_prompts(streaming, tmp_path, caplog):
             task_of(problems, **settings).prompt("train", 0)
 
 
-def test_rewards_are_looked_for_when_the_task_is_made_and_a_closed_task_scores_no_more(ten):
+def test_rewards_begin_and_end_with_the_task(ten):
     for name, said in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
         with pytest.raises(ConfigError, match=said):
             make(ten, rewards=[name])

@@ -62,7 +62,7 @@ def events(folder: Path, name: str) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "time"} for line in lines if line["event"] == name]
 
 
-def test_a_run_trains_on_the_problems_that_are_left_and_tells_how_many_are_not(model, data, tmp_path):
+def test_a_run_trains_on_the_problems_that_are_left(model, data, tmp_path):
     lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}), tmp_path / "run")
     expected = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
     expected |= {"max_prompt_tokens": 200, "unreadable_answer": 0, "unknown_tokens": 0}
@@ -77,7 +77,7 @@ def test_a_run_trains_on_the_problems_that_are_left_and_tells_how_many_are_not(m
     ]
 
 
-def test_a_run_on_a_stream_continues_bit_equal_where_it_was_killed(model, data, tmp_path):
+def test_a_run_on_a_stream_continues_bit_equal(model, data, tmp_path):
     config = config_of(model, {"source": str(data), "streaming": True}, {"source": str(data), "limit": 4})
     run(config, tmp_path / "whole")
     run(config, tmp_path / "killed", kill_after=3)

@@ -35,7 +35,7 @@ def task_of(train: list[dict]) -> Math:
     return Math(TOKENIZER, config)
 
 
-def test_each_source_gives_its_share_and_every_problem_once_an_epoch(tmp_path: Path) -> None:
+def test_each_source_gives_its_share_and_each_problem_once(tmp_path: Path) -> None:
     stream = PromptStream(task_of(sources(tmp_path)), "train", 0)
     drawn = [prompt for _ in range(100) for prompt in stream.next(20)]
     names = [prompt.uid.split("/")[0] for prompt in drawn]
@@ -80,7 +80,7 @@ def test_problems_that_have_changed_are_refused_at_a_resume(several: bool, tmp_p
         PromptStream(task_of(train), "train", 3).load_state_dict(state)
 
 
-def test_the_sources_are_reported_apart_and_addressed_one_after_the_other(tmp_path: Path) -> None:
+def test_sources_are_reported_apart_and_addressed_in_order(tmp_path: Path) -> None:
     task = task_of(sources(tmp_path))
     assert task.size("train") == 100 and task.size("test") == 50
     assert [task.prompt("train", index).answer for index in (0, 49, 50, 79, 80, 99)] == [

@@ -38,13 +38,13 @@ def thousand(tmp_path_factory) -> Path:
     return write_problems(tmp_path_factory.mktemp("data") / "thousand.jsonl", ANSWERS)
 
 
-def test_rows_without_an_answer_and_rows_that_do_not_fit_are_left_out_and_counted_apart(thousand):
+def test_rows_that_cannot_be_used_are_counted_by_reason(thousand):
     found = Problems(source(thousand), without_sevens, LIMIT)
     assert found.size == len(KEPT) and [found[n].answers[0] for n in range(found.size)] == KEPT
     assert found.counts == TALLY and found.counts.kept == len(KEPT)
 
 
-def test_rows_whose_answer_is_too_long_to_verify_are_left_out_and_counted(tmp_path):
+def test_rows_with_an_answer_too_long_to_verify_are_counted(tmp_path):
     path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
     found = Problems(source(path), all_fit, LIMIT)
     assert [len(found[n].answers[0]) for n in range(found.size)] == [1, 2_000]
@@ -102,7 +102,7 @@ def test_a_stream_reads_no_further_than_it_must(tmp_path):
         found[299]
 
 
-def test_ids_that_are_there_twice_are_refused_and_both_rows_named(tmp_path):
+def test_ids_that_are_there_twice_are_refused_with_both_rows(tmp_path):
     path = write_problems(tmp_path / "a.jsonl", [1, 2, 3], id=["x", "y", "x"])
     with pytest.raises(DataError) as error:
         Problems(source(path), all_fit, LIMIT)
@@ -112,7 +112,7 @@ def test_ids_that_are_there_twice_are_refused_and_both_rows_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Problems, StreamedProblems])
-def test_data_without_a_single_problem_left_is_refused_with_the_reasons(kind, tmp_path):
+def test_data_without_a_problem_left_is_refused_with_reasons(kind, tmp_path):
     path = write_problems(tmp_path / "a.jsonl", [None, 7, 7])
     with pytest.raises(
         DataError,

@@ -77,7 +77,7 @@ def test_chat_messages_and_a_nested_answer_as_in_files_of_verl(tmp_path: Path) -
     ]
 
 
-def test_the_system_prompt_of_the_settings_replaces_that_of_the_messages(tmp_path: Path) -> None:
+def test_the_system_prompt_of_the_settings_replaces_others(tmp_path: Path) -> None:
     data = DataConfig(source=str(write(tmp_path / "a.jsonl", VERL)), columns=NESTED)
     task = Math(TOKENIZER, MathConfig(train=data, test=data, system_prompt="Think.", instruction=""))
     assert task.prompt("train", 0).text == "<|system|>Think.<|end|><|user|>What is 0+1?<|end|><|assistant|>"
@@ -186,7 +186,7 @@ AQUA = {"question": "Which?", "options": ["A)21", "B)22"], "correct": "B"}
         (AQUA | {"correct": "0"}, "options", "correct", ["21", "22"], "A"),
     ],
 )
-def test_options_stand_below_the_problem_and_letter_and_text_of_one_are_the_answer(
+def test_options_stand_below_the_problem_and_one_is_the_answer(
     row: dict, options, answer: str, texts: list[str], letter: str, tmp_path: Path
 ) -> None:
     columns = {"problem": "question", "options": options, "answer": answer}
@@ -256,7 +256,7 @@ def test_a_file_that_is_not_what_it_says_is_refused(name: str, raw: bytes, said:
     assert said in str(error.value)
 
 
-def test_rows_without_an_id_are_named_by_their_number_unless_the_column_is_chosen(tmp_path: Path) -> None:
+def test_rows_without_an_id_are_named_by_their_number(tmp_path: Path) -> None:
     rows = [{"id": None, "problem": "p", "answer": "1"}, {"id": "x", "problem": "q", "answer": "2"}]
     assert [row.uid for row in read(tmp_path / "a.jsonl", rows)] == ["row-0", "x"]
     with pytest.raises(DataError, match="every row needs an id"):

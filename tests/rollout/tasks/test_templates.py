@@ -13,7 +13,7 @@ def template(name="chat", tokenizer=None, instruction="Think.", system_prompt=No
     return Template(name, tokenizer or text_tokenizer(), instruction=instruction, system_prompt=system_prompt)
 
 
-def test_chat_is_the_tokenizers_own_template_with_the_instruction_after_the_problem():
+def test_chat_is_the_template_with_the_instruction_at_the_end():
     assert template().text("1+1?") == "<|user|>1+1?\nThink.<|end|><|assistant|>"
     assert template(system_prompt="Be brief.").text("1+1?") == (
         "<|system|>Be brief.<|end|><|user|>1+1?\nThink.<|end|><|assistant|>"

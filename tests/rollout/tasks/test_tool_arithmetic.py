@@ -16,7 +16,7 @@ def task() -> ToolArithmetic:
     return make_task(ToolArithmeticConfig(), make_tokenizer())
 
 
-def test_the_model_calls_with_every_equals_sign_and_with_nothing_else(task):
+def test_the_model_calls_with_equals_signs_alone(task):
     assert isinstance(task, ToolArithmetic)
     assert make_tokenizer().convert_ids_to_tokens(list(task.turn_end_token_ids)) == ["="]
     assert Arithmetic(make_tokenizer(), ArithmeticConfig()).turn_end_token_ids == ()

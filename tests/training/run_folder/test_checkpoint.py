@@ -46,7 +46,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(damage: str, tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_named_and_that_before_is_used(damage: str, tmp_path: Path) -> None:
     change, file, why = DAMAGE[damage]
     for iteration in (2, 4):
         save(tmp_path, iteration)
@@ -139,7 +139,7 @@ def test_one_that_does_not_fit_leaves_those_before_it(size: int, tmp_path: Path)
     assert (tmp_path / "best").resolve().name == "step-4"
 
 
-def test_a_rank_that_is_lost_while_saving_is_no_disk_that_is_full(tmp_path: Path) -> None:
+def test_a_rank_lost_while_saving_is_no_full_disk(tmp_path: Path) -> None:
     """A run goes on without a checkpoint, and not without a part of its models."""
 
     class LostRank(OneTensor):
@@ -151,7 +151,7 @@ def test_a_rank_that_is_lost_while_saving_is_no_disk_that_is_full(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_kill_at_any_moment_of_saving_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_while_saving_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     """At every call that changes the disk: those of writing, linking and removing."""
     survived = set()
     for at in range(1, 1000):
@@ -200,7 +200,7 @@ def test_a_kill_while_a_start_tidies_up_is_made_good_by_the_next(tmp_path: Path)
     assert kill.left > 0 and at > 5
 
 
-def test_a_checkpoint_that_is_there_and_lacks_its_links_is_not_written_again(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_its_links_is_not_written_again(tmp_path: Path) -> None:
     save(tmp_path, 2)
     written = (tmp_path / "step-2" / "state.pt").stat().st_mtime_ns
     (tmp_path / "last").unlink()

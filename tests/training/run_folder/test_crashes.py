@@ -1,13 +1,14 @@
 """What a start makes of a run that a disk, another process or a signal got in the way of."""
 
 import os
+import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from helpers.runs import FinishedRuns, assert_same_run, metrics, run, small_config
+from helpers.runs import SHORT, FinishedRuns, assert_same_run, metrics, run, small_config
 from jackpot.analysis.evaluate.sample import sample_answers
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.start import launch
@@ -15,6 +16,7 @@ from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import MetricsLine
 
 BOTH = ["policy", "rollout_model"]
+EACH_KEPT = (SHORT, "checkpoint.every=1", "checkpoint.keep=4")
 
 
 def flip_a_byte(path: Path) -> None:
@@ -36,33 +38,36 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def whole(finished_run: FinishedRuns) -> Path:
-    return finished_run("checkpoint.every=1")
+    return finished_run(*EACH_KEPT)
 
 
-@pytest.mark.parametrize("file", DAMAGE)
-def test_a_corrupt_checkpoint_is_named_set_aside_and_the_one_before_continues(
-    file: str, whole: Path, finished_run: FinishedRuns, tmp_path: Path, caplog
-) -> None:
-    config = small_config("checkpoint.every=1")
-    finished_run.copy(tmp_path, "checkpoint.every=1", kill_after=3)
+def test_corrupt_checkpoints_are_named_set_aside_and_passed_over(whole: Path, tmp_path: Path, caplog) -> None:
+    """The run continues from the newest one that is intact, which here is the oldest."""
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     checkpoints = tmp_path / "checkpoints"
-    DAMAGE[file](checkpoints / "step-3" / file)
-    damaged = {path: path.read_bytes() for path in (checkpoints / "step-3").rglob("*") if path.is_file()}
-    run(config, tmp_path)
+    damaged = {}
+    for step, file in zip(("step-4", "step-3", "step-2"), DAMAGE, strict=True):
+        DAMAGE[file](checkpoints / step / file)
+        damaged |= {path: path.read_bytes() for path in (checkpoints / step).rglob("*") if path.is_file()}
+    run(small_config(*EACH_KEPT), tmp_path)
     assert_same_run(whole, tmp_path, BOTH)
-    [event] = [line for line in RunFolder(tmp_path).read("events.jsonl") if line["event"] == "corrupt_checkpoint"]
-    assert (event["iteration"], event["checkpoint"], event["file"]) == (2, "step-3", file)
-    assert f"corrupt_checkpoint: step-3: {file}: {event['why']}" in caplog.text
+
+    events = [line for line in RunFolder(tmp_path).read("events.jsonl") if line["event"] == "corrupt_checkpoint"]
+    assert [(event["iteration"], event["checkpoint"], event["file"]) for event in events] == [
+        (1, step, file) for step, file in zip(("step-4", "step-3", "step-2"), DAMAGE, strict=True)
+    ]
     assert all(
-        (checkpoints / "step-3.corrupt" / path.relative_to(checkpoints / "step-3")).read_bytes() == content
-        for path, content in damaged.items()
+        f"corrupt_checkpoint: {event['checkpoint']}: {event['file']}: {event['why']}" in caplog.text for event in events
     )
+    for path, content in damaged.items():
+        step, *below = path.relative_to(checkpoints).parts
+        assert (checkpoints / f"{step}.corrupt").joinpath(*below).read_bytes() == content
     for link in ("last", "best"):
         assert (checkpoints / link).readlink() == (whole / "checkpoints" / link).readlink()
 
 
-def test_links_lead_to_what_is_left_when_the_best_is_the_corrupt_one(tmp_path: Path) -> None:
-    config = small_config("checkpoint.every=1", "checkpoint.keep=3")
+def test_links_lead_to_what_is_left_when_the_best_is_corrupt(tmp_path: Path) -> None:
+    config = small_config(SHORT, "checkpoint.every=1", "checkpoint.keep=3")
     run(config, tmp_path, kill_after=3)
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "best").unlink()
@@ -74,11 +79,9 @@ def test_links_lead_to_what_is_left_when_the_best_is_the_corrupt_one(tmp_path: P
 
 
 @pytest.mark.parametrize("file", DAMAGE)
-def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(
-    file: str, finished_run: FinishedRuns, tmp_path: Path
-) -> None:
-    config = small_config("checkpoint.every=1")
-    finished_run.copy(tmp_path, "checkpoint.every=1", kill_after=3)
+def test_a_run_with_only_corrupt_checkpoints_is_refused(file: str, finished_run: FinishedRuns, tmp_path: Path) -> None:
+    config = small_config(SHORT, "checkpoint.every=1")
+    finished_run.copy(tmp_path, SHORT, "checkpoint.every=1", kill_after=3)
     for iteration in (2, 3):
         DAMAGE[file](tmp_path / "checkpoints" / f"step-{iteration}" / file)
     before = metrics(tmp_path)
@@ -88,10 +91,8 @@ def test_a_run_with_corrupt_checkpoints_only_is_refused_every_time(
     assert metrics(tmp_path) == before
 
 
-def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(
-    finished_run: FinishedRuns, tmp_path: Path, caplog
-) -> None:
-    finished_run.copy(tmp_path, "checkpoint.every=1")
+def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(whole: Path, tmp_path: Path, caplog) -> None:
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     [(_, right)] = sample_answers(tmp_path, 1, 0)
     for path in (tmp_path / "checkpoints" / "step-4").rglob("*"):
         if path.is_file() and path.name != "checksums.json":
@@ -104,29 +105,29 @@ def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(
 
 
 def test_a_folder_in_use_is_refused_and_one_that_was_left_is_not(tmp_path: Path) -> None:
-    config = small_config("iterations=2")
+    config = small_config(SHORT, "iterations=1")
     with closing(launch(config, tmp_path, lambda line: None)) as trainer:
         with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on"):
             launch(config, tmp_path, lambda line: None)
         assert trainer.train()
     with pytest.raises(CheckpointError, match="other settings"):
-        launch(small_config("iterations=2", "batch.prompts=8"), tmp_path, lambda line: None)
+        launch(small_config(SHORT, "iterations=1", "batch.prompts=8"), tmp_path, lambda line: None)
     launch(config, tmp_path, lambda line: None).close()  # a start that failed holds nothing
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(number, whole: Path, tmp_path: Path) -> None:
-    config = small_config("checkpoint.every=100", "evaluation.every=2", "checkpoint.keep=2")
+def test_a_signal_ends_the_run_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:
+    config = small_config(SHORT, "checkpoint.every=100", "evaluation.every=2", "checkpoint.keep=2")
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for number, last in ((signal.SIGINT, 1), (signal.SIGTERM, 3)):
 
-    def listen(line: MetricsLine) -> None:
-        if line["iteration"] == 3:
-            signal.raise_signal(number)
+        def listen(line: MetricsLine, number: int = number, last: int = last) -> None:
+            if line["iteration"] == last:
+                signal.raise_signal(number)
 
-    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    with closing(launch(config, tmp_path, listen)) as trainer:
-        assert trainer.train() is False
-    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-3"
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+        with closing(launch(config, tmp_path, listen)) as trainer:
+            assert trainer.train() is False
+        assert (tmp_path / "checkpoints" / "last").readlink().name == f"step-{last}"
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     run(config, tmp_path)
     assert_same_run(whole, tmp_path, BOTH)
 
@@ -141,7 +142,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert trainer.iteration == 0
 
 
-def test_the_second_ctrl_c_ends_it_at_once_where_sigint_was_ignored(tmp_path: Path) -> None:
+def test_the_second_ctrl_c_counts_where_sigint_was_ignored(tmp_path: Path) -> None:
     """As in `jackpot train ... &` of a script."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -151,7 +152,7 @@ def test_the_second_ctrl_c_ends_it_at_once_where_sigint_was_ignored(tmp_path: Pa
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
+def test_an_old_checkpoint_that_stays_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
     """As on a network file system while somebody reads it."""
 
     def busy(path: Path, ignore_errors: bool = False) -> None:
@@ -159,7 +160,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_counted(tmp_path: 
             raise OSError(39, "Directory not empty", str(path))
 
     monkeypatch.setattr("jackpot.training.run_folder.checkpoint.shutil.rmtree", busy)
-    lines = run(small_config("checkpoint.every=1", "checkpoint.keep=1"), tmp_path)
+    lines = run(small_config(SHORT, "checkpoint.every=1", "checkpoint.keep=1"), tmp_path)
     assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
     assert [line["files/failed"] for line in lines] == [0, 0, 0, 1, 2]  # after 2 and 3; a line comes first
     assert [line["checkpoint/failed"] for line in lines] == [0] * 5

@@ -47,7 +47,7 @@ def test_a_line_torn_at_the_end_is_left_out_and_forgotten(tmp_path: Path) -> Non
     assert iterations(folder) == [0, 1, 2, 3] and folder.read("metrics.jsonl")[3]["loss"] == 2.0
 
 
-def test_a_line_torn_in_the_middle_costs_itself_only_and_is_named(tmp_path: Path, caplog) -> None:
+def test_a_torn_line_costs_itself_only_and_is_named(tmp_path: Path, caplog) -> None:
     folder = opened(tmp_path)
     for iteration in range(4):
         folder.report(iteration, {"loss": 1.0})
@@ -60,7 +60,7 @@ def test_a_line_torn_in_the_middle_costs_itself_only_and_is_named(tmp_path: Path
     assert "metrics.jsonl: lines 2 cannot be read and are removed" in caplog.text
 
 
-def test_rewinding_forgets_what_came_later_and_half_written_files(tmp_path: Path) -> None:
+def test_rewinding_forgets_later_and_half_written_files(tmp_path: Path) -> None:
     folder = opened(tmp_path)
     for iteration in range(4):
         folder.event(iteration, {"event": "something"})
@@ -84,7 +84,7 @@ def test_rewinding_forgets_what_came_later_and_half_written_files(tmp_path: Path
 
 
 @pytest.mark.parametrize("iteration", [2, -1])
-def test_a_kill_at_any_moment_of_a_start_is_made_good_by_the_next(iteration: int, tmp_path: Path) -> None:
+def test_a_kill_of_a_start_is_made_good_by_the_next(iteration: int, tmp_path: Path) -> None:
     """Where it continues, and where it begins anew: no line and no file is lost."""
     config = small_config("checkpoint.every=100")
     for at in range(1, 1000):
@@ -139,7 +139,7 @@ def test_a_failed_file_is_counted_named_and_shown(tmp_path: Path, caplog) -> Non
     assert "iteration 3: write_failed: rollouts: [Errno 2]" in caplog.text
 
 
-def test_a_run_with_a_checkpoint_has_trained_whatever_its_metrics_say(tmp_path: Path) -> None:
+def test_a_run_with_a_checkpoint_has_trained(tmp_path: Path) -> None:
     """Lines may have waited in the memory of a process that was killed."""
     folder, other = opened(tmp_path), small_config("batch.prompts=8")
     folder.start(small_config(), 1, -1)
@@ -149,14 +149,14 @@ def test_a_run_with_a_checkpoint_has_trained_whatever_its_metrics_say(tmp_path: 
         folder.check(other)
 
 
-def test_a_continued_run_keeps_its_threads_unless_another_number_is_given(tmp_path: Path) -> None:
+def test_a_continued_run_keeps_its_threads(tmp_path: Path) -> None:
     auto = small_config("threads=auto")
     assert opened(tmp_path).start(auto, 3, -1) == opened(tmp_path, 2).start(auto, 7, 2) == 3
     assert opened(tmp_path, 2).start(small_config("threads=5"), 5, 2) == 5
     assert Environment(tmp_path).threads == 5
 
 
-def test_every_start_is_recorded_and_one_with_other_packages_is_an_event(tmp_path: Path, caplog) -> None:
+def test_starts_are_recorded_and_other_packages_are_an_event(tmp_path: Path, caplog) -> None:
     opened(tmp_path).start(small_config(), 1, -1)
     [start] = json.loads((tmp_path / "environment.json").read_text())["starts"]
     assert start["jackpot"] == version() and start["torch"] == torch.__version__ and start["commit"] == commit()
@@ -173,7 +173,7 @@ def test_every_start_is_recorded_and_one_with_other_packages_is_an_event(tmp_pat
     assert len(folder.read("events.jsonl")) == 1
 
 
-def test_the_commit_is_that_of_the_files_repository_and_says_whether_they_changed(tmp_path: Path) -> None:
+def test_the_commit_is_that_of_the_files_and_their_changes(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
@@ -215,7 +215,7 @@ DAMAGE = {  # file: what it holds, and what the error says
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_named_with_its_line_and_nothing_is_changed(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_with_its_line(damage: str, tmp_path: Path) -> None:
     name, content, says = DAMAGE[damage]
     folder = opened(tmp_path)
     folder.start(small_config(), 1, -1)
@@ -237,7 +237,7 @@ def test_a_clock_that_was_set_back_changes_no_curve(tmp_path: Path, monkeypatch:
     assert [(point.step, point.value) for point in shown] == [(0, 0), (1, 1), (2, 22), (3, 33), (4, 44), (5, 45)]
 
 
-def test_the_first_and_the_newest_rollouts_are_kept_and_an_even_spread_between_them(tmp_path: Path) -> None:
+def test_first_and_newest_rollouts_stay_and_an_even_spread(tmp_path: Path) -> None:
     own = {tmp_path / "iteration-000020-mine.parquet", tmp_path / "notes.txt"}
     for path in own:
         path.touch()
@@ -265,7 +265,7 @@ def test_the_rollouts_of_the_best_checkpoint_are_kept_too(tmp_path: Path) -> Non
     assert len(list(rollouts.iterdir())) == 2
 
 
-def test_saved_rollouts_hold_every_number_in_columns_whose_types_do_not_depend_on_them(tmp_path: Path) -> None:
+def test_saved_rollouts_hold_every_number_in_fixed_types(tmp_path: Path) -> None:
     prompt, schemas = Prompt(uid="p", text="2 √ 1", answer="3", token_ids=(1, 2)), []
     for top in (0, 2):
         samples = [

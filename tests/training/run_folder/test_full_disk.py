@@ -67,7 +67,7 @@ def events(folder: Path, name: str) -> list[dict]:
     return [event for event in RunFolder(folder).read("events.jsonl") if event["event"] == name]
 
 
-def test_a_checkpoint_that_does_not_fit_is_tried_again_at_the_next_iteration(whole, tmp_path, caplog) -> None:
+def test_a_checkpoint_that_does_not_fit_is_tried_again(whole, tmp_path, caplog) -> None:
     config = small_config(*OVERRIDES, "checkpoint.every=3", "evaluation.every=100", "checkpoint.keep=4")
     run_limited(config, tmp_path, NO_CHECKPOINT, after=0, until=4)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-5", "step-6", "last", "best"}
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_does_not_fit_is_tried_again_at_the_next_iteration(who
         assert all(torch.equal(tensor, weights(whole, role)[name]) for name, tensor in weights(tmp_path, role).items())
 
 
-def test_a_last_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_continues(whole, tmp_path) -> None:
+def test_a_run_continues_after_a_last_checkpoint_that_failed(whole, tmp_path) -> None:
     config = small_config(*OVERRIDES)
     with pytest.raises(CheckpointError, match=r"Free space there and run the same command.* iteration 2"):
         run_limited(config, tmp_path, NO_CHECKPOINT, after=2, until=-1)
@@ -125,7 +125,7 @@ def test_the_count_of_failures_survives_a_kill(tmp_path: Path) -> None:
     assert column(tmp_path, "files/failed") == [0, 1, 1, 1, 1, 1, 1]
 
 
-def test_lines_wait_for_room_and_other_files_are_given_up_and_named(whole, tmp_path, caplog) -> None:
+def test_lines_wait_for_room_and_other_files_are_given_up(whole, tmp_path, caplog) -> None:
     config = small_config(*OVERRIDES, "checkpoint.every=100")
     run_limited(config, tmp_path, NO_LINE, after=2, until=4)
     assert_same_but_for_failures(whole, tmp_path)

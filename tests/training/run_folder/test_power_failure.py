@@ -61,7 +61,7 @@ def test_a_file_is_flushed_then_named_then_its_folder_is_flushed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3])
-def test_a_file_that_cannot_be_flushed_or_named_is_as_before_or_whole(fails: int, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_flushed_is_as_before_or_whole(fails: int, tmp_path: Path) -> None:
     write_whole(tmp_path / "a", b"old")
     with disk(tmp_path, fails), pytest.raises(OSError, match="Input/output error"):
         write_whole(tmp_path / "a", b"new")
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_flushed_or_named_is_as_before_or_whole(fails: int
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_checkpoint_is_flushed_whole_then_named_then_its_folder_is_flushed(tmp_path: Path) -> None:
+def test_a_checkpoint_is_flushed_then_named_then_its_folder(tmp_path: Path) -> None:
     with disk(tmp_path) as seen:
         save(tmp_path, 2, is_best=True)
     named = seen.calls.index("rename step-2.partial step-2")
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_flushed_whole_then_named_then_its_folder_is_flushed(tmp
     assert seen.calls[named + 2 :] == ["rename .last last", "rename .best best"]
 
 
-def test_a_checkpoint_that_cannot_be_flushed_or_named_leaves_those_before_it(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_flushed_leaves_the_others(tmp_path: Path) -> None:
     """At every flush and rename; the next attempt writes what is missing, and flushes it."""
     with disk(tmp_path) as seen:
         save(tmp_path / "whole", 4)
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_cannot_be_flushed_or_named_leaves_those_before_it(tmp
         assert "flush ." in again.calls and (folder / "last").readlink() == Path("step-4")
 
 
-def test_lines_are_flushed_before_the_checkpoint_that_counts_on_them(tmp_path: Path) -> None:
+def test_lines_are_flushed_before_their_checkpoint(tmp_path: Path) -> None:
     with disk(tmp_path) as seen:
         run(small_config("iterations=1"), tmp_path)
     named = seen.calls.index("rename checkpoints/step-1.partial checkpoints/step-1")

@@ -54,7 +54,7 @@ def leave_an_unfinished_one(checkpoints: Path) -> None:
         (leave_an_unfinished_one, "holds none"),
     ],
 )
-def test_finished_iterations_without_a_checkpoint_are_refused_and_kept(
+def test_iterations_without_a_checkpoint_are_refused_and_kept(
     change: Callable[[Path], None], why: str, finished_run: FinishedRuns, tmp_path: Path
 ) -> None:
     finished_run.copy(tmp_path)
@@ -66,7 +66,7 @@ def test_finished_iterations_without_a_checkpoint_are_refused_and_kept(
     assert contents(tmp_path) == before
 
 
-def test_a_start_removes_no_file_of_the_users_and_no_finished_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
+def test_a_start_removes_no_finished_file_and_none_of_users(finished_run: FinishedRuns, tmp_path: Path) -> None:
     """It continues after iteration 2 of 3; what it runs again moves to superseded/."""
     finished_run.copy(tmp_path, "checkpoint.every=1", kill_after=3)
     shutil.rmtree(tmp_path / "checkpoints" / "step-3")
@@ -116,7 +116,7 @@ def test_another_runs_checkpoint_is_refused(finished_run: FinishedRuns, tmp_path
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_process_whose_folder_was_removed_ends_and_writes_nothing_more(replaced: bool, tmp_path: Path) -> None:
+def test_a_process_without_its_folder_ends_and_writes_nothing(replaced: bool, tmp_path: Path) -> None:
     """`rm -r RUN`, perhaps followed by another start."""
     folder = tmp_path / "run"
 
@@ -132,9 +132,7 @@ def test_a_process_whose_folder_was_removed_ends_and_writes_nothing_more(replace
     assert folder.exists() == replaced and not contents(tmp_path / "run")
 
 
-def test_settings_that_decide_no_number_computed_before_may_change_and_are_recorded(
-    finished_run: FinishedRuns, tmp_path: Path
-) -> None:
+def test_settings_that_decide_no_number_may_change(finished_run: FinishedRuns, tmp_path: Path) -> None:
     finished_run.copy(tmp_path, kill_after=3)
     changed = ["iterations=5", "evaluation.every=3", "rollouts.every=1", "engine.max_num_seqs=3", "description=hello"]
     start(tmp_path, *changed)
@@ -154,9 +152,7 @@ def test_settings_that_decide_no_number_computed_before_may_change_and_are_recor
     assert Config.model_validate(yaml.safe_load(text)).device == "auto"
 
 
-def test_a_run_that_got_more_iterations_is_the_run_that_had_them_from_the_start(
-    finished_run: FinishedRuns, tmp_path: Path
-) -> None:
+def test_a_run_that_got_more_iterations_is_the_longer_run(finished_run: FinishedRuns, tmp_path: Path) -> None:
     """But for what was measured more often: the last iteration saves its rollouts, and some metrics with them."""
     finished_run.copy(tmp_path, "iterations=2")
     run(small_config(), tmp_path)
@@ -201,7 +197,7 @@ def test_a_refused_start_leaves_the_lock_of_a_run(finished_run: FinishedRuns) ->
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("role", BOTH)
-def test_iterations_may_not_change_where_rates_fell_towards_the_last(schedule: str, role: str, tmp_path: Path) -> None:
+def test_iterations_are_fixed_where_rates_fall_towards_the_last(schedule: str, role: str, tmp_path: Path) -> None:
     falling = f"{role}.optimizer.schedule={schedule}"
     folder = RunFolder(tmp_path)
     folder.lock()

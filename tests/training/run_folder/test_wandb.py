@@ -68,7 +68,7 @@ def counted(line: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @needs_wandb
-def test_a_run_that_continues_continues_its_wandb_run_and_the_names_are_those_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_a_continued_run_continues_its_wandb_run(tmp_path: Path) -> None:
     config, folder = small_config(OFFLINE), tmp_path / "killed"
     before = run(config, folder, kill_after=3)  # the newest checkpoint is that of iteration 2
     run(config, folder)
@@ -90,7 +90,7 @@ def test_a_run_that_continues_continues_its_wandb_run_and_the_names_are_those_of
 
 @needs_wandb
 @pytest.mark.slow
-def test_tracking_begun_later_has_the_earlier_lines_and_a_run_goes_on_where_it_fails(tmp_path: Path) -> None:
+def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
     plain, tracked = small_config(), small_config(OFFLINE)
     folder = RunFolder(tmp_path)
     folder.start(plain, 1, -1)
@@ -127,9 +127,7 @@ def test_tracking_begun_later_has_the_earlier_lines_and_a_run_goes_on_where_it_f
 
 @needs_wandb
 @pytest.mark.slow
-def test_online_without_a_login_a_new_run_is_refused_and_a_continued_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_login_a_new_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

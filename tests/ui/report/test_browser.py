@@ -64,7 +64,7 @@ def first_rejected(rows: list[dict[str, Any]], after: tuple[int, int] = (-1, -1)
     )
 
 
-def test_the_page_opens_with_the_summary_and_draws_what_comes_into_view(report: Path, open_page: Open) -> None:
+def test_the_page_draws_what_comes_into_view(report: Path, open_page: Open) -> None:
     page = open_page(report)
     expect(page.get_by_role("heading", level=1)).to_contain_text("3 runs")
     runs = page.locator("figure", has_text="Accuracy on held-out problems")
@@ -108,7 +108,7 @@ def test_a_gap_is_a_gap_and_a_named_axis_has_names(tmp_path: Path, open_page: Op
     assert page.locator(".xtick:visible", has_text=re.compile("low|high")).count() == 2
 
 
-def test_an_axis_within_one_decade_has_ticks_and_a_folded_section_opens(tmp_path: Path, open_page: Open) -> None:
+def test_an_axis_within_a_decade_has_ticks_and_a_section_opens(tmp_path: Path, open_page: Open) -> None:
     def chart(title: str, *values: float) -> Chart:
         series = Series(name="a", x=list(range(len(values))), y=values)
         return Chart(title=title, x_label="x", y_label="", series=(series,), log_y=True)
@@ -366,7 +366,7 @@ def test_a_hundred_thousand_tokens_stay_fluid(huge_report: Path, open_page: Open
     expect(page.locator('[aria-selected="true"]')).to_be_in_viewport()
 
 
-def test_a_watched_page_takes_the_newer_one_and_keeps_what_was_chosen(tmp_path: Path, open_page: Open) -> None:
+def test_a_watched_page_takes_the_newer_one_and_keeps_choices(tmp_path: Path, open_page: Open) -> None:
     lines = [{"eval/policy_accuracy": 0.25}] * 2
     folder = run_folder(tmp_path / "run", lines, "iterations=4")
     path = write_report([folder], reload_every=1.0).path

@@ -2,13 +2,12 @@
 
 import math
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from helpers.folders import run_folder
 from jackpot.ui.charts import Chart, Section, Table, arm_numbers
@@ -38,7 +37,7 @@ def test_a_single_run_is_its_own_line_without_a_band() -> None:
     assert line == MeanLine([0, 2, 3], [1.0, None, 4.0])  # absent: no point; null: a gap
 
 
-def test_a_few_seeds_are_their_mean_between_the_least_and_the_greatest() -> None:
+def test_few_seeds_are_their_mean_between_least_and_greatest() -> None:
     line = mean_line([lines(1.0, 2.0, None), lines(3.0, None, None), lines(8.0, 6.0, None, 5.0)], "a/b")
     assert line.x == [0, 1, 2, 3] and line.y == [4.0, 4.0, None, 5.0]  # a seed that has stopped is not missed
     assert line.low == [1.0, 2.0, None, 5.0] and line.high == [8.0, 6.0, None, 5.0]
@@ -51,8 +50,15 @@ def test_five_seeds_are_their_mean_and_one_standard_deviation() -> None:
     assert np.allclose(line.y, mean) and np.allclose(line.low, mean - spread) and np.allclose(line.high, mean + spread)
 
 
-@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=50, max_size=400), st.integers(2, 25))
-def test_a_thin_line_keeps_extremes_order_and_wide_gaps(values: list[float | None], half: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_a_thin_line_keeps_extremes_order_and_wide_gaps(seed: int) -> None:
+    random = Random(seed)
+    half, gaps = random.randrange(2, 26), random.choice((0.0, 0.3, 0.9, 1.0))
+    stretches = random.randrange(5, 41)
+    values: list[float | None] = []
+    for _ in range(stretches):  # of 10 values each, none of which is a number in a gap
+        is_gap = random.random() < gaps
+        values += [None if is_gap else random.uniform(-1e6, 1e6) for _ in range(10)]
     numbers = [value for value in values if value is not None]
     low, high = ([None if value is None else value + by for value in values] for by in (-1.0, 1.0))
     line = downsample(MeanLine(list(range(len(values))), values, low, high), most=2 * half)
@@ -152,7 +158,7 @@ def test_arms_have_one_color_everywhere_and_limits_are_drawn(trained: Path) -> N
     ]
 
 
-def test_a_caption_calls_a_run_unhealthy_only_where_a_limit_is_broken(tmp_path: Path) -> None:
+def test_a_caption_says_where_a_limit_is_broken(tmp_path: Path) -> None:
     for name, acceptance in (("good", [0.9] * 4), ("bad", [0.9, 0.4, 0.3, 0.6])):
         run_folder(tmp_path / name, [{"obrs/acceptance": one} for one in acceptance])
     good, bad = (charts(metric_sections(arms(tmp_path / name)))["obrs/acceptance"] for name in ("good", "bad"))
@@ -168,7 +174,7 @@ def test_a_caption_names_the_settings_that_explain_a_value(tmp_path: Path) -> No
     assert not lam.guides[0].is_broken and plain.guides[0].is_broken
 
 
-def test_limits_are_kept_by_the_values_of_every_run_and_not_by_their_mean(tmp_path: Path) -> None:
+def test_limits_are_kept_by_every_run_and_not_by_their_mean(tmp_path: Path) -> None:
     for seed, acceptance in ((1, 0.9), (2, 0.3)):
         lines_of = [{"obrs/acceptance": acceptance, "obrs/z": 0.8, "obrs/kappa": 1.0}] * 4
         run_folder(tmp_path / f"x-seed{seed}", lines_of, f"seed={seed}")
@@ -184,7 +190,7 @@ def test_a_section_with_a_metric_of_a_finding_is_not_folded(tmp_path: Path) -> N
     assert [one.is_folded for one in folded] == [True, True] and [one.is_folded for one in opened] == [False, True]
 
 
-def test_three_charts_come_first_and_what_is_empty_or_for_experts_is_folded(tmp_path: Path) -> None:
+def test_three_charts_come_first_and_what_is_rare_is_folded(tmp_path: Path) -> None:
     line = {"eval/policy_accuracy": 0.5, "mismatch/kl_rollout_policy": 0.1, "obrs/acceptance": 0.9, "lag/mean": None}
     run_folder(tmp_path / "a", [line | {"seconds/train": 1.0, "eval/policy_engine_gap": 1e-7}] * 3)
     sections = {section.title: section for section in metric_sections(arms(tmp_path))}
@@ -201,7 +207,7 @@ def test_three_charts_come_first_and_what_is_empty_or_for_experts_is_folded(tmp_
     assert broken == {"Sanity checks": False, "Length, tokens, time": True}
 
 
-def test_an_arm_has_the_same_color_in_the_report_and_in_a_comparison(tmp_path: Path) -> None:
+def test_an_arm_has_one_color_in_the_report_and_in_a_comparison(tmp_path: Path) -> None:
     names = ("none", "obrs", "tis", "mine")
     assert arm_numbers(names) == {"obrs": 0, "none": 1, "tis": 2, "mine": 3} == arm_numbers(reversed(names))
     assert arm_numbers(["b", "none", "a"]) == {"none": 1, "a": 0, "b": 2}
@@ -218,7 +224,7 @@ def apart(one: str, other: str) -> int:
     return max(abs(int(one[at : at + 2], 16) - int(other[at : at + 2], 16)) for at in (1, 3, 5))
 
 
-def test_seventeen_arms_and_the_variants_of_each_look_different_in_every_chart(tmp_path: Path) -> None:
+def test_seventeen_arms_and_their_variants_look_different(tmp_path: Path) -> None:
     whole = {
         "obrs/z": 0.9,
         "obrs/kappa": 1.1,

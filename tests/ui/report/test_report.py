@@ -29,7 +29,7 @@ def own_text(page: str) -> str:
     return page.replace(max(re.findall(r"<script>.*?</script>", page, re.DOTALL), key=len), "")
 
 
-def test_one_run_is_reported_in_its_folder_and_several_beside_theirs(tmp_path: Path) -> None:
+def test_one_run_is_reported_in_its_folder_and_several_beside(tmp_path: Path) -> None:
     first = run_folder(tmp_path / "runs" / "a", LINES, "iterations=4")
     second = run_folder(tmp_path / "runs" / "deep" / "b", LINES, "iterations=9")
     assert write_report([first]).path == first / "report.html"
@@ -39,7 +39,7 @@ def test_one_run_is_reported_in_its_folder_and_several_beside_theirs(tmp_path: P
     assert write_report([first], tmp_path / "x" / "y.html").path.read_text().startswith("<!doctype html>")
 
 
-def test_a_section_with_a_finding_is_open_though_no_limit_of_all_runs_is_broken(tmp_path: Path) -> None:
+def test_a_section_with_a_finding_is_open(tmp_path: Path) -> None:
     def folded(gap: float) -> bool:
         run_folder(tmp_path / "a", [{"eval/policy_accuracy": 0.5, "mismatch/engine_gap": gap}] * 6)
         page = write_report([tmp_path / "a"]).path.read_text()
@@ -48,7 +48,7 @@ def test_a_section_with_a_finding_is_open_though_no_limit_of_all_runs_is_broken(
     assert folded(1e-9) and not folded(0.5)  # its limit depends on the run's dtypes
 
 
-def test_runs_at_any_depth_are_found_and_what_is_inside_a_run_is_not_one(tmp_path: Path) -> None:
+def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> None:
     for name in ("top", "compare-a/none-seed1", "compare-b/deep/none-seed1"):
         run_folder(tmp_path / "runs" / name, LINES)
     for name in ("top/checkpoints/copy", ".hidden/run", "compare-a/none-seed1/other"):
@@ -107,7 +107,7 @@ def test_folders_without_a_run_or_a_metric_say_what_to_do(tmp_path: Path) -> Non
         write_report([tmp_path / "a"])
 
 
-def test_watch_writes_again_when_a_run_has_written_and_ends_with_it(tmp_path: Path) -> None:
+def test_watch_writes_when_a_run_has_written_and_ends_with_it(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", [], "iterations=3")
     told: list[tuple[tuple[str, ...], bool]] = []
     todo = [1, 1, 3, 4]  # lines that the run has written at each look

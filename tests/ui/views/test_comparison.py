@@ -55,7 +55,7 @@ def series(title: str, runs: list[RunSummary]) -> dict:
     return {one.name: one for one in charts[title].series}
 
 
-def test_a_line_is_the_mean_over_seeds_and_few_seeds_have_a_band_from_lowest_to_highest() -> None:
+def test_a_line_is_the_mean_over_seeds_with_a_band() -> None:
     found = series("Policy by sequences generated", RUNS)["obrs"]
     assert list(found.x) == [0, 1, 2, 3]
     assert found.y == pytest.approx([0.3, 0.4, 0.7, 0.8])
@@ -68,7 +68,7 @@ def test_the_same_arm_over_flops_and_processor_seconds() -> None:
     assert series("KL(rollout model || policy) by sequences generated", RUNS)["obrs"].y[0] is None
 
 
-def test_lines_end_where_a_seed_is_missing_that_has_not_collapsed() -> None:
+def test_lines_end_where_a_seed_that_did_not_collapse_is_missing() -> None:
     found = series("Policy by sequences generated", RUNS)["none"]
     assert (found.x, found.y) == ((0, 1), pytest.approx([0.3, 0.3]))
 
@@ -92,7 +92,7 @@ def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
 
 
 @pytest.mark.parametrize("baseline", ["none", "obrs"])
-def test_the_verdict_names_the_highest_arm_and_its_distance_to_the_baseline(baseline: str) -> None:
+def test_the_verdict_names_the_highest_arm_and_its_distance(baseline: str) -> None:
     ends = {"none": (0.50, 0.51, 0.52), "obrs": (0.79, 0.80, 0.81)}
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
     text = comparison_verdict(compare(runs, baseline=baseline))

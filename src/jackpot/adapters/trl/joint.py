@@ -37,8 +37,7 @@ from jackpot.objectives.joint import OldLogProbs, TokenScores, rollout_model_los
 from jackpot.objectives.kernels.linear_head import LinearHead, head_of, joint_linear_head
 from jackpot.objectives.obrs import acceptance, known_z
 from jackpot.rollout.engines.base import Engine
-from jackpot.training.distill_control import next_distill_weight
-from jackpot.training.joint_optimizer import JointOptimizer
+from jackpot.training.joint_optimizer import JointOptimizer, next_distill_weight
 from jackpot.training.objectives import rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jackpot.analysis.compare.comparison import UNITS, Comparison, Unit, compare, spent_on
+from jackpot.analysis.compare.comparison import UNITS, Comparison, compare, spent_on
 from jackpot.analysis.compare.process import ArmRun
 from jackpot.analysis.compare.scheduler import ArmListener, Lines, StopRule, run_all, runs_at_once
 from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
@@ -26,7 +26,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"
 class ComparisonPlan:
     """Says what a comparison measures: the budget of each run, the accuracy to which costs count, and the baseline."""
 
-    unit: Unit = "sequences"  # unit of the budget
+    unit: str = "sequences"  # unit of the budget, one of UNITS
     budget: float | None = None  # budget of each run, in `unit`; None: what the recipe's iterations spend
     accuracy: float | None = None  # share in (0, 1]; None: the highest that all runs reach
     baseline: str | None = None  # name of an arm; None: the first
@@ -151,11 +151,14 @@ def _stop_rule(plan: ComparisonPlan) -> StopRule:
 
     def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:
         stops = plan.stop_collapsed and not run.config.guard.rollback
-        collapse = collapse_of(lines, events, run.config) if stops else None
-        if collapse:
+        if stops and (collapse := collapse_of(lines, events, run.config)):
             return f"collapsed: {collapse.why}"
-        points = list(points_of(lines, run.config)) if plan.budget is not None else []
-        if points and spent_on(points[-1], plan.unit) >= plan.budget:
+
+        if plan.budget is None:
+            return None
+
+        spent = [spent_on(point, plan.unit) for point in points_of(lines, run.config)]
+        if spent and spent[-1] >= plan.budget:
             return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
         return None
 

@@ -50,5 +50,7 @@ def runs_at_once(configs: Sequence[Config]) -> int:
 
 def _end_with_parent() -> None:
     """Wait for the end of the parent process, then send SIGTERM to this one."""
-    connection.wait([parent_process().sentinel])
+    parent = parent_process()
+    assert parent is not None, "only child processes train here"
+    connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)

@@ -4,17 +4,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.errors import ConfigError
 from jackpot.core.statistics import Sample, paired_differences
-from jackpot.training.collapse import two_errors
+from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
-Unit = Literal["sequences", "tokens", "flops"]
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
-UNITS: dict[Unit, str] = {
+UNITS = {  # of a budget, and what each counts
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
     "flops": "rollout FLOPs",
@@ -81,7 +79,7 @@ class ArmRow:
 class Comparison:
     """Holds the results of all arms, compared at one budget and one accuracy."""
 
-    unit: Unit
+    unit: str  # one of UNITS
     budget: float
     baseline: str
     accuracy: float | None  # accuracy to which costs are counted; None where no run rose above the starts
@@ -91,7 +89,7 @@ class Comparison:
 
 def compare(
     runs: Sequence[RunSummary],
-    unit: Unit = "sequences",
+    unit: str = "sequences",
     budget: float | None = None,
     accuracy: float | None = None,
     baseline: str | None = None,
@@ -100,7 +98,7 @@ def compare(
 
     Args:
         runs: at least one; arms keep the order in which they come.
-        unit: unit of the budget.
+        unit: one of UNITS, in which the budget is.
         budget: None takes the most that every run which did not collapse has spent.
         accuracy: accuracy to which costs are counted; None takes the highest that all those runs reached which did not
             collapse and rose above every run's start by more than the noise of two evaluations.
@@ -150,7 +148,7 @@ def _noise(run: RunSummary, start: float) -> float:
     return 2.0 * math.sqrt(2.0) * (run.points[0].policy_accuracy_stderr or 0.0)
 
 
-def _check_budget(runs: Sequence[RunSummary], unit: Unit, budget: float) -> None:
+def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
     """Refuse a budget within which some run has no evaluation but that of the start."""
     at, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
     if budget < at:
@@ -165,7 +163,7 @@ def spent_on(point: EvaluationPoint, unit: str) -> float:
     return getattr(point, unit)
 
 
-def _at(run: RunSummary, unit: Unit, budget: float) -> EvaluationPoint:
+def _at(run: RunSummary, unit: str, budget: float) -> EvaluationPoint:
     """Return the last evaluation within the budget, up to rounding."""
     return [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + 1e-9)][-1]
 
@@ -173,7 +171,7 @@ def _at(run: RunSummary, unit: Unit, budget: float) -> EvaluationPoint:
 def _row(
     arm: str,
     runs: Sequence[RunSummary],
-    unit: Unit,
+    unit: str,
     budget: float,
     accuracy: float | None,
     base: Mapping[int, EvaluationPoint] | None,
@@ -190,7 +188,7 @@ def _row(
         spent=Sample(tuple(spent_on(point, unit) for point in at.values())),
         difference=_difference(at, base or {}),
         cost=None if accuracy is None else _cost(runs, accuracy),
-        collapsed=tuple(_collapse_sentence(run) for run in runs if run.collapse),
+        collapsed=tuple(f"seed {run.seed}: {run.collapse.sentence}" for run in runs if run.collapse),
         short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
     )
 
@@ -203,28 +201,24 @@ def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, Evaluation
     if spread is None:
         return None
 
-    errors = [points[seed].policy_accuracy_stderr for seed in at if seed in base for points in (at, base)]
+    both = [points[seed].policy_accuracy_stderr for seed in at if seed in base for points in (at, base)]
+    errors = [error for error in both if error is not None]
     return Difference(
         spread=spread,
         higher=sum(value > 0 for value in spread.values),
         lower=sum(value < 0 for value in spread.values),
-        noise=None if None in errors else math.hypot(*errors) / len(spread.values),
+        noise=math.hypot(*errors) / len(spread.values) if len(errors) == len(both) else None,
     )
 
 
-def _is_short(run: RunSummary, unit: Unit, budget: float) -> bool:
+def _is_short(run: RunSummary, unit: str, budget: float) -> bool:
     """Return whether another iteration of the usual size would still have been within the budget."""
     spent, iterations = spent_on(run.last, unit), max(1, run.last.iteration)
     return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + 1e-9)
 
 
-def _collapse_sentence(run: RunSummary) -> str:
-    sign = f"; first sign: {run.collapse.first_sign}" if run.collapse.first_sign else ""
-    return f"seed {run.seed}: {run.collapse.why}{sign}"
-
-
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
-    points = [_first_at(run, accuracy) for run in runs]
+    points = [next((point for point in run.points if point.policy_accuracy >= accuracy), None) for run in runs]
 
     def middle(name: str) -> float | None:
         value = statistics.median(getattr(point, name) if point else math.inf for point in points)
@@ -238,7 +232,3 @@ def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
         cpu_seconds=middle("cpu_seconds"),
         seconds=middle("seconds"),
     )
-
-
-def _first_at(run: RunSummary, accuracy: float) -> EvaluationPoint | None:
-    return next((point for point in run.points if point.policy_accuracy >= accuracy), None)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +18,6 @@ from typing import Any
 from jackpot.config.config import Config
 from jackpot.training.interrupt import TERMINATIONS
 
-# Elsewhere than on Linux a process cannot be forked safely once torch is imported, so each run imports it anew.
-START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 CHILD = "jackpot.analysis.compare.child"  # by name: this process does not import it
 
 
@@ -62,18 +60,21 @@ def _call(function: str, *arguments: Any) -> Any:
     return getattr(import_module(CHILD), function)(*arguments)
 
 
-def _context() -> BaseContext:
+def _context() -> ForkServerContext | SpawnContext:
     """Return what starts processes.
 
+    Elsewhere than on Linux a process cannot be forked safely once torch is imported, so each run imports it anew.
     On Linux they are forked from a server, so that torch and transformers are imported once: neither in this process
     nor once a run. The server does nothing but import: it runs no tensor operation and opens no GPU, either of which
     would break a process forked after it.
     """
-    context = multiprocessing.get_context(START_METHOD)
-    if START_METHOD == "forkserver":
-        context.set_forkserver_preload([__name__, CHILD])
-        with _ignored_signals():
-            forkserver.ensure_running()
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, CHILD])
+    with _ignored_signals():
+        forkserver.ensure_running()
     return context
 
 

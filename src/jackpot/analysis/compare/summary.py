@@ -10,7 +10,7 @@ from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError
-from jackpot.training.collapse import problems_of
+from jackpot.training.limits import problems_of
 from jackpot.training.run_folder.environment import Environment
 from jackpot.training.run_folder.folder import Measure, RunFolder, measure_of, run_config
 
@@ -85,13 +85,14 @@ def summarize(run: Path, arm: str) -> RunSummary:
         collapse=collapse_of(lines, folder.read("events.jsonl"), config),
         settings=settings_of(config),
         environment=environment.newest | {"threads": environment.threads},
-        measure=next(filter(None, map(measure_of, lines))),
+        measure=next(measure for line in lines if (measure := measure_of(line))),
     )
 
 
 def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
     """Yield one point for every evaluation."""
-    spent = dict.fromkeys(("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds"), 0.0)
+    costs = ("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds")
+    spent: dict[str, float] = dict.fromkeys(costs, 0.0)
     since: list[Mapping[str, Any]] = []
     for line in lines:
         for name, value in _spent(line, config).items():

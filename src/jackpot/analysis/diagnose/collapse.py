@@ -6,7 +6,7 @@ from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.config.config import Config
-from jackpot.training.collapse import evaluations, fall_of, problems_of
+from jackpot.training.limits import evaluations, fall_of, problems_of
 
 MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
@@ -20,6 +20,11 @@ class Collapse:
     best: float  # highest accuracy of the policy before it
     first_sign: str  # earliest unhealthy metric and its first iteration; empty without one
     why: str  # a phrase for tables
+
+    @property
+    def sentence(self) -> str:
+        """Return why the run collapsed, and its first sign."""
+        return self.why + (f"; first sign: {self.first_sign}" if self.first_sign else "")
 
 
 def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from jackpot.analysis.diagnose.limits import Limit, MetricHistory, Values, below_start
-from jackpot.training.collapse import COLLAPSED_BELOW
+from jackpot.analysis.diagnose.limits import MetricHistory, OfRun, Values, at_start
+from jackpot.training.limits import COLLAPSED_BELOW
 
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where the task has no verdict
 REWARDS = "reward/mean"
@@ -45,7 +45,7 @@ def _stretches(history: MetricHistory) -> list[Level]:
     return [Level(fmean(values[start : start + size]), error) for start in starts]
 
 
-def fallen(metric: str, *, at_once: bool) -> Limit:
+def fallen(metric: str, *, at_once: bool) -> OfRun:
     """Return the limit below which a policy has lost what it had.
 
     It is below its first level, or below its best one, by more than chance. The best of several levels is the one that
@@ -72,7 +72,7 @@ def fallen(metric: str, *, at_once: bool) -> Limit:
     return of
 
 
-def risen(metric: str) -> Limit:
+def risen(metric: str) -> OfRun:
     """Return the limit below which a policy has learned nothing: its first level plus one standard error.
 
     Chance alone exceeds it in 1 case of 6, and a policy that learns a little stays above it. It does not apply before
@@ -95,8 +95,7 @@ def risen(metric: str) -> Limit:
 
 def below_start_unless_risen(history: MetricHistory, values: Values) -> float:
     """Return a tenth of the entropy at the start; half of that where the policy has become better."""
-    limit = below_start(math.inf, 0.05 if _has_risen(history) else 0.1)
-    return limit(history, values)
+    return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
 
 
 def why_unknown(history: MetricHistory) -> str:

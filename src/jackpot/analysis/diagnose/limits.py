@@ -11,8 +11,7 @@ from jackpot.analysis.diagnose.explained import Explained, unexplained
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, is_quantized, unified_formats
 from jackpot.core.roles import Writer
-from jackpot.training.collapse import problems_of, two_errors
-from jackpot.training.gaps import LARGEST_GAPS
+from jackpot.training.limits import LARGEST_GAPS, problems_of, two_errors
 
 LEAST = 5  # fewest values of a metric for a median
 AVERAGED = 20  # iterations over which acceptance and Z are compared
@@ -121,7 +120,8 @@ QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mat
 
 Group = Literal["bug", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
-Limit = float | Callable[[MetricHistory, Values], float | None]  # None: the rule does not apply
+OfRun = Callable[[MetricHistory, Values], float | None]  # a limit that depends on the run; None: it does not apply
+Limit = float | OfRun
 
 
 def latest(values: Values) -> float:
@@ -134,7 +134,7 @@ def increase(values: Values) -> float:
     return values[-1] - values[0]
 
 
-def rounding(metric: str) -> Limit:
+def rounding(metric: str) -> OfRun:
     """Return the limit of a gap, mean |p_engine - p_training|, that rounding explains.
 
     It does not apply where engine and training are not quantized alike.
@@ -152,7 +152,7 @@ def rounding(metric: str) -> Limit:
     return of
 
 
-def quantizing(metric: str) -> Limit:
+def quantizing(metric: str) -> OfRun:
     """Return the limit of a gap, mean |p_engine - p_training|, from which a quantized engine needs a correction."""
     return lambda history, values: (
         QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config).values())) else None
@@ -161,13 +161,20 @@ def quantizing(metric: str) -> Limit:
 
 def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
     """Return the engines whose log-probs a gap compares with training's, by their models."""
-    evaluated = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
-    in_evaluations = {f"eval/{model}_engine_gap": {model: engine} for model, engine in evaluated.items()}
-    writers = evaluated if config.rollout_model else {"policy": config.engine}
-    return in_evaluations.get(metric, {model: writers[model] for model in config.writers(1, config.iterations)})
+    evaluated: dict[Writer, EngineConfig] = {
+        "policy": config.evaluation.engine or config.engine,
+        "rollout_model": config.engine,
+    }
+    for model, engine in evaluated.items():
+        if metric == f"eval/{model}_engine_gap":
+            return {model: engine}
+
+    if config.rollout_model is None:
+        return {"policy": config.engine}
+    return {model: evaluated[model] for model in config.writers(1, config.iterations)}
 
 
-def near_1(distance: float) -> Limit:
+def near_1(distance: float) -> OfRun:
     """Return a limit of the mean ratio, `distance` from 1 and at least SURE standard errors.
 
     It applies where the models are close (SMALL_KL). Elsewhere much of the policy's probability can be on tokens that
@@ -182,14 +189,14 @@ def near_1(distance: float) -> Limit:
     return of
 
 
-def above_start(least: float, factor: float) -> Limit:
+def above_start(least: float, factor: float) -> OfRun:
     """Return the limit `factor` times the metric at the start, at least `least`."""
-    return lambda history, values: max(least, factor * _start(history, values))
+    return lambda history, values: max(least, factor * at_start(history, values))
 
 
-def below_start(most: float, factor: float) -> Limit:
+def below_start(most: float, factor: float) -> OfRun:
     """Return the limit `factor` times the metric at the start, at most `most`."""
-    return lambda history, values: min(most, factor * _start(history, values))
+    return lambda history, values: min(most, factor * at_start(history, values))
 
 
 def above_first_alone(history: MetricHistory, values: Values) -> float | None:
@@ -205,7 +212,8 @@ def all_rounds(history: MetricHistory, values: Values) -> float | None:
     return dynamic.max_num_gen_batches - 1 if dynamic else None
 
 
-def _start(history: MetricHistory, values: Values) -> float:
+def at_start(history: MetricHistory, values: Values) -> float:
+    """Return the median of the first window of values."""
     return median(values[: history.window(values)])
 
 

@@ -74,7 +74,7 @@ class AnswerFile:
             self._lines.unlink(missing_ok=True)  # an earlier process was killed after writing the table
         elif self._lines.exists():
             os.truncate(self._lines, _whole_size(self._lines))
-        self._missing = self._places() < 0
+        self._missing = self._offsets() < 0
         self._appended = AppendedFile(self._lines)
 
     @property
@@ -116,15 +116,15 @@ class AnswerFile:
         Raises:
             CheckpointError: responses are missing, or the disk does not take the table.
         """
-        places = self._places()
-        if missing := int((places < 0).sum()):
-            raise CheckpointError(f"{self._lines} lacks {missing} of {places.size} responses; run the command again")
+        offsets = self._offsets()
+        if missing := int((offsets < 0).sum()):
+            raise CheckpointError(f"{self._lines} lacks {missing} of {offsets.size} responses; run the command again")
         about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
         schema = SCHEMA.with_metadata({**metadata, **about})
         try:
             with whole_file(self.path) as partial:
                 with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-                    for rows in self._rows(places, prompt):
+                    for rows in self._rows(offsets, prompt):
                         writer.write_table(pa.Table.from_pylist(rows, schema))
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
@@ -135,29 +135,29 @@ class AnswerFile:
             ) from error
         self._lines.unlink(missing_ok=True)
 
-    def _places(self) -> NDArray[np.int64]:
+    def _offsets(self) -> NDArray[np.int64]:
         """Return the byte at which the line of each response begins, [problems, k]; -1 where there is none."""
-        places = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
+        offsets = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
         unreadable = 0
-        for place, text in _lines(self._lines):
+        for offset, text in _lines(self._lines):
             which = _which(text)
             if all(0 <= index < size for index, size in zip(which, self._shape, strict=True)):
-                places[which] = place
+                offsets[which] = offset
             else:
                 unreadable += 1
         if unreadable:
             _log.warning("%s: %d lines cannot be read; their responses are generated again", self._lines, unreadable)
-        return places
+        return offsets
 
-    def _rows(self, places: NDArray[np.int64], prompt: Callable[[int], Prompt]) -> Iterator[list[dict[str, Any]]]:
+    def _rows(self, offsets: NDArray[np.int64], prompt: Callable[[int], Prompt]) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of the table, about _ROWS_AT_ONCE at a time."""
         rows: list[dict[str, Any]] = []
         with self._lines.open("rb") as file:
-            for number, samples in enumerate(places):
+            for number, samples in enumerate(offsets):
                 problem = prompt(number)
                 known = {"uid": problem.uid, "prompt": problem.text, "answer": problem.answers}
-                for place in samples:
-                    file.seek(place)
+                for offset in samples:
+                    file.seek(offset)
                     rows.append(known | json.loads(file.readline()))
                 if len(rows) >= _ROWS_AT_ONCE:
                     yield rows
@@ -223,19 +223,19 @@ def _line(number: int, sample: int, answered: ScoredResponse) -> dict[str, Any]:
 def _whole_size(path: Path) -> int:
     """Return the number of bytes up to the end of the last whole line."""
     size = 0
-    for place, text in _lines(path):
-        size = place + len(text) if text.endswith(b"\n") else size
+    for offset, text in _lines(path):
+        size = offset + len(text) if text.endswith(b"\n") else size
     return size
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield every line and the byte at which it begins; nothing where the file does not exist."""
     if path.exists():
-        place = 0
+        offset = 0
         with path.open("rb") as file:
             for text in file:
-                yield place, text
-                place += len(text)
+                yield offset, text
+                offset += len(text)
 
 
 def _which(text: bytes) -> tuple[int, int]:

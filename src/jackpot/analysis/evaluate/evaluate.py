@@ -42,7 +42,7 @@ from jackpot.rollout.evaluate import eval_request, generate_and_score
 from jackpot.rollout.pass_at_k import EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets, make_task
-from jackpot.training.run_folder.models import config_of_run, resolve_model_path
+from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
 OWN = "own"  # the benchmark that is the held-out problems of the model's run

@@ -61,7 +61,8 @@ def learner_scores(
     Args:
         autocast: dtype of backbone and head, as `precision` in training; None: the weights' own dtype.
     """
-    batches = ([one] for one in rollouts) if expert_layers(model) else pack(rollouts, FORWARD_TOKENS, rollout_lengths)
+    is_dense = not expert_layers(model)
+    batches = pack(rollouts, FORWARD_TOKENS, rollout_lengths) if is_dense else ([rollout] for rollout in rollouts)
     with recorded_experts(model) as experts:
         for batch in batches:
             with nullcontext() if autocast is None else torch.autocast(model.device.type, autocast):
@@ -88,5 +89,5 @@ def _columns(log_probs: Tensor, tokens: Tensor, top_ids: Tensor) -> tuple[Tensor
     entropy [n] and the most probable token [n]."""
     entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
     lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)
-    own = log_probs.gather(1, tokens[:, None])[:, 0]
-    return own, log_probs.gather(1, top_ids), lowest, entropy, log_probs.argmax(-1)
+    of_tokens = log_probs.gather(1, tokens[:, None])[:, 0]
+    return of_tokens, log_probs.gather(1, top_ids), lowest, entropy, log_probs.argmax(-1)

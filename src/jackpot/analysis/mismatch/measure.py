@@ -5,7 +5,7 @@ sums, and a few numbers of each response.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,18 @@ class LengthBand:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LengthRow:
+    """The gaps of one kind of response to every prompt; means and errors over prompts."""
+
+    name: str
+    tokens: float  # mean number of tokens per prompt
+    max_gap: Estimate  # largest |p - q| per prompt
+    mean_gap: Estimate  # mean |p - q| per prompt
+    high: int  # prompts whose largest gap is above HIGH_GAP
+    each: tuple[float, ...]  # the largest gap to every prompt, largest first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchNumbers:
     """The mismatch between sampler and learner. Means are over sampled tokens unless noted, with errors clustered by
     response."""
@@ -105,9 +117,19 @@ class _BandSums:
                 self.columns[name] = self.columns[name] + added if name in self.columns else added
             self.largest = max(self.largest, float(columns["gap"][here].max()))
 
+    @property
+    def means(self) -> dict[str, Estimate]:
+        """The mean of every column."""
+        return {name: mean for name, sums in self.columns.items() if (mean := sums.estimate)}
+
+    def bounds(self, name: str) -> tuple[Estimate, Estimate] | None:
+        """Return the means of a lower and of an upper bound; None where they are unknown."""
+        means = self.means
+        return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
+
     def band(self, name: str) -> TokenBand:
         """Return the means of the band."""
-        means = {key: sums.estimate for key, sums in self.columns.items()}
+        means = self.means
         return TokenBand(
             name=name,
             tokens=int(self.columns["gap"].count),
@@ -115,7 +137,7 @@ class _BandSums:
             max_gap=self.largest,
             k1=means["k1"],
             k3=means["k3"],
-            kl=(means["kl_low"], means["kl_high"]) if "kl_low" in means else None,
+            kl=self.bounds("kl"),
         )
 
 
@@ -135,6 +157,7 @@ class MismatchSums:
         """Add one response; a response without a sampled token is ignored."""
         if not len(tokens.gap):
             return
+
         columns = _columns(tokens)
         self._all.add(columns, torch.ones(len(tokens.gap), dtype=torch.bool))
         for sums, here in zip(self._positions, band_masks(tokens.position, POSITIONS).values(), strict=True):
@@ -143,6 +166,7 @@ class MismatchSums:
             entropy = tokens.entropy.clamp(min=0.0)  # rounding can leave a little less than 0
             for sums, here in zip(self._entropies, band_masks(entropy, ENTROPY_BANDS).values(), strict=True):
                 sums.add(columns, here)
+
         gap = tokens.gap
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
@@ -159,24 +183,25 @@ class MismatchSums:
         """
         if not self._responses:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
-        means = {name: sums.estimate for name, sums in self._all.columns.items()}
-        ratios = torch.cat(self._log_ratios)
+
+        means, ratios = self._all.means, torch.cat(self._log_ratios)
+        every = _length_band("all", self._responses)
         return MismatchNumbers(
             responses=len(self._responses),
             tokens=len(ratios),
             max_gap=self._all.largest,
             gap=means["gap"],
-            response_max_gap=over_responses(self._responses, lambda one: one.max_gap),
-            response_mean_gap=over_responses(self._responses, lambda one: one.mean_gap),
-            high=sum(one.max_gap > HIGH_GAP for one in self._responses),
+            response_max_gap=every.max_gap,
+            response_mean_gap=every.mean_gap,
+            high=every.high,
             log_gap=means["log_gap"],
             other_token=means.get("other_token"),
             other_experts=means.get("other_experts"),
             k1=means["k1"],
             k3=means["k3"],
-            kl=(means["kl_low"], means["kl_high"]) if "kl_low" in means else None,
+            kl=self._all.bounds("kl"),
             kl_is_exact=self._is_exact,
-            variation=(means["variation_low"], means["variation_high"]) if "variation_low" in means else None,
+            variation=self._all.bounds("variation"),
             ratio=means["ratio"],
             quantiles=_quantiles(ratios),
             above=float((ratios > math.log(FAR)).double().mean()),
@@ -200,45 +225,41 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
         "k3": torch.expm1(tokens.log_ratio) - tokens.log_ratio,
         "ratio": ratio,
     }
-    if tokens.kl is not None:
-        columns |= {"kl_low": tokens.kl[0], "kl_high": tokens.kl[1]}
-        columns |= {"variation_low": tokens.variation[0], "variation_high": tokens.variation[1]}
+    for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
+        if bounds is not None:
+            columns |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
     others = {"support": tokens.support, "other_token": tokens.other_token, "other_experts": tokens.other_experts}
     return columns | {name: values for name, values in others.items() if values is not None}
 
 
 def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[TokenBand, ...]:
     """Return the bands that have a token."""
-    return tuple(one.band(name) for one, name in zip(sums, names, strict=True) if one.columns)
-
-
-def over_responses(responses: Sequence[ResponseGap], read: Callable[[ResponseGap], float]) -> Estimate:
-    """Average a number over responses, each counting once."""
-    return Sample(tuple(map(read, responses))).estimate
+    return tuple(band.band(name) for band, name in zip(sums, names, strict=True) if band.columns)
 
 
 def _by_length(responses: Sequence[ResponseGap]) -> tuple[LengthBand, ...]:
-    lengths = torch.tensor([one.tokens for one in responses])
-    bands = []
-    for name, here in band_masks(lengths, POSITIONS).items():
-        if chosen := [responses[row] for row in here.nonzero()[:, 0].tolist()]:
-            bands.append(
-                LengthBand(
-                    name=name,
-                    responses=len(chosen),
-                    max_gap=over_responses(chosen, lambda one: one.max_gap),
-                    mean_gap=over_responses(chosen, lambda one: one.mean_gap),
-                    high=sum(one.max_gap > HIGH_GAP for one in chosen),
-                )
-            )
-    return tuple(bands)
+    """Return the bands that have a response."""
+    masks = band_masks(torch.tensor([response.tokens for response in responses]), POSITIONS)
+    chosen = {name: [responses[row] for row in here.nonzero()[:, 0].tolist()] for name, here in masks.items()}
+    return tuple(_length_band(name, members) for name, members in chosen.items() if members)
+
+
+def _length_band(name: str, responses: Sequence[ResponseGap]) -> LengthBand:
+    """Average the gaps over responses, each counting once."""
+    return LengthBand(
+        name=name,
+        responses=len(responses),
+        max_gap=Sample(tuple(response.max_gap for response in responses)).estimate,
+        mean_gap=Sample(tuple(response.mean_gap for response in responses)).estimate,
+        high=sum(response.max_gap > HIGH_GAP for response in responses),
+    )
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
     """Return quantiles of the ratio: the smallest value that at least this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
-    places = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
-    return {f"{share:g}": math.exp(float(ordered[place])) for share, place in zip(QUANTILES, places, strict=True)}
+    indices = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
+    return {f"{share:g}": math.exp(float(ordered[index])) for share, index in zip(QUANTILES, indices, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
@@ -247,3 +268,45 @@ def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})
     return tuple((float(p), float(q)) for p, q in pairs[rows].tolist())
+
+
+def compare_lengths(long: Sequence[Tensor], short: Sequence[Sequence[Tensor]], limit: int) -> tuple[LengthRow, ...]:
+    """Return a row each for the long response, its beginning, the first short one and all short ones.
+
+    This is the control of the TIS post: several short responses together have as many tokens as a long one, and so as
+    many chances of a large gap. A larger gap of the long one comes from its length. Its beginning, of a short one's
+    length, shows whether the difference comes from the last tokens only.
+
+    Args:
+        long: |p - q| of the long response to each prompt, [N] each.
+        short: |p - q| of the short responses to the same prompts, in the same order; equally many to each.
+        limit: most tokens of a short response, and of the beginning.
+
+    Prompts with an empty response are left out.
+    """
+    pairs = [(gaps, several) for gaps, several in zip(long, short, strict=True) if len(gaps) and all(map(len, several))]
+    if not pairs:
+        return ()
+
+    count = len(pairs[0][1])
+    texts = {
+        f"1 of up to {limit * count} tokens": [[gaps] for gaps, _ in pairs],
+        f"its first {limit} tokens": [[gaps[:limit]] for gaps, _ in pairs],
+        f"1 of up to {limit} tokens": [[several[0]] for _, several in pairs],
+        f"{count} of up to {limit} tokens": [list(several) for _, several in pairs],
+    }
+    return tuple(_length_row(name, each) for name, each in texts.items())
+
+
+def _length_row(name: str, texts: Sequence[Sequence[Tensor]]) -> LengthRow:
+    largest = [max(float(gaps.max()) for gaps in parts) for parts in texts]
+    tokens = [sum(map(len, parts)) for parts in texts]
+    means = [sum(float(gaps.sum()) for gaps in parts) / n for parts, n in zip(texts, tokens, strict=True)]
+    return LengthRow(
+        name=name,
+        tokens=sum(tokens) / len(tokens),
+        max_gap=Sample(tuple(largest)).estimate,
+        mean_gap=Sample(tuple(means)).estimate,
+        high=sum(gap > HIGH_GAP for gap in largest),
+        each=tuple(sorted(largest, reverse=True)),
+    )

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.mismatch.learner import LearnerScores, learner_model, learner_scores
-from jackpot.analysis.mismatch.lengths import LengthRow, compare_lengths
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
+from jackpot.analysis.mismatch.measure import LengthRow, MismatchNumbers, MismatchSums, compare_lengths
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
 from jackpot.config.config import Sampling
@@ -28,7 +26,7 @@ from jackpot.core.types import Rollout, Version
 from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
 from jackpot.models.device import pick_device
-from jackpot.models.load import DTYPES, load_meta_model, load_tokenizers
+from jackpot.models.load import DTYPES, check_same_tokenizer, load_meta_model, load_tokenizer
 from jackpot.models.quantization.formats import LayerDifference, SideFormats, layer_differences, layer_formats
 from jackpot.models.routing import expert_layers
 from jackpot.rollout.engines.base import Capabilities, Request
@@ -66,12 +64,8 @@ class MismatchResult:
     pairs: tuple[MismatchPair, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SampledResponses:
-    """The responses of one sampler, equally many to each prompt, prompt by prompt."""
-
-    rollouts: tuple[Rollout, ...]
-    sides: tuple[SamplerScores, ...]
+# the responses of one sampler, equally many to each prompt, prompt by prompt, and what it says of them
+_Sampled = tuple[Sequence[Rollout], Sequence[SamplerScores]]
 
 
 def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> MismatchResult:
@@ -85,35 +79,32 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
         EngineError: an engine that cannot do what was requested, or a truncated sampler that cannot be compared.
     """
     torch.set_num_threads(pick_threads(config.threads))
-    device, first = pick_device(config.device), config.samplers[0].path
-    paths = {"policy": first} | {side.path: side.path for side in (*config.samplers, *config.learners)}
-    tokenizer = load_tokenizers(paths)
-    check_vocabulary({role: load_meta_model(path) for role, path in paths.items()}, tokenizer)
-    names = short_names((*config.samplers, *config.learners))
+    device, sides = pick_device(config.device), (*config.samplers, *config.learners)
+    paths = list(dict.fromkeys(side.path for side in sides))
+    tokenizer = load_tokenizer(paths[0])
+    for path in paths:
+        check_same_tokenizer(tokenizer, load_tokenizer(path))
+    outlines = {path: load_meta_model(path) for path in paths}
+    check_vocabulary({"policy": outlines[paths[0]], **outlines}, tokenizer)
+
+    names = short_names(sides)
     samplers, learners = names[: len(config.samplers)], names[len(config.samplers) :]
     pairs = []
     with ExitStack() as undo:
-        tasks = _tasks(config, tokenizer, undo)
+        sets = make_sets(config.benchmarks, tokenizer, config) if config.benchmarks else {}
+        tasks = list(sets.values()) or [make_task(config.task, tokenizer)]
+        for task in tasks:
+            undo.callback(task.close)
+
         for name, sampler in zip(samplers, config.samplers, strict=True):
             listen(f"{name} generates")
             sampled = _sample(config, sampler, tasks, tokenizer, device)
             for learner_name, learner in zip(learners, config.learners, strict=True):
                 listen(f"{learner_name} scores the responses of {name}")
                 temperature = learner.temperature or config.sampling.temperature
-                scored = _learner_scores(learner, [responses.rollouts for responses in sampled], temperature, device)
+                scored = _learner_scores(learner, [rollouts for rollouts, _ in sampled], temperature, device)
                 pairs.append(_pair((name, learner_name), (sampler, learner), sampled, scored, config))
     return MismatchResult(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
-
-
-def _tasks(config: MismatchConfig, tokenizer: PreTrainedTokenizerBase, undo: ExitStack) -> list[Task]:
-    """Make the tasks whose held-out problems are the prompts."""
-    if config.benchmarks:
-        tasks = list(make_sets(config.benchmarks, tokenizer, config).values())
-    else:
-        tasks = [make_task(config.task, tokenizer)]
-    for task in tasks:
-        undo.callback(task.close)
-    return tasks
 
 
 def _sample(
@@ -122,45 +113,43 @@ def _sample(
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> list[_SampledResponses]:
+) -> list[_Sampled]:
     """Generate the responses, and apart from them the short ones if any, so that these change no batch of the others.
 
     Every sampler has the same prompts and the same random numbers.
     """
     with closing(make_engine(sampler.engine, sampler.path, device, _VERSION)) as engine:
         vocabulary = engine.capabilities.vocab_size
-        sampling = Sampling(
-            **config.sampling.model_dump() | {"num_top_log_probs": _top_log_probs(config, engine.capabilities)}
-        )
-        sampled: list[list[Rollout]] = []
-        for each in _samplings(config, sampling):
-            requested = _requests(config, tasks, each)
-            sampled.append(
-                [one for task, requests in requested for one in generate_rollouts(engine, task, tokenizer, requests)]
-            )
+        settings = config.sampling.model_dump() | {"num_top_log_probs": _top_log_probs(config, engine.capabilities)}
+        sampling = Sampling.model_validate(settings)
+        sets = [_requests(config, tasks, sampling, range(1))]
+        if config.short:
+            brief = sampling.model_copy(update={"max_new_tokens": _short_limit(config, config.short)})
+            sets.append(_requests(config, tasks, brief, range(1, 1 + config.short)))
+        sampled = [
+            [
+                rollout
+                for task, requests in requested
+                for rollout in generate_rollouts(engine, task, tokenizer, requests)
+            ]
+            for requested in sets
+        ]
+
     sides = [[sampler_scores(rollout, vocabulary, sampling.truncated) for rollout in rollouts] for rollouts in sampled]
     has_experts = isinstance(sampler.engine, TransformersEngineConfig) and expert_layers(load_meta_model(sampler.path))
     if config.reread or has_experts:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
         scored = _learner_scores(as_learner, sampled, sampling.temperature, device)
-        take = _with_reread_scores if config.reread else _with_experts
-        sides = [list(map(take, *both)) for both in zip(sides, scored, strict=True)]
-    return [
-        _SampledResponses(rollouts=tuple(rollouts), sides=tuple(of_responses))
-        for rollouts, of_responses in zip(sampled, sides, strict=True)
-    ]
+        sides = [
+            [_read_again(side, scores, config.reread) for side, scores in zip(*both, strict=True)]
+            for both in zip(sides, scored, strict=True)
+        ]
+    return list(zip(sampled, sides, strict=True))
 
 
-def _samplings(config: MismatchConfig, sampling: Sampling) -> list[tuple[Sampling, range]]:
-    """Return how each set of responses is sampled, and the numbers of its responses to a prompt."""
-    if config.short is None:
-        return [(sampling, range(1))]
-    brief = sampling.model_copy(update={"max_new_tokens": _short_limit(config)})
-    return [(sampling, range(1)), (brief, range(1, 1 + config.short))]
-
-
-def _short_limit(config: MismatchConfig) -> int:
-    return max(1, config.sampling.max_new_tokens // config.short)
+def _short_limit(config: MismatchConfig, short: int) -> int:
+    """Return the tokens that a short response has at most."""
+    return max(1, config.sampling.max_new_tokens // short)
 
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
@@ -174,10 +163,13 @@ def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
 
 
 def _requests(
-    config: MismatchConfig, tasks: Sequence[Task], responses: tuple[Sampling, range]
+    config: MismatchConfig, tasks: Sequence[Task], sampling: Sampling, samples: range
 ) -> Iterator[tuple[Task, list[Request]]]:
-    """Yield the requests of one set of responses, which are spread evenly over the tasks."""
-    sampling, samples = responses
+    """Yield the requests of one set of responses, which are spread evenly over the tasks.
+
+    Args:
+        samples: the numbers of the responses to one prompt.
+    """
     for number, task in enumerate(tasks):
         count = config.responses // len(tasks) + (number < config.responses % len(tasks))
         keys = [
@@ -185,18 +177,11 @@ def _requests(
             for prompt in PromptStream(task, "test", config.seed).next(count)
             for sample in samples
         ]
-        yield (
-            task,
-            [
-                Request(
-                    uid="/".join(map(str, key)),
-                    prompt=prompt,
-                    seed=fold_in(config.seed, *key),
-                    sampling=sampling,
-                )
-                for prompt, key in keys
-            ],
-        )
+        requests = [
+            Request(uid="/".join(map(str, key)), prompt=prompt, seed=fold_in(config.seed, *key), sampling=sampling)
+            for prompt, key in keys
+        ]
+        yield task, requests
 
 
 def _learner_scores(
@@ -209,49 +194,59 @@ def _learner_scores(
         return [list(learner_scores(model, rollouts, temperature, cast)) for rollouts in sampled]
     with closing(make_engine(learner.engine, learner.path, device, _VERSION)) as engine:
         return [
-            [LearnerScores(log_probs=one.double()) for one in engine.score(responses, temperature)]
-            for responses in sampled
+            [LearnerScores(log_probs=log_probs.double()) for log_probs in engine.score(rollouts, temperature)]
+            for rollouts in sampled
         ]
 
 
-def _with_reread_scores(side: SamplerScores, scores: LearnerScores) -> SamplerScores:
-    """Replace the sampler's log-probs by those of a second pass, without top-k ones where its engine gives none."""
+def _read_again(side: SamplerScores, scores: LearnerScores, reread: bool) -> SamplerScores:
+    """Add the experts to which a second pass over the responses sends their tokens: decoding does not report them.
+
+    Args:
+        reread: replace the log-probs by those of that pass, without top-k ones where its engine gives none.
+    """
+    side = replace(side, experts=scores.experts)
+    if not reread:
+        return side
     if scores.top_log_probs is None:
         none = side.top_ids[:, :0]
         return replace(side, log_probs=scores.log_probs, top_ids=none, top_log_probs=none.double())
-    side = _with_experts(side, scores)
     return replace(side, log_probs=scores.log_probs, top_log_probs=scores.top_log_probs)
-
-
-def _with_experts(side: SamplerScores, scores: LearnerScores) -> SamplerScores:
-    """Add the experts to which a second pass over the responses sends their tokens: decoding does not report them."""
-    return replace(side, experts=scores.experts)
 
 
 def _pair(
     names: tuple[str, str],
     sides: tuple[SideConfig, LearnerConfig],
-    sampled: Sequence[_SampledResponses],
+    sampled: Sequence[_Sampled],
     scored: Sequence[Sequence[LearnerScores]],
     config: MismatchConfig,
 ) -> MismatchPair:
-    tokens = [list(map(token_mismatch, responses.sides, read)) for responses, read in zip(sampled, scored, strict=True)]
-    responses, measure, device = sampled[0], MismatchSums(), pick_device(config.device).type
-    for side, one in zip(responses.sides, tokens[0], strict=True):
-        measure.add(side.uid, one)
-    numbers = measure.numbers()
-    gaps = [[one.gap for one in of_responses] for of_responses in tokens]
+    """Compare a sampler with a learner on the responses, and on the short ones if there are any."""
+    tokens = [list(map(token_mismatch, scores, read)) for (_, scores), read in zip(sampled, scored, strict=True)]
+    (rollouts, scores), device = sampled[0], pick_device(config.device).type
+    sums = MismatchSums()
+    for side, mismatch in zip(scores, tokens[0], strict=True):
+        sums.add(side.uid, mismatch)
+    numbers = sums.numbers()
+
+    lengths: tuple[LengthRow, ...] = ()
+    if config.short:
+        long, short = ([mismatch.gap for mismatch in of_responses] for of_responses in tokens)
+        groups = [short[first : first + config.short] for first in range(0, len(short), config.short)]
+        lengths = compare_lengths(long, groups, _short_limit(config, config.short))
+
+    varying = [name for name, role in zip(names, (config.samplers, config.learners), strict=True) if len(role) > 1]
     return MismatchPair(
-        name=_pair_name(names, len(config.samplers), len(config.learners)),
+        name=varying[0] if len(varying) == 1 else " | ".join(names),
         sampler=names[0],
         learner=names[1],
         verdict=verdict(*sides, device, config.sampling, numbers.gap.value),
-        cut=sum(rollout.finish == "length" for rollout in responses.rollouts) / len(responses.rollouts),
-        top_log_probs=responses.sides[0].top_ids.shape[1],
-        vocabulary=responses.sides[0].vocabulary,
+        cut=sum(rollout.finish == "length" for rollout in rollouts) / len(rollouts),
+        top_log_probs=scores[0].top_ids.shape[1],
+        vocabulary=scores[0].vocabulary,
         numbers=numbers,
         layers=layer_differences(*(_formats(side, device) for side in sides)),
-        lengths=_lengths(gaps, config) if config.short else (),
+        lengths=lengths,
     )
 
 
@@ -259,16 +254,3 @@ def _formats(side: SideConfig, device: str) -> dict[str, str]:
     """Return the number formats of a side's layers on a kind of device."""
     formats = SideFormats.of(side.engine, device, getattr(side, "autocast", None))
     return layer_formats(load_meta_model(side.path), formats)
-
-
-def _pair_name(names: tuple[str, str], samplers: int, learners: int) -> str:
-    """Return the name of the side that differs between pairs, or both names."""
-    if samplers > 1 and learners == 1:
-        return names[0]
-    return names[1] if learners > 1 and samplers == 1 else " | ".join(names)
-
-
-def _lengths(gaps: Sequence[Sequence[Tensor]], config: MismatchConfig) -> tuple[LengthRow, ...]:
-    long, short = gaps
-    groups = [short[first : first + config.short] for first in range(0, len(short), config.short)]
-    return compare_lengths(long, groups, _short_limit(config))

@@ -10,8 +10,8 @@ from jackpot.config.engines import ServerEngineConfig, is_quantized, unified_for
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets
-from jackpot.training.gaps import LARGEST_GAPS, precisions
-from jackpot.training.run_folder.models import config_of_run, resolve_model_path
+from jackpot.training.limits import LARGEST_GAPS, precisions
+from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
 _OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
 Changes = Sequence[Mapping[str, Any]]
@@ -100,7 +100,8 @@ def _settings_name(side: SideConfig) -> str:
     engine = side.engine
     words = [engine.name, engine.dtype]
     words += [f"head {engine.head_dtype}"] if engine.head_dtype else []
-    words += [engine.attn_implementation] if getattr(engine, "attn_implementation", "sdpa") != "sdpa" else []
+    attention = getattr(engine, "attn_implementation", "sdpa")
+    words += [attention] if attention != "sdpa" else []
     words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
     words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
     words += [" ".join(engine.urls)] if isinstance(engine, ServerEngineConfig) else []

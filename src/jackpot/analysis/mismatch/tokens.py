@@ -86,16 +86,21 @@ def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
     log_p, log_q = by.log_probs[here].double(), reading.log_probs[here].double()
     if bool(log_p.isnan().any() | log_q.isnan().any()):
         raise EngineError(f"{by.uid} has log-probs that are NaN; one of the two sides computes no distribution there")
+
     top_p = by.top_log_probs[here].double()
     top_q = None if reading.top_log_probs is None else reading.top_log_probs[here].double()
     support = None
     if by.truncated:
         top_q, log_mass = _on_support(by, top_p, top_q)
         log_q, support = log_q - log_mass, log_mass.exp()
+
     kl = variation = None
     is_whole = by.truncated or top_p.shape[1] == by.vocabulary
     if top_q is not None and top_p.shape[1]:
-        lowest = None if is_whole else reading.lowest[here].double()
+        lowest = None
+        if not is_whole:
+            assert reading.lowest is not None  # a learner that gives the log-probs of some tokens gives it too
+            lowest = reading.lowest[here].double()
         kl, variation = _divergences(top_p, top_q, lowest)
     return TokenMismatch(
         position=position,

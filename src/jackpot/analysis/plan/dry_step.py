@@ -47,8 +47,8 @@ from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
 from jackpot.objectives.kernels.linear_head import head_of
 from jackpot.objectives.kernels.topk import BLOCK
-from jackpot.training.gradients import GradientSplit
 from jackpot.training.guards import CHECKED_TOKENS
+from jackpot.training.joint_optimizer import GradientSplit
 
 RUN_TILES = 2  # of the output layer: the second one has what all later ones have
 

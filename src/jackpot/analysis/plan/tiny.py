@@ -44,7 +44,7 @@ from jackpot.core.prng import fold_in
 from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
-from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source, find_sources, is_place, source_name
+from jackpot.rollout.tasks.data import DATA_FOLDER, HUB, DataSource, find_source, find_sources, is_address, source_name
 from jackpot.rollout.tasks.rows import problem_columns
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
@@ -332,7 +332,7 @@ def _sources(config: Config) -> dict[str, DataSource]:
 def _source(data: DataConfig, split: Split) -> DataSource:
     """Locate the rows of a set; a path without a local file counts as a set of the hub."""
     path = Path(data.source).expanduser()
-    if not path.exists() and is_place(data.source) and not data.source.startswith(HUB):
+    if not path.exists() and is_address(data.source) and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})
     return find_source(data, split)
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from jackpot.core.metrics import Sums
+from jackpot.analysis.replay.stats import ratio_quantile
+from jackpot.core.metrics import Mean, Sums, mean_of
 
 FEW_TOKENS = 1_000  # sampled tokens, below which there is no recommendation
 OFF = 0.03  # largest deviation of the mean ratio from 1, unless SURE standard errors are more
@@ -42,7 +43,7 @@ def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
 
 def why_not(run: Sums) -> str | None:
     """Return a reason against any recommendation, or None."""
-    tokens = int(run["total_variation"].count)
+    tokens = int(mean_of(run, "total_variation").count)
     if tokens < FEW_TOKENS:
         return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
     if "z" in run and (problem := _lists_do_not_fit(run)):
@@ -52,11 +53,9 @@ def why_not(run: Sums) -> str | None:
 
 def _mean_is_not_1(run: Sums) -> str | None:
     """Check that the ratios of tokens without known distributions have mean 1; elsewhere the lists are checked."""
-    ratio, tame = run["sampled_only_ratio"], float(run["sampled_only_log_ratio"].quantile(0.99).exp()) < TAME
-    if ratio.count == 0:
-        return None
-    away = abs(float(ratio.value) - 1.0)
-    if tame and away > max(OFF, SURE * float(ratio.standard_error)):
+    ratio = mean_of(run, "sampled_only_ratio")
+    is_tame = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < TAME
+    if ratio.count > 0 and is_tame and _is_off(ratio, 1.0):
         return (
             f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and "
             f"must be 1. {_LOOK_FOR} Or the policy prefers tokens that the rollout model hardly ever samples; top-k "
@@ -66,18 +65,23 @@ def _mean_is_not_1(run: Sums) -> str | None:
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
-    gap, unreachable = run["acceptance_minus_z"], run["unreachable"]
-    if float(unreachable.value) > max(OFF, SURE * float(unreachable.standard_error)):
+    gap, unreachable = mean_of(run, "acceptance_minus_z"), mean_of(run, "unreachable")
+    if _is_off(unreachable, 0.0):
         return (
             f"{float(unreachable.value):.1%} of the policy's probability is on tokens that the rollout model "
             f"could not sample, by its own lists. {_LOOK_FOR} No correction brings back tokens that are never sampled"
         )
-    if abs(float(gap.value)) > max(OFF, SURE * float(gap.standard_error)):
+    if _is_off(gap, 0.0):
         return (
             f"of 100 sampled tokens {100.0 * float(gap.value):+.1f} more overlap than the top-k lists allow, so the "
             f"lists and the log-probs of the sampled tokens are not of one distribution. {_LOOK_FOR}"
         )
     return None
+
+
+def _is_off(mean: Mean, expected: float) -> bool:
+    """Tell whether a mean is not what it must be, by more than chance."""
+    return abs(float(mean.value) - expected) > max(OFF, SURE * float(mean.standard_error))
 
 
 _LOOK_FOR = (

@@ -6,13 +6,13 @@ over the tokens that are in both lists, and one more column that stands for all 
 Shapes: `B` responses of up to `T` tokens, `N` sampled tokens, `K` entries of a list, `M` = K + 1 columns.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse
+from jackpot.analysis.replay.responses import ResponseBatch
 from jackpot.objectives.obrs import ZEstimate, exact_z, known_z
 
 CAPTURED = 0.999  # mass of either distribution that the lists must hold, to sum over its tokens
@@ -47,24 +47,24 @@ class SavedDistributions:
 
 def saved_distributions(batch: ResponseBatch) -> SavedDistributions | None:
     """Match the top-k lists of both models; None where a response lacks one of them."""
-    if not all(one.has_lists for one in batch.responses):
+    if not all(response.has_lists for response in batch.responses):
         return None
-    rollout_ids, rollout_top = _pad(batch, "rollout_top_ids", "rollout_top_log_probs")
-    policy_ids, policy_top = _pad(batch, "policy_top_ids", "policy_top_log_probs")
-    rollout_ids, rollout_top = rollout_ids[batch.mask], rollout_top[batch.mask]
-    policy_ids, policy_top = policy_ids[batch.mask], policy_top[batch.mask]
+
+    rollout_ids, rollout_top = _sampled_lists(batch, "rollout", -1)
+    policy_ids, policy_top = _sampled_lists(batch, "policy", -2)
     same = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
     in_both = same.any(-1)
-    place = same.int().argmax(-1)
+
     nothing = torch.tensor(_NEGLIGIBLE, dtype=torch.float64)
     rollout = torch.where(in_both, rollout_top, nothing)
-    new = torch.where(in_both, policy_top.gather(-1, place), nothing)
-    held = torch.minimum(rollout.exp().sum(-1), new.exp().sum(-1))
+    new = torch.where(in_both, policy_top.gather(-1, same.int().argmax(-1)), nothing)
+    held = torch.minimum(rollout.exp().sum(-1), new.exp().sum(-1)) >= CAPTURED
     rollout, new = _with_rest(rollout), _with_rest(new)
+
     old = _old(batch, rollout, new)
     return SavedDistributions(
-        everywhere=_some(batch, torch.ones_like(held, dtype=torch.bool), rollout, new, old),
-        known=_some(batch, held >= CAPTURED, rollout, new, old) if (held >= CAPTURED).any() else None,
+        everywhere=_some(batch, torch.ones_like(held), rollout, new, old),
+        known=_some(batch, held, rollout, new, old) if held.any() else None,
     )
 
 
@@ -82,10 +82,9 @@ def _some(batch: ResponseBatch, chosen: Tensor, rollout: Tensor, new: Tensor, ol
 
 def z_of(lists: SavedDistributions | None, batch: ResponseBatch, lam: float, target: str) -> ZEstimate | None:
     """Return Z for a correction's inputs, [B, T]; None where there are no lists of the target."""
-    found = lists.everywhere.z(lam, target) if lists else None
-    if found is None:
+    if lists is None or (z := lists.everywhere.z(lam, target)) is None:
         return None
-    return known_z(torch.ones_like(batch.rollout).masked_scatter(lists.everywhere.at, found))
+    return known_z(torch.ones_like(batch.rollout).masked_scatter(lists.everywhere.at, z))
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
@@ -102,18 +101,13 @@ def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
     return rollout if (batch.old - batch.rollout).abs().max() < SAME else None
 
 
-def _pad(batch: ResponseBatch, ids: str, log_probs: str) -> tuple[Tensor, Tensor]:
-    """Pad the ids and log-probs of every response's lists to [B, T, K]."""
-    width = max(getattr(one, ids).shape[1] for one in batch.responses)
-    shape = (*batch.mask.shape, width)
-    all_ids = torch.full(shape, -1 if ids.startswith("rollout") else -2)
-    all_log_probs = torch.full(shape, -torch.inf, dtype=torch.float64)
-    for row, response in enumerate(batch.responses):
-        _fill(all_ids[row], all_log_probs[row], response, ids, log_probs)
-    return all_ids, all_log_probs
+def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of a model's lists at the sampled tokens, [N, K], padded with an id, and their log-probs."""
+    ids = [getattr(response, f"{model}_top_ids")[response.sampled_mask] for response in batch.responses]
+    log_probs = [getattr(response, f"{model}_top_log_probs")[response.sampled_mask] for response in batch.responses]
+    width = max(rows.shape[1] for rows in ids)
 
+    def padded(parts: list[Tensor], value: float) -> Tensor:
+        return torch.cat([pad(rows, (0, width - rows.shape[1]), value=value) for rows in parts])
 
-def _fill(ids: Tensor, log_probs: Tensor, response: SavedResponse, ids_name: str, log_probs_name: str) -> None:
-    rows: Sequence[Tensor] = (getattr(response, ids_name), getattr(response, log_probs_name))
-    length, width = rows[0].shape
-    ids[:length, :width], log_probs[:length, :width] = rows
+    return padded(ids, padding), padded(log_probs, -torch.inf)

@@ -3,12 +3,11 @@
 Status: supported.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jackpot.analysis.replay.formats import FORMATS, WRITABLE
@@ -54,15 +53,16 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
         raise ConfigError(f"{name} is read and not written: docs/replay.md says why. Give one of {', '.join(WRITABLE)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --out a folder that is empty or does not exist")
+
     run_config(run)
-    there, problems = list_rollout_files(run)
+    saved, problems = list_rollout_files(run)
     written: dict[Path, RolloutFile] = {}
-    for file in there:
+    for file in saved:
         try:
             written[_write(WRITABLE[name], file, out)] = file
         except UnreadableRollouts as error:
             problems.append(str(error))
-        listen(sum(one.responses for one in written.values()))
+        listen(sum(done.responses for done in written.values()))
     if not written:
         why = "; ".join(problems) or "rollouts.every and rollouts.keep decide what a run saves"
         raise DataError(f"{run} has no saved rollouts to export: {why}")
@@ -82,13 +82,13 @@ def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
     try:
         saved = SavedIteration(
             number=file.iteration,
-            rows=lambda columns: _rows(file.path, columns),
             prompt_width=_longest(file.path, "prompt_ids"),
             width=_longest(file.path, "token_ids"),
         )
         path.parent.mkdir(parents=True, exist_ok=True)
+        rows = enumerate(_rows(file.path, writer.columns))
         with whole_file(path) as partial:
-            writer.write(saved, partial)
+            writer.save(saved, partial, (writer.record(saved, number, row) for number, row in rows))
     except (pa.ArrowException, KeyError) as error:  # damaged behind its footer, or without a column
         raise UnreadableRollouts(f"{file.path} cannot be read and is left out: {str(error).splitlines()[0]}") from error
     except OSError as error:
@@ -97,12 +97,10 @@ def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
 
 
 def _longest(path: Path, column: str) -> int:
-    return pc.max(pc.list_value_length(pq.read_table(path, columns=[column])[column])).as_py() or 0
+    return max(map(len, pq.read_table(path, columns=[column])[column].to_pylist()), default=0)
 
 
-def _rows(path: Path, columns: Sequence[str]) -> Iterator[DumpRecord]:
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[DumpRecord]:
     """Yield the responses of a file with those of the columns that it has, a few in memory at a time."""
-    file = pq.ParquetFile(path)
-    there = [name for name in columns if name in file.schema_arrow.names]
-    for part in file.iter_batches(batch_size=_ROWS, columns=there):
+    for part in pq.ParquetFile(path).iter_batches(batch_size=_ROWS, columns=list(columns)):
         yield from part.to_pylist()

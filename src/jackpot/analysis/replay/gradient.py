@@ -16,68 +16,11 @@ from torch import Tensor
 
 from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import GradientFactors
-from jackpot.core.metrics import Mean
+from jackpot.core.metrics import Mean, Sum, Sums, mean_of
 
-
-class GradientSums(NamedTuple):
-    """Sums over states that add up over batches. Scalars, float64."""
-
-    estimator: Tensor  # S_ff
-    both: Tensor  # S_ft
-    exact: Tensor  # S_tt
-    noise: Tensor  # the variance times c^2
-    ideal_noise: Tensor  # the variance of sampling from p_new itself
-    drift: Tensor  # the drift squared, times c^2 S_tt
-
-    def __add__(self, other: "GradientSums") -> "GradientSums":
-        return GradientSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    @property
-    def scale(self) -> float:
-        """Return c, the multiple of the exact gradient that fits the mean best; a learning rate offsets it."""
-        return float(self.both / self.exact)
-
-    @property
-    def bias(self) -> float:
-        """Return the relative bias of the direction: 0 for the exact direction, 1 for an orthogonal one."""
-        return float((1.0 - self.both.square() / (self.estimator * self.exact)).clamp(min=0.0).sqrt())
-
-    @property
-    def variance(self) -> float:
-        """Return the variance, as a multiple of that of responses which the updated policy itself has sampled."""
-        return float(self.noise / (self.both / self.exact).square() / self.ideal_noise)
-
-    @property
-    def drift_size(self) -> float:
-        """Return the size of the part that does not depend on the tokens' rewards, over the exact gradient's size."""
-        return float((self.drift * self.exact).sqrt() / self.both)
-
-
-class StateSums(NamedTuple):
-    """Sums over states of one correction, from whole distributions, that add up over batches."""
-
-    gradient: GradientSums
-    mean: Mean  # F_s over states
-    square: Mean  # sum_x p_inf E F^2 over states
-    variation: Mean  # F_s times the total variation between f / F_s and p_new, over states
-
-    def __add__(self, other: "StateSums") -> "StateSums":
-        return StateSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    @property
-    def tv_after_correction(self) -> float:
-        """Return the total variation between the corrected distribution and the policy, states weighted by F_s."""
-        return float(self.variation.total / self.mean.total)
-
-    @property
-    def effective(self) -> float:
-        """Return the effective share of tokens, (E F)^2 / E F^2."""
-        return float(self.mean.value.square() / self.square.value)
-
-    @property
-    def state_spread(self) -> float:
-        """Return the standard deviation of F_s over its mean: how unevenly states count."""
-        return float(self.mean.variance.sqrt() / self.mean.value)
+_MEANS = ("state", "state square", "state variation")
+_PRODUCTS = ("estimator", "both", "exact", "noise", "ideal noise", "drift")
+EXACT = ("exact_effective", "tv_after_correction", "bias", "variance", "drift", "state_spread")
 
 
 class StateValues(NamedTuple):
@@ -89,42 +32,66 @@ class StateValues(NamedTuple):
     variation: Tensor  # [N] F_s times the total variation between f / F_s and p_new
 
 
-def state_values(found: GradientFactors, states: StateDistributions) -> StateValues:
+def state_values(factors: GradientFactors, states: StateDistributions) -> StateValues:
     """Compute f and the like from a correction's factors [N, M] on every token of every state."""
     rollout = states.rollout.exp()
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
-    trained = torch.where(can_be_sampled, rollout * found.mean, 0.0)
+    trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)
     of_state = trained.sum(-1)
     return StateValues(
         trained=trained,
-        second=torch.where(can_be_sampled, rollout * found.square, 0.0),
+        second=torch.where(can_be_sampled, rollout * factors.square, 0.0),
         of_state=of_state,
         variation=(trained - of_state.unsqueeze(-1) * states.new.exp()).abs().sum(-1) / 2.0,
     )
 
 
-def state_sums(values: StateValues, states: StateDistributions) -> StateSums:
-    """Sum one correction over states."""
+def state_sums(values: StateValues, states: StateDistributions) -> Sums:
+    """Sum one correction over states: S_ff, S_ft, S_tt, both variances and the drift (times c^2), and three means.
+
+    The means are of F_s, of the sum of p_inf E F^2 over a state, and of F_s times the total variation.
+    """
     target = states.new.exp()
     trained, second, of_state, variation = values
     norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x
-    squares = states.advantages.square()
-
-    def total(values: Tensor) -> Tensor:
-        return (squares * values.sum(-1)).sum()
-
-    gradient = GradientSums(
-        estimator=total(trained.square() * norms),
-        both=total(trained * target * norms),
-        exact=total(target.square() * norms),
-        noise=total((second - trained.square()) * norms),
-        ideal_noise=total((target - target.square()) * norms),
-        drift=total((trained - of_state.unsqueeze(-1) * target).square()),
+    products = (
+        trained.square() * norms,
+        trained * target * norms,
+        target.square() * norms,
+        (second - trained.square()) * norms,
+        (target - target.square()) * norms,  # the variance of sampling from p_new itself
+        (trained - of_state.unsqueeze(-1) * target).square(),
     )
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
-    return StateSums(
-        gradient=gradient,
-        mean=Mean.of(of_state, everywhere),
-        square=Mean.of(second.sum(-1), everywhere),
-        variation=Mean.of(variation, everywhere),
+    means = (Mean.of(column, everywhere) for column in (of_state, second.sum(-1), variation))
+    squares = states.advantages.square()
+    totals = (Sum((squares * product.sum(-1)).sum()) for product in products)
+    return dict(zip((*_MEANS, *_PRODUCTS), (*means, *totals), strict=True))
+
+
+def exact_numbers(sums: Sums) -> dict[str, float | None]:
+    """Compute the numbers named EXACT from the sums over states; None each where there are none.
+
+    `bias` is 0 for the exact direction and 1 for an orthogonal one; a common factor, which a learning rate offsets, is
+    no bias. `variance` is a multiple of that of responses which the updated policy itself has sampled, and `drift` is
+    over the exact gradient's size. `state_spread` is the standard deviation of F_s over its mean.
+    """
+    if _MEANS[0] not in sums:
+        return dict.fromkeys(EXACT)
+
+    weight, square, variation = (mean_of(sums, name) for name in _MEANS)
+    estimator, both, exact, noise, ideal_noise, drift = (sums[name].value for name in _PRODUCTS)
+    numbers = (
+        weight.value.square() / square.value,
+        variation.total / weight.total,
+        (1.0 - both.square() / (estimator * exact)).clamp(min=0.0).sqrt(),
+        noise / (both / exact).square() / ideal_noise,
+        (drift * exact).sqrt() / both,
+        weight.variance.sqrt() / weight.value,
     )
+    return dict(zip(EXACT, map(float, numbers), strict=True))
+
+
+def known_states(sums: Sums) -> int:
+    """Count the tokens whose whole distributions were summed over."""
+    return int(mean_of(sums, _MEANS[0]).count) if _MEANS[0] in sums else 0

@@ -1,16 +1,16 @@
 """Applies corrections to batches of responses, and keeps the sums that tables and the rule read."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from jackpot.analysis.advice.rule import (
+    COLUMNS,
     GROUPS,
     OVERLAP,
     Costs,
-    Estimate,
     JudgedCorrection,
     Recommendation,
     estimate,
@@ -18,23 +18,37 @@ from jackpot.analysis.advice.rule import (
 )
 from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, why_not
 from jackpot.analysis.replay.distributions import SavedDistributions, StateDistributions, saved_distributions, z_of
-from jackpot.analysis.replay.factors import GradientFactors, factors, inputs_of, needs_z, prefix_ratio
-from jackpot.analysis.replay.gradient import StateValues, state_sums, state_values
+from jackpot.analysis.replay.factors import factors, inputs_of, prefix_ratio
+from jackpot.analysis.replay.gradient import StateValues, known_states, state_sums, state_values
 from jackpot.analysis.replay.rejected import TopRejected
 from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse, collate
-from jackpot.analysis.replay.results import ReplayedCorrection
 from jackpot.analysis.replay.settings import PARTS, WHOLE_RESPONSE, CorrectionSetting
-from jackpot.analysis.replay.stats import (
-    CorrectionStats,
-    SampledColumns,
-    bands_of,
-    correction_sums,
-    rule_columns,
-    run_sums,
-)
-from jackpot.core.metrics import Sums, add_sums
-from jackpot.objectives.corrections import measured
-from jackpot.objectives.obrs import acceptance, known_z
+from jackpot.analysis.replay.stats import SampledColumns, bands_of, correction_sums, rule_columns, run_sums
+from jackpot.core.metrics import Sums, add_sums, mean_of
+from jackpot.core.statistics import Estimate
+from jackpot.objectives.corrections import CorrectionInputs, measured
+from jackpot.objectives.obrs import acceptance, exact_z, known_z
+
+
+@dataclass(slots=True)
+class ReplayedCorrection:
+    """The sums of one correction over all responses; none where it could not be applied to any."""
+
+    setting: CorrectionSetting
+    sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states whose distributions are known
+    groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
+    changed: TopRejected = field(default_factory=TopRejected)
+
+    @property
+    def sampled_tv_after_correction(self) -> float:
+        """Estimate the total variation after the correction from sampled tokens only; 1 where F is 0 everywhere."""
+        variation, trained = mean_of(self.sums, "variation").total, mean_of(self.sums, "trained").total
+        return float(variation / trained) if trained != 0 else 1.0
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that the correction was replayed on."""
+        return int(mean_of(self.sums, "factor").count) if self.sums else 0
 
 
 class Measured:
@@ -42,44 +56,42 @@ class Measured:
 
     def __init__(self, settings: Sequence[CorrectionSetting]) -> None:
         self.run: Sums = {}
-        self._settings = settings
-        self._stats = [CorrectionStats() for _ in settings]
-        self._changed = [TopRejected() for _ in settings]
+        self._corrections = [ReplayedCorrection(setting) for setting in settings]
         self._left_out: dict[str, dict[str, None]] = {}  # reason -> what is left out for it
         self._prompts = -1  # number of the prompt in its order
         self._last: object = None  # the prompt of the response before
 
-    def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add responses that have log-probs of a policy and a sampled token, those to one prompt after each other."""
-        groups = {id(one): self._group(one) for one in responses}
-        for alike in _by_lists(responses):
-            self._add(collate(alike), torch.tensor([groups[id(one)] for one in alike]))
+    @property
+    def tokens(self) -> int:
+        """The number of sampled tokens."""
+        return int(mean_of(self.run, "total_variation").count)
 
     @property
     def corrections(self) -> tuple[ReplayedCorrection, ...]:
-        """Return the corrections that could be applied to any token."""
-        parts = zip(self._settings, self._stats, self._changed, strict=True)
-        return tuple(
-            ReplayedCorrection(setting=setting, stats=stats, changed=changed)
-            for setting, stats, changed in parts
-            if stats.sums
-        )
+        """The corrections that could be applied to at least one token."""
+        return tuple(correction for correction in self._corrections if correction.sums)
 
     @property
     def left_out(self) -> list[str]:
-        """Name what could not be computed, or on some tokens only, so that it is no candidate for the rule."""
-        every = int(self.run["total_variation"].count)
+        """What could not be computed, or on some tokens only, so that it is no candidate for the rule."""
         partly: dict[int, list[str]] = {}
-        for setting, stats in zip(self._settings, self._stats, strict=True):
-            if 0 < stats.tokens < every:
-                partly.setdefault(stats.tokens, []).append(setting.label)
+        for correction in self.corrections:
+            if correction.tokens < self.tokens:
+                partly.setdefault(correction.tokens, []).append(correction.setting.label)
         return [
             *(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
             *(
-                f"{', '.join(some)}: replayed on only {tokens:,} of {every:,} tokens, so the rule leaves them out"
+                f"{', '.join(some)}: replayed on only {tokens:,} of {self.tokens:,} tokens, so the rule leaves them out"
                 for tokens, some in partly.items()
             ),
         ]
+
+    def add(self, responses: Sequence[SavedResponse]) -> None:
+        """Add responses that have log-probs of a policy and a sampled token, those to one prompt after each other."""
+        groups = {id(response): self._group(response) for response in responses}
+        for has_lists in (True, False):  # a batch needs the lists of all
+            if alike := [response for response in responses if response.has_lists == has_lists]:
+                self._add(collate(alike), torch.tensor([groups[id(response)] for response in alike]))
 
     def advice(self, weights: str, costs: Costs | None, problem: str | None = None) -> Recommendation:
         """Apply the rule.
@@ -88,33 +100,32 @@ class Measured:
             weights: whose weights generated and scored the tokens.
             problem: reason against any recommendation, found before the numbers are looked at.
         """
-        run, stale = self.run, is_stale(self.run)
-        tokens = int(run["total_variation"].count)
+        stale = is_stale(self.run)
         candidates = [
             JudgedCorrection(
-                name=one.setting.name,
-                label=one.setting.label,
-                settings=dict(one.setting.numbers),
-                advisable=may_be_advised(one.setting, stale),
-                is_whole=one.setting.weighs_whole_responses,
-                known=one.stats.known / tokens,
-                groups=one.stats.groups,
+                name=correction.setting.name,
+                label=correction.setting.label,
+                settings=dict(correction.setting.numbers),
+                advisable=may_be_advised(correction.setting, stale),
+                is_whole=correction.setting.weighs_whole_responses,
+                known=known_states(correction.sums) / self.tokens,
+                groups=correction.groups,
             )
-            for one in self.corrections
-            if one.stats.tokens == tokens
+            for correction in self.corrections
+            if correction.tokens == self.tokens
         ]
         numbers = {one.label: float(one.groups.sum()) for one in candidates if one.advisable}
-        advice_problem = problem or not_finite(run, numbers) or why_not(run)
-        found = judge(candidates, self._measured_on(weights, candidates), costs, advice_problem)
-        return found if advice_problem else _with_warning(found, few_sequences(run))
+        problem = problem or not_finite(self.run, numbers) or why_not(self.run)
+
+        advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
+        return advice if problem else replace(advice, sentence=advice.sentence + few_sequences(self.run))
 
     def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
-        gap, text = self.run["total_variation"], f"{int(self.run['total_variation'].count):,} tokens of {weights}"
-        found = Estimate(float(gap.value), None)
+        gap = Estimate(float(self.run["total_variation"].value), None)
         if candidates:
-            found = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
-        error = f" ± {found.error:.2%}" if found.error is not None else ""
-        return f"{text}, with {found.value:.2%}{error} total variation before the correction"
+            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
+        error = f" ± {gap.error:.2%}" if gap.error is not None else ""
+        return f"{self.tokens:,} tokens of {weights}, with {gap.value:.2%}{error} total variation before the correction"
 
     def _group(self, response: SavedResponse) -> int:
         """Return the group of a response: prompts are dealt to the groups in turn."""
@@ -124,8 +135,10 @@ class Measured:
         return self._prompts % GROUPS
 
     def _add(self, batch: ResponseBatch, groups: Tensor) -> None:
-        if any(one.advantages is None for one in batch.responses):
+        has_signs = all(response.advantages is not None for response in batch.responses)
+        if not has_signs:
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
+
         lists = saved_distributions(batch)
         states = lists.known if lists else None
         self.run = add_sums(self.run, run_sums(batch, states))
@@ -133,41 +146,39 @@ class Measured:
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
         overlap = acceptance(batch.rollout, batch.new, 1.0)
         if states:
-            overlap = overlap.masked_scatter(states.at, states.z(1.0, "new"))
-        for setting, stats, changed in zip(self._settings, self._stats, self._changed, strict=True):
-            result = self._measured(setting, batch, lists)
-            if result is None:
-                continue
-            found, values = result
-            sampled = SampledColumns.of(found, ratio, batch.mask)
-            columns = sampled.known(values, states.at) if values else sampled
-            stats.add(
-                correction_sums(found, sampled, batch.mask, bands),
-                state_sums(values, states) if values else None,
-                rule_columns(columns, found.scale, prefixes, overlap, batch.mask),
-                groups,
-            )
-            changed.add(batch, found, ratio)
+            overlap = overlap.masked_scatter(states.at, exact_z(states.rollout, states.new, 1.0))
 
-    def _measured(
+        for correction in self._corrections:
+            setting = correction.setting
+            inputs = self._inputs(setting, batch, lists)
+            if inputs is None:
+                continue
+
+            totals = measured(setting.objective.correction, inputs)
+            sampled = factors(setting, inputs, batch.new, batch.advantages if has_signs else None, totals)
+            columns = SampledColumns.of(sampled, ratio, batch.mask)
+            sums = correction_sums(sampled, columns.wrong, batch.mask, bands)
+            if states and (values := _state_values(setting, states, totals)):
+                sums |= state_sums(values, states)
+                columns = columns.known(values, states.at)
+
+            correction.sums = add_sums(correction.sums, sums)
+            rows = rule_columns(columns, sampled.scale, prefixes, overlap, batch.mask)
+            correction.groups = correction.groups.index_add(0, groups, rows)
+            correction.changed.add(batch, sampled, ratio)
+
+    def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: SavedDistributions | None
-    ) -> tuple[GradientFactors, StateValues | None] | None:
-        """Compute the factors on the sampled tokens, and over whole distributions where those are known."""
-        objective = setting.objective
-        z = z_of(lists, batch, objective.correction.lam, objective.target)
-        if z is None and needs_z(setting):
+    ) -> CorrectionInputs | None:
+        """Build a correction's inputs at the sampled tokens; None where it needs a Z that is not known."""
+        correction, target = setting.objective.correction, setting.objective.target
+        z = z_of(lists, batch, correction.lam, target)
+        if z is None and "z" in correction.reads:
             self._leave_out(setting.label, _NO_LISTS if lists is None else _NO_OLD)
             return None
         if z is None:
             z = known_z(torch.ones_like(batch.rollout))
-        inputs = inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
-        totals = measured(objective.correction, inputs)
-        has_signs = all(one.advantages is not None for one in batch.responses)
-        found = factors(setting, inputs, batch.new, batch.advantages if has_signs else None, totals)
-        states, values = lists.known if lists else None, None
-        if states and not setting.weighs_whole_responses and (states.old is not None or not _reads_old(setting)):
-            values = state_values(_of_states(setting, states, totals), states)
-        return found, values
+        return inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
 
     def _leave_out(self, what: str, why: str) -> None:
         self._left_out.setdefault(why, {})[what] = None
@@ -186,29 +197,19 @@ def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     return stale or not setting.aligns_to_new or setting.name == "dppo"  # which has no other default
 
 
-def _with_warning(advice: Recommendation, warning: str) -> Recommendation:
-    return replace(advice, sentence=advice.sentence + warning)
-
-
-def _reads_old(setting: CorrectionSetting) -> bool:
-    return "old" in (setting.objective.target, setting.objective.proximal)
-
-
-def _of_states(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> GradientFactors:
-    """Compute the factors of every token of every state, [N, M]."""
+def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
+    """Compute what a correction does in every state; None where that depends on what is not known of it."""
     objective = setting.objective
+    reads_old = "old" in (objective.target, objective.proximal)
+    if setting.weighs_whole_responses or (states.old is None and reads_old):
+        return None
+
     z = states.z(objective.correction.lam, objective.target)
     value = (torch.ones_like(states.new[:, 0]) if z is None else z).unsqueeze(-1).expand_as(states.new)
     old = states.new if states.old is None else states.old
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
     inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, known_z(value))
-    return factors(setting, inputs, states.new, None, totals)
-
-
-def _by_lists(responses: Sequence[SavedResponse]) -> list[list[SavedResponse]]:
-    """Separate responses with top-k lists of both models from those without, as a batch needs the lists of all."""
-    parts = ([one for one in responses if one.has_lists == have] for have in (True, False))
-    return [part for part in parts if part]
+    return state_values(factors(setting, inputs, states.new, None, totals), states)
 
 
 _NO_LISTS = (

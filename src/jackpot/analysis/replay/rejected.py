@@ -35,14 +35,14 @@ class TopRejected:
         self._rejected: Counter[str] = Counter()
         self._worst: list[TokenExample] = []
 
-    def add(self, batch: ResponseBatch, found: GradientFactors, ratio: Tensor) -> None:
+    def add(self, batch: ResponseBatch, factors: GradientFactors, ratio: Tensor) -> None:
         """Add a batch with the correction's factors and rho, [B, T] each."""
-        self._count(batch, found)
-        change = torch.where(batch.mask, batch.advantages.abs() * (found.mean - ratio).abs(), 0.0)
+        self._count(batch, factors)
+        change = torch.where(batch.mask, batch.advantages.abs() * (factors.mean - ratio).abs(), 0.0)
         for flat in change.flatten().topk(min(MOST, change.numel())).indices.tolist():
             row, column = divmod(flat, change.shape[1])
             if (size := float(change[row, column])) > 0.0:
-                self._worst.append(_example(batch.responses[row], row, column, size, found, ratio))
+                self._worst.append(_example(batch.responses[row], row, column, size, factors, ratio))
         self._worst = heapq.nlargest(MOST, self._worst)
 
     @property
@@ -55,12 +55,12 @@ class TopRejected:
         """Return the tokens whose gradient the correction changes most, largest change first."""
         return tuple(self._worst)
 
-    def _count(self, batch: ResponseBatch, found: GradientFactors) -> None:
-        rows, columns = ((found.accepted < 1.0) & batch.mask).nonzero(as_tuple=True)
-        lost = (1.0 - found.accepted)[rows, columns]
-        ids, place = batch.token_ids[rows, columns].unique(return_inverse=True)
-        sums = torch.zeros(len(ids), dtype=lost.dtype).index_add(0, place, lost)
-        examples = torch.zeros(len(ids), dtype=torch.int64).scatter(0, place, torch.arange(len(place)))
+    def _count(self, batch: ResponseBatch, factors: GradientFactors) -> None:
+        rows, columns = ((factors.accepted < 1.0) & batch.mask).nonzero(as_tuple=True)
+        lost = (1.0 - factors.accepted)[rows, columns]
+        ids, index = batch.token_ids[rows, columns].unique(return_inverse=True)
+        sums = torch.zeros(len(ids), dtype=lost.dtype).index_add(0, index, lost)
+        examples = torch.zeros(len(ids), dtype=torch.int64).scatter(0, index, torch.arange(len(index)))
         for count, example in zip(sums.tolist(), examples.tolist(), strict=True):
             self._rejected[_text(batch.responses[int(rows[example])], int(columns[example]))] += count
         if len(self._rejected) > 2 * _COUNTED:
@@ -68,18 +68,18 @@ class TopRejected:
 
 
 def _example(
-    response: SavedResponse, row: int, column: int, change: float, found: GradientFactors, ratio: Tensor
+    response: SavedResponse, row: int, column: int, change: float, factors: GradientFactors, ratio: Tensor
 ) -> TokenExample:
     return TokenExample(
         change=change,
         text=_text(response, column),
-        context="".join(_text(response, place) for place in range(max(0, column - _CONTEXT), column)),
+        context="".join(_text(response, index) for index in range(max(0, column - _CONTEXT), column)),
         position=column,
         ratio=float(ratio[row, column]),
-        factor=float(found.mean[row, column]),
-        accepted=float(found.accepted[row, column]),
+        factor=float(factors.mean[row, column]),
+        accepted=float(factors.accepted[row, column]),
     )
 
 
-def _text(response: SavedResponse, place: int) -> str:
-    return response.tokens[place] if response.tokens else f"<{int(response.token_ids[place])}>"
+def _text(response: SavedResponse, position: int) -> str:
+    return response.tokens[position] if response.tokens else f"<{int(response.token_ids[position])}>"

@@ -13,21 +13,19 @@ from jackpot.analysis.advice.costs import costs_of_run
 from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.replay.formats import AUTO, find_format
 from jackpot.analysis.replay.formats.base import DumpFormat, read_files
-from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import SavedResponse, response_batches
 from jackpot.analysis.replay.results import ReplayResult
 from jackpot.analysis.replay.scoring import PolicyScorer
-from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
+from jackpot.analysis.replay.settings import settings_of
 from jackpot.analysis.replay.stats import EndGaps
 from jackpot.config.config import Config
 from jackpot.core.errors import DataError, JackpotError
+from jackpot.training.run_folder.checkpoint import resolve_model_path
 from jackpot.training.run_folder.folder import run_config
-from jackpot.training.run_folder.models import resolve_model_path
 
 MOST_WARNINGS = 20  # kinds of warnings that are kept as text; all are counted
 MOST_CHARACTERS = 400  # of a warning, which may quote what the file has
-LIMITS = ReadLimits()
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,_]*(?:e[-+]?[0-9]+)?")
 
 
@@ -39,7 +37,6 @@ def replay(
     temperature: float | None = None,
     every: int = 1,
     listen: Callable[[int], None] = lambda _: None,
-    limits: ReadLimits = LIMITS,
 ) -> ReplayResult:
     """Read all saved rollouts once, apply every correction to them and recommend one.
 
@@ -50,137 +47,122 @@ def replay(
         temperature: of the sampling, for `model`; None: the run's, or 1.
         every: one of so many responses is replayed, which suffices for a run with many tokens.
         listen: called with the number of responses read so far.
-        limits: sizes beyond which a response or a file is left out.
 
     Raises:
         ConfigError: an unknown format or correction.
         DataError: nothing to replay, or a dump without what every correction needs.
         ModelError: a model that cannot be read.
     """
-    found, files = find_format(path, name, limits)
-    config = run_config(path) if found.name == "jackpot" else None
-    settings = settings_of(config, names)
-    if temperature is None:
-        temperature = config.sampling.temperature if config else 1.0
-    scored_by = resolve_model_path(model) if model else None
-    scorer = PolicyScorer(scored_by, temperature) if scored_by else None
+    dump, files = find_format(path, name)
+    config = run_config(path) if dump.name == "jackpot" else None
+    measured, ends = Measured(settings_of(config, names)), EndGaps()
 
-    is_mixed = config is not None and config.is_mixed and "rollout_model" in config.writers(1, config.iterations)
-    reading = _Pass(found, files, scorer, settings, every, listen, limits, is_mixed)
-    reading.read()
-    return reading.result(path, config, _policy(config, scored_by, temperature))
+    policy = "as training scored it when it saved the batch" if config else "as the file has it"
+    scorer = None
+    if model:
+        if temperature is None:
+            temperature = config.sampling.temperature if config else 1.0
+        scored_by = resolve_model_path(model)
+        scorer = PolicyScorer(scored_by, temperature)
+        policy = f"{scored_by}, read at temperature {temperature:g}"
+
+    reading = _Reading(dump, files, config, needs_policy=scorer is None)
+    for part in response_batches(reading.responses(every)):
+        batch = scorer.score(part) if scorer else part
+        ends.add(batch)
+        measured.add(batch)
+        listen(reading.read)
+    reading.check()
+
+    costs, why = _costs(config)
+    first, last = ends.gaps[0][0], ends.gaps[-1][0]
+    weights = (f"{first} to {last}" if first != last else first) + (f" under {policy}" if scorer else "")
+    is_copied = not (config or scorer) and float(measured.run["policy_max"].value) == 0.0
+    return ReplayResult(
+        path=path,
+        format=dump.name,
+        files=len(files),
+        policy=policy,
+        run=measured.run,
+        ends=ends.gaps,
+        corrections=measured.corrections,
+        left_out=(*measured.left_out, *reading.left_out, *why),
+        unreadable=reading.unreadable,
+        problems=reading.problems,
+        answer=measured.advice(weights, costs, _COPIED if is_copied else None),
+    )
 
 
-class _Pass:
-    """One pass over the files: what is measured of them, and warnings."""
+class _Reading:
+    """Reads the responses of all files, and counts those that are left out.
 
-    def __init__(
-        self,
-        found: DumpFormat,
-        files: Sequence[Path],
-        scorer: PolicyScorer | None,
-        settings: Sequence[CorrectionSetting],
-        every: int,
-        listen: Callable[[int], None],
-        limits: ReadLimits,
-        is_mixed: bool,
-    ) -> None:
-        self._format, self._files, self._scorer, self._listen = found, files, scorer, listen
-        self._limits = limits
-        self._every, self._is_mixed = every, is_mixed
-        self._measured = Measured(settings)
-        self._ends = EndGaps()
-        self._problems: dict[str, str] = {}  # the first of those that are alike but for numbers
+    Args:
+        config: of the run; None for another library's dump.
+        needs_policy: whether a response without log-probs of the policy is left out.
+    """
+
+    def __init__(self, dump: DumpFormat, files: Sequence[Path], config: Config | None, needs_policy: bool) -> None:
+        self._dump, self._files, self._needs_policy = dump, files, needs_policy
+        writers = config.writers(1, config.iterations) if config else ()
+        self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
+        self._first: dict[str, str] = {}  # of the problems that are alike but for numbers
         self._alike: Counter[str] = Counter()  # and how many there are
-        self._unreadable = self._responses = self._fully_masked = self._by_policy = 0
+        self.unreadable = self.read = 0
+        self._fully_masked = self._by_policy = 0
         self._without_policy: str | None = None
 
-    def read(self) -> None:
-        """Read all files. Raises DataError where no file has a response."""
-        for read in response_batches(self._responses_read()):
-            part = self._scorer.score(read) if self._scorer else read
-            self._ends.add(part)
-            self._measured.add(part)
-            self._listen(self._responses)
-        if not self._responses:
-            if self._without_policy:
-                raise DataError(self._without_policy)
-            why = "; ".join([*self._problem_texts(), *self._masked()]) or "its files are empty"
-            raise DataError(f"there is no response to replay in {len(self._files)} files: {why}")
-
-    def result(self, path: Path, config: Config | None, policy: str) -> ReplayResult:
-        """Return the sums of everything read, with the advice."""
-        costs, why = _costs(config)
-        ends = [where for where, _ in self._ends.gaps]
-        weights = f"{ends[0]} to {ends[-1]}" if len(ends) > 1 else ends[0]
-        if self._scorer:
-            weights = f"{weights} under {policy}"
-        return ReplayResult(
-            path=path,
-            format=self._format.name,
-            files=len(self._files),
-            policy=policy,
-            run=self._measured.run,
-            ends=self._ends.gaps,
-            corrections=self._measured.corrections,
-            left_out=(*self._measured.left_out, *self._masked(), *why),
-            unreadable=self._unreadable,
-            problems=tuple(self._problem_texts()),
-            answer=self._measured.advice(weights, costs, self._copied()),
-        )
-
-    def _responses_read(self) -> Iterator[SavedResponse]:
-        """Yield the responses that have log-probs of the policy and at least one sampled token."""
-        for response in islice(read_files(self._format, self._files, self._warn, self._limits), 0, None, self._every):
+    def responses(self, every: int) -> Iterator[SavedResponse]:
+        """Yield one of so many responses, if it has a sampled token and what is needed."""
+        for response in islice(read_files(self._dump, self._files, self._warn), 0, None, every):
             if not response.sampled_mask.any():
                 self._fully_masked += 1
             elif self._is_mixed and response.sampled_by == "policy":
                 self._by_policy += 1
-            elif not self._scorer and response.old_log_probs is None and response.log_probs is None:
+            elif self._needs_policy and response.log_probs is None:
                 lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
                 self._warn(f"{lack} for response {response.uid}; left out")
                 self._without_policy = self._without_policy or (
-                    f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._format.how}"
+                    f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._dump.how}"
                 )
             else:
-                self._responses += 1
+                self.read += 1
                 yield response
 
-    def _masked(self) -> Iterator[str]:
-        if self._fully_masked:
-            yield f"{self._fully_masked:,} responses: they have no sampled token (sampled_mask is false throughout)"
-        if self._by_policy:
-            yield f"{self._by_policy:,} responses: the policy sampled them itself, and the others are judged"
+    def check(self) -> None:
+        """Raise DataError where no file had a response."""
+        if self.read:
+            return
+        why = "; ".join((*self.problems, *self.left_out)) or "its files are empty"
+        raise DataError(self._without_policy or f"there is no response to replay in {len(self._files)} files: {why}")
 
-    def _copied(self) -> str | None:
-        """Return a warning where another library saved the engine's log-probs as the policy's, else None."""
-        is_ours = self._format.name == "jackpot" or self._scorer is not None
-        return None if is_ours or float(self._measured.run["policy_max"].value) > 0.0 else _COPIED
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """How many responses were left out, and why."""
+        counts = {
+            "they have no sampled token (sampled_mask is false throughout)": self._fully_masked,
+            "the policy sampled them itself, and the others are judged": self._by_policy,
+        }
+        return tuple(f"{count:,} responses: {why}" for why, count in counts.items() if count)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The first of each kind of reason why records could not be read, and how many are like it."""
+        others = {alike: f" (and {count - 1:,} more like this)" for alike, count in self._alike.items() if count > 1}
+        return tuple(first + others.get(alike, "") for alike, first in self._first.items())
 
     def _warn(self, problem: str) -> None:
         """Count a problem; of those that differ in numbers alone the first is kept as text."""
-        self._unreadable += 1
+        self.unreadable += 1
         alike = _NUMBER.sub("0", problem[:MOST_CHARACTERS])
-        if alike in self._problems or len(self._problems) < MOST_WARNINGS:
-            self._problems.setdefault(alike, problem[:MOST_CHARACTERS])
+        if alike in self._first or len(self._first) < MOST_WARNINGS:
+            self._first.setdefault(alike, problem[:MOST_CHARACTERS])
             self._alike[alike] += 1
-
-    def _problem_texts(self) -> Iterator[str]:
-        for alike, first in self._problems.items():
-            others = self._alike[alike] - 1
-            yield f"{first} (and {others:,} more like this)" if others else first
 
 
 _COPIED = (
     "the policy's log-probs are a copy of the engine's, the same to the last bit at every sampled token, as in verl's "
     "bypass mode; give --model PATH, the model that was trained, and they are computed"
 )
-
-
-def _policy(config: Config | None, model: str | None, temperature: float) -> str:
-    if model:
-        return f"{model}, read at temperature {temperature:g}"
-    return "as training scored it when it saved the batch" if config else "as the file has it"
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:

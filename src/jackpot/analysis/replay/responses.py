@@ -1,6 +1,6 @@
 """Saved responses in one form for all file formats, and batches of them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from jackpot.models.packing import pack
 
 BATCH_TOKENS = 8_192  # response tokens of one batch, padding included
 NEEDED = ("token_ids", "rollout_log_probs")
-_FLOATS = ("rollout_log_probs", "old_log_probs", "log_probs", "advantages")
 _LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
+_ROUNDING = 1e-2  # of the mass of a list, in half precision
+_MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 class DamagedRecord(DataError):
@@ -34,7 +35,7 @@ class SavedResponse:
     sampled_mask: Tensor  # [T] bool
     advantages: Tensor | None  # [T]
     rollout_log_probs: Tensor  # [T]
-    old_log_probs: Tensor | None  # [T]
+    old_log_probs: Tensor | None  # [T]; where the file has one of these two, it is both
     log_probs: Tensor | None  # [T] of the policy that is updated; equal to the old ones at the first step of a batch
     rollout_top_ids: Tensor | None  # [T, K]
     rollout_top_log_probs: Tensor | None  # [T, K]
@@ -45,6 +46,12 @@ class SavedResponse:
     def has_lists(self) -> bool:
         """Whether there are top-k lists of both models."""
         return self.rollout_top_ids is not None and self.policy_top_ids is not None
+
+    @property
+    def of_policy(self) -> tuple[Tensor, Tensor]:
+        """The log-probs of the policy when it received the batch, and when it is updated."""
+        assert self.old_log_probs is not None and self.log_probs is not None  # the replay leaves out all others
+        return self.old_log_probs, self.log_probs
 
 
 def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResponse:
@@ -57,20 +64,34 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
     Raises:
         DamagedRecord: a column that is not numeric, not as long as `token_ids`, or not finite at a sampled token.
     """
+    where_it_is = f"{where}, response {number}"
     try:
         ids = torch.as_tensor(record["token_ids"]).long()
-        columns = {name: _floats(record.get(name), len(ids)) for name in _FLOATS}
+        rollout = _column(record["rollout_log_probs"], len(ids))
+        others = {
+            name: None if record.get(name) is None else _column(record[name], len(ids))
+            for name in ("old_log_probs", "log_probs", "advantages")
+        }
         lists = {name: _lists(record.get(name), name.endswith("ids")) for name in _LISTS}
         mask = record.get("sampled_mask")
         mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
         prompt = record.get("prompt_ids")
         prompt_ids = None if prompt is None else torch.as_tensor(prompt).long()
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DamagedRecord(f"{where}, response {number}: {type(error).__name__}: {error}") from error
+        raise DamagedRecord(f"{where_it_is}: {type(error).__name__}: {error}") from error
+
     texts = record.get("tokens")
-    _check_lengths({"sampled_mask": mask, "tokens": texts, **columns, **lists}, len(ids), f"{where}, response {number}")
-    _check_values(columns, lists, mask, f"{where}, response {number}")
-    _check_lists(lists, mask, f"{where}, response {number}")
+    columns = {"rollout_log_probs": rollout, **others}
+    for name, column in {"sampled_mask": mask, "tokens": texts, **columns, **lists}.items():
+        if column is not None and len(column) != len(ids):
+            raise DamagedRecord(f"{where_it_is}: {name} has {len(column)} entries, there are {len(ids)} token_ids")
+
+    _check_values(columns, lists, mask, where_it_is)
+    _check_lists(lists, mask, where_it_is)
+    if others["old_log_probs"] is None:
+        others["old_log_probs"] = others["log_probs"]
+    elif others["log_probs"] is None:
+        others["log_probs"] = others["old_log_probs"]
     return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{number}"),
         sampled_by=record.get("sampled_by") or None,
@@ -79,48 +100,47 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
         token_ids=ids,
         tokens=None if texts is None else tuple(map(str, texts)),
         sampled_mask=mask,
-        **columns,
+        rollout_log_probs=rollout,
+        **others,
         **lists,
     )
 
 
-def _floats(values: Any, length: int) -> Tensor | None:
-    if values is None:
-        return None
+def _column(values: Any, length: int) -> Tensor:
+    """Return a column as float64 [T]; a single number stands for all tokens."""
     column = torch.as_tensor(values, dtype=torch.float64)
     return column.expand(length) if column.ndim == 0 else column
 
 
 def _lists(values: Any, are_ids: bool) -> Tensor | None:
-    if values is None:
+    """Return top-k lists as [T, K]; None where there are none."""
+    rows = None if values is None else torch.as_tensor(values, dtype=torch.int64 if are_ids else torch.float64)
+    if rows is None or not rows.numel():
         return None
-    rows = torch.as_tensor(values, dtype=torch.int64 if are_ids else torch.float64)
-    return rows if rows.ndim == 2 and rows.shape[1] else None
-
-
-def _check_lengths(columns: Mapping[str, Sized | None], length: int, where: str) -> None:
-    for name, column in columns.items():
-        if column is not None and len(column) != length:
-            raise DamagedRecord(f"{where}: {name} has {len(column)} entries, there are {length} token_ids")
+    if rows.ndim != 2:
+        raise ValueError(f"a top-k list has the shape [T, K], and not {list(rows.shape)}")
+    return rows
 
 
 def _check_values(
     columns: Mapping[str, Tensor | None], lists: Mapping[str, Tensor | None], mask: Tensor, where: str
 ) -> None:
     """Refuse numbers that are not finite, as one would spoil every mean; lists may have -inf for excluded tokens."""
-    for name, column in (columns | lists).items():
+    for name, column in (*columns.items(), *lists.items()):
         if column is None or name.endswith("ids"):
             continue
-        found = column[mask]
-        if name in lists and found.isnan().any():
+
+        sampled = column[mask]
+        if name in lists and sampled.isnan().any():
             raise DamagedRecord(f"{where}: {name} has a NaN")
-        if name in columns and not found.isfinite().all():
-            raise DamagedRecord(f"{where}: {name} has {found[~found.isfinite()][0]:g} at a sampled token. {_MASK_IT}")
-        if name.endswith("log_probs") and found.gt(1e-3).any():
-            raise DamagedRecord(f"{where}: {name} has {found.max():.4g}; a log-probability is at most 0")
-        if name == "rollout_log_probs" and found.exp().eq(0.0).any():
+        if name in columns and not sampled.isfinite().all():
+            value = sampled[~sampled.isfinite()][0]
+            raise DamagedRecord(f"{where}: {name} has {value:g} at a sampled token. {_MASK_IT}")
+        if name.endswith("log_probs") and sampled.gt(1e-3).any():
+            raise DamagedRecord(f"{where}: {name} has {sampled.max():.4g}; a log-probability is at most 0")
+        if name == "rollout_log_probs" and sampled.exp().eq(0.0).any():
             raise DamagedRecord(
-                f"{where}: {name} has {found.min():g}, a token that cannot have been sampled. {_MASK_IT}"
+                f"{where}: {name} has {sampled.min():g}, a token that cannot have been sampled. {_MASK_IT}"
             )
 
 
@@ -135,16 +155,13 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
             continue
         if ids is None or log_probs is None or ids.shape != log_probs.shape:
             raise DamagedRecord(f"{where}: {model}_top_ids and {model}_top_log_probs are not of the same shape [T, K]")
+
         probs = log_probs[mask].exp()
         if (probs.sum(-1) > 1.0 + _ROUNDING).any():
             raise DamagedRecord(f"{where}: {model}_top_log_probs hold {probs.sum(-1).max():.4g} of all probability")
-        own = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
-        if (own[:, 1:] == own[:, :-1]).any():
+        possible = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
+        if (possible[:, 1:] == possible[:, :-1]).any():
             raise DamagedRecord(f"{where}: {model}_top_ids name a token twice; pad a list with log-probs of -inf")
-
-
-_ROUNDING = 1e-2  # of the mass of a list, in half precision
-_MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,41 +177,27 @@ class ResponseBatch:
     token_ids: Tensor  # int64
 
 
-def response_batches(responses: Iterable[SavedResponse], with_prompts: bool = False) -> Iterator[list[SavedResponse]]:
-    """Yield the responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, one at least.
-
-    Args:
-        with_prompts: count the tokens of prompts too, as a model that runs over them holds both.
-    """
-
-    def lengths(response: SavedResponse) -> tuple[int, int]:
-        has_prompt = with_prompts and response.prompt_ids is not None
-        return len(response.prompt_ids) if has_prompt else 0, len(response.token_ids)
-
-    return pack(responses, BATCH_TOKENS, lengths)
+def response_batches(responses: Iterable[SavedResponse]) -> Iterator[list[SavedResponse]]:
+    """Yield the responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, one at least."""
+    return pack(responses, BATCH_TOKENS, lambda response: (0, len(response.token_ids)))
 
 
 def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
-    """Stack responses that have log-probs of a policy; where old or new ones are missing the others are both."""
-    mask = pad_sequence([one.sampled_mask for one in responses], batch_first=True)
+    """Stack responses that have log-probs of a policy; without advantages they are 1."""
+    mask = pad_sequence([response.sampled_mask for response in responses], batch_first=True)
 
-    def pad(rows: list[Tensor]) -> Tensor:
-        return torch.where(mask, pad_sequence(rows, batch_first=True), 0.0)
+    def pad(rows: Iterable[Tensor]) -> Tensor:
+        return torch.where(mask, pad_sequence(list(rows), batch_first=True), 0.0)
+
+    def advantages(response: SavedResponse) -> Tensor:
+        return torch.ones_like(response.rollout_log_probs) if response.advantages is None else response.advantages
 
     return ResponseBatch(
         responses=tuple(responses),
         mask=mask,
-        rollout=pad([one.rollout_log_probs for one in responses]),
-        old=pad([one.log_probs if one.old_log_probs is None else one.old_log_probs for one in responses]),
-        new=pad([one.old_log_probs if one.log_probs is None else one.log_probs for one in responses]),
-        advantages=pad([_advantages(one) for one in responses]),
-        token_ids=pad_sequence([one.token_ids for one in responses], batch_first=True),
-    )
-
-
-def _advantages(response: SavedResponse) -> Tensor:
-    return (
-        torch.ones(len(response.token_ids), dtype=torch.float64)
-        if response.advantages is None
-        else (response.advantages)
+        rollout=pad(response.rollout_log_probs for response in responses),
+        old=pad(response.of_policy[0] for response in responses),
+        new=pad(response.of_policy[1] for response in responses),
+        advantages=pad(map(advantages, responses)),
+        token_ids=pad_sequence([response.token_ids for response in responses], batch_first=True),
     )

@@ -5,21 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.analysis.advice.rule import Recommendation
-from jackpot.analysis.replay.rejected import TopRejected
-from jackpot.analysis.replay.settings import CorrectionSetting
-from jackpot.analysis.replay.stats import CorrectionStats
-from jackpot.core.metrics import Histogram, Sums
+from jackpot.analysis.replay.gradient import exact_numbers, known_states
+from jackpot.analysis.replay.measured import ReplayedCorrection
+from jackpot.analysis.replay.stats import ratio_quantile
+from jackpot.core.metrics import Histogram, Sums, mean_of
 
 QUANTILES = (0.01, 0.5, 0.99)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayedCorrection:
-    """The sums of one correction over all responses."""
-
-    setting: CorrectionSetting
-    stats: CorrectionStats
-    changed: TopRejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,84 +60,55 @@ class CorrectionResult:
 
     @property
     def same(self) -> tuple[float | None, ...]:
-        """Return the rounded numbers by which corrections with the same effect on this data are grouped."""
-        found = (self.accepted, self.capped, self.clipped, self.weight_max, self.effective)
-        found += (self.sampled_tv_after_correction, self.tv_after_correction)
-        return tuple(None if value is None else round(value, 9) for value in found)
+        """The rounded numbers by which corrections with the same effect on this data are grouped."""
+        numbers = (self.accepted, self.capped, self.clipped, self.weight_max, self.effective)
+        numbers += (self.sampled_tv_after_correction, self.tv_after_correction)
+        return tuple(None if value is None else round(value, 9) for value in numbers)
 
 
-def correction_result(one: ReplayedCorrection) -> CorrectionResult:
+def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
-    stats = one.stats
-    sums = stats.sums
-    low, middle, high = (_weight(float(sums["log_weight"].quantile(share).exp())) for share in QUANTILES)
-    tokens = sums["accepted"].count
-    responses = sums["responses"].total
+    sums, factor = replayed.sums, mean_of(replayed.sums, "factor")
+    # rounded, for bins near 0 are millionths wide, and the lowest, e^-40, stands for 0
+    low, middle, high = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
+    bands = {name.removeprefix("rejected "): mean_of(sums, name) for name in sums if name.startswith("rejected ")}
     return CorrectionResult(
-        label=one.setting.label,
-        is_own=one.setting.is_own,
+        label=replayed.setting.label,
+        is_own=replayed.setting.is_own,
         accepted=float(sums["accepted"].value),
         capped=float(sums["capped"].value),
         clipped=float(sums["clipped"].value),
-        dropped_responses=float(sums["dropped"].total / responses),
+        dropped_responses=float(sums["dropped"].value / sums["responses"].value),
         weight_mean=float(sums["weight_mean"].value),
         weight_p1=low,
         weight_p50=middle,
         weight_p99=high,
         weight_max=float(sums["weight_max"].value),
-        effective=float(sums["factor"].total.square() / (sums["square"].total * tokens)),
-        sampled_tv_after_correction=stats.sampled_tv_after_correction,
-        rejected_by_band=_bands(sums),
-        rejected_tokens=one.changed.rejected,
-        most_changed=tuple(asdict(place) for place in one.changed.worst),
-        **_exact(stats),
+        effective=float(factor.total.square() / (mean_of(sums, "square").total * factor.count)),
+        sampled_tv_after_correction=replayed.sampled_tv_after_correction,
+        states=known_states(sums),
+        **exact_numbers(sums),
+        rejected_by_band={name: float(mean.value) for name, mean in bands.items() if mean.count > 0},
+        rejected_tokens=replayed.changed.rejected,
+        most_changed=tuple(asdict(example) for example in replayed.changed.worst),
     )
 
 
-def result_numbers(found: ReplayResult) -> dict[str, Any]:
+def result_numbers(result: ReplayResult) -> dict[str, Any]:
     """Return all numbers of a replay as plain values; those that are not finite must become null in JSON."""
-    run = found.run
+    run = result.run
     return {
-        "path": str(found.path),
-        "format": found.format,
-        "files": found.files,
-        "policy": found.policy,
-        "unreadable": found.unreadable,
-        "ends": dict(found.ends),
-        "problems": list(found.problems),
-        "left_out": list(found.left_out),
+        "path": str(result.path),
+        "format": result.format,
+        "files": result.files,
+        "policy": result.policy,
+        "unreadable": result.unreadable,
+        "ends": dict(result.ends),
+        "problems": list(result.problems),
+        "left_out": list(result.left_out),
         "run": {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
-        | {f"ratio_p{share * 100:g}": float(run["mismatch/log_ratio"].quantile(share).exp()) for share in QUANTILES}
-        | {"tokens": int(run["total_variation"].count)},
-        "corrections": [asdict(correction_result(one)) for one in found.corrections],
-        "answer": found.answer.numbers(),
-    }
-
-
-def _weight(quantile: float) -> float:
-    """Round a quantile of the histogram: bins near 0 are millionths wide, and the lowest, e^-40, stands for 0."""
-    return round(quantile, 5)
-
-
-def _bands(sums: Sums) -> dict[str, float]:
-    return {
-        name.removeprefix("rejected "): float(entry.value)
-        for name, entry in sums.items()
-        if name.startswith("rejected ") and entry.count > 0
-    }
-
-
-def _exact(stats: CorrectionStats) -> dict[str, Any]:
-    states = stats.states
-    if states is None:
-        names = ("exact_effective", "tv_after_correction", "bias", "variance", "drift", "state_spread")
-        return {"states": 0} | dict.fromkeys(names)
-    return {
-        "states": int(states.mean.count),
-        "exact_effective": states.effective,
-        "tv_after_correction": states.tv_after_correction,
-        "bias": states.gradient.bias,
-        "variance": states.gradient.variance,
-        "drift": states.gradient.drift_size,
-        "state_spread": states.state_spread,
+        | {f"ratio_p{share * 100:g}": ratio_quantile(run, "mismatch/log_ratio", share) for share in QUANTILES}
+        | {"tokens": int(mean_of(run, "total_variation").count)},
+        "corrections": [asdict(correction_result(correction)) for correction in result.corrections],
+        "answer": result.answer.numbers(),
     }

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
-from jackpot.analysis.replay.responses import SavedResponse, response_batches
+from jackpot.analysis.replay.responses import BATCH_TOKENS, SavedResponse
 from jackpot.core.errors import DataError
 from jackpot.models.forward import output_layer
 from jackpot.models.load import load_model, load_tokenizer
+from jackpot.models.packing import pack
 from jackpot.models.scoring import exact_log_probs, forward_responses
 
 
@@ -28,8 +29,7 @@ class PolicyScorer:
     """
 
     def __init__(self, path: str | Path, temperature: float) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: PreTrainedModel = load_model(path, torch.float32, device)
+        self._model = load_model(path, torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
         self._vocabulary = output_layer(self._model).out_features
         self._tokenizer = load_tokenizer(path)
         self._temperature = temperature
@@ -40,54 +40,58 @@ class PolicyScorer:
         Raises:
             DataError: no prompt, or token ids that the model does not have.
         """
-        for response in responses:
-            self._check(response)
-        return [scored for part in response_batches(responses, with_prompts=True) for scored in self._score(part)]
+        rows = [(self._prompt(response), response) for response in responses]
+        parts = pack(rows, BATCH_TOKENS, lambda row: (len(row[0]), len(row[1].token_ids)))
+        return [scored for part in parts for scored in self._score(part)]
 
-    @torch.no_grad()
-    def _score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
-        """Score the responses of one forward pass."""
-        prompts = [one.prompt_ids.tolist() for one in responses]
-        hidden, _, mask = forward_responses(self._model, prompts, [one.token_ids.tolist() for one in responses])
-        lists = [self._wanted(one) for one in responses]
-        width = max(wanted.shape[1] for wanted in lists)
-        padded = [torch.nn.functional.pad(wanted, (0, width - wanted.shape[1])) for wanted in lists]
-        ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
-        parts = exact_log_probs(self._model, self._temperature, hidden[mask], ids)
-        found = torch.cat([log_probs.gather(1, wanted) for log_probs, wanted in parts]).cpu()
-        lengths = [len(one.token_ids) for one in responses]
-        return [self._scored(one, row) for one, row in zip(responses, found.split(lengths), strict=True)]
-
-    def _scored(self, response: SavedResponse, found: Tensor) -> SavedResponse:
-        """Put the log-probs `found` [T, 1 + K] into the response; columns beyond its own K are padding."""
-        lists = None if response.rollout_top_ids is None else found[:, 1 : 1 + response.rollout_top_ids.shape[1]]
-        return replace(
-            response,
-            old_log_probs=found[:, 0],
-            log_probs=found[:, 0],
-            policy_top_ids=response.rollout_top_ids,
-            policy_top_log_probs=lists,
-            tokens=response.tokens or tuple(self._tokenizer.decode([token]) for token in response.token_ids.tolist()),
-        )
-
-    def _wanted(self, response: SavedResponse) -> Tensor:
-        """Return the ids that are scored, [T, 1 + K]: the sampled token and the engine's top-k list."""
-        sampled = response.token_ids[:, None]
-        if response.rollout_top_ids is None:
-            return sampled
-        return torch.cat([sampled, response.rollout_top_ids], dim=1)
-
-    def _check(self, response: SavedResponse) -> None:
+    def _prompt(self, response: SavedResponse) -> list[int]:
+        """Return the prompt of a response that the model can score, as `score` says."""
         if response.prompt_ids is None or not len(response.prompt_ids):
             raise DataError(
                 f"{response.where} has no prompt_ids, which a model needs to score the response {response.uid}; "
                 f"write them too, or write old_log_probs and leave out --model"
             )
-        lists = [] if response.rollout_top_ids is None else [response.rollout_top_ids.flatten()]
-        ids = torch.cat([response.token_ids, response.prompt_ids, *lists])
+
+        ids = torch.cat([response.prompt_ids, _wanted(response).flatten()])
         outside = ids[(ids < 0) | (ids >= self._vocabulary)]
         if len(outside):
             raise DataError(
                 f"{response.where}: token id {int(outside[0])} in {response.uid} or its lists, but --model has "
                 f"{self._vocabulary} tokens, from 0; give the model that was trained, with its tokenizer"
             )
+        return response.prompt_ids.tolist()
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
+        """Score the responses of one forward pass, each behind its prompt."""
+        prompts = [prompt for prompt, _ in rows]
+        tokens = [response.token_ids.tolist() for _, response in rows]
+        hidden, _, mask = forward_responses(self._model, prompts, tokens)
+
+        lists = [_wanted(response) for _, response in rows]
+        width = max(wanted.shape[1] for wanted in lists)
+        padded = [pad(wanted, (0, width - wanted.shape[1])) for wanted in lists]
+        ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
+        parts = exact_log_probs(self._model, self._temperature, hidden[mask], ids)
+        log_probs = torch.cat([log_probs.gather(1, wanted) for log_probs, wanted in parts]).cpu()
+
+        each = log_probs.split([len(ids) for ids in tokens])
+        return [self._scored(response, columns) for (_, response), columns in zip(rows, each, strict=True)]
+
+    def _scored(self, response: SavedResponse, log_probs: Tensor) -> SavedResponse:
+        """Put log-probs [T, 1 + K] into the response; columns beyond its own K are padding."""
+        top_ids = response.rollout_top_ids
+        return replace(
+            response,
+            old_log_probs=log_probs[:, 0],
+            log_probs=log_probs[:, 0],
+            policy_top_ids=top_ids,
+            policy_top_log_probs=None if top_ids is None else log_probs[:, 1 : 1 + top_ids.shape[1]],
+            tokens=response.tokens or tuple(self._tokenizer.decode([token]) for token in response.token_ids.tolist()),
+        )
+
+
+def _wanted(response: SavedResponse) -> Tensor:
+    """Return the ids that are scored, [T, 1 + K]: the sampled token and the engine's top-k list."""
+    lists = [] if response.rollout_top_ids is None else [response.rollout_top_ids]
+    return torch.cat([response.token_ids[:, None], *lists], dim=1)

@@ -68,28 +68,30 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
     for name in names:
         if name not in CORRECTIONS:
             raise ConfigError(unknown_name("correction", name, CORRECTIONS))
-    found = {}
-    for name in CORRECTIONS:
-        for numbers in ({}, *_OTHER.get(name, ()), *_NEW.get(name, ())):
-            setting = _setting(name, numbers, config, False)
-            found[setting.label] = setting
-    if config:
-        own = config.objective.correction.model_dump(exclude_unset=True)
-        setting = _setting(config.objective.correction.name, _comparable(own), config, True)
-        found[setting.label] = setting
-    return [setting for setting in found.values() if not names or setting.name in names]
 
-
-def _comparable(own: dict[str, object]) -> dict[str, object]:
-    """Drop the settings that depend on the data at hand and not on the correction."""
-    return {key: value for key, value in own.items() if key not in ("name", "normalizer", "budget")}
+    settings = [
+        _setting(name, numbers, config, False)
+        for name in CORRECTIONS
+        for numbers in ({}, *_OTHER.get(name, ()), *_NEW.get(name, ()))
+    ]
+    if config:  # without what depends on the data at hand and not on the correction
+        trained = config.objective.correction.model_dump(exclude_unset=True, exclude={"name", "normalizer", "budget"})
+        settings.append(_setting(config.objective.correction.name, trained, config, True))
+    by_label = {setting.label: setting for setting in settings}
+    return [setting for setting in by_label.values() if not names or setting.name in names]
 
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
     base = config.objective if config else ObjectiveConfig()
-    given = {side: getattr(base, side) for side in ("clip_low", "clip_high")}
-    clips = {side: CLIP if clip is None and base.surrogate == "ppo" else clip for side, clip in given.items()}
-    objective = ObjectiveConfig(correction={"name": name, **numbers}, surrogate=base.surrogate, **clips)
+    default = CLIP if base.surrogate == "ppo" else None
+    objective = ObjectiveConfig.model_validate(
+        {
+            "correction": {"name": name, **numbers},
+            "surrogate": base.surrogate,
+            "clip_low": default if base.clip_low is None else base.clip_low,
+            "clip_high": default if base.clip_high is None else base.clip_high,
+        }
+    )
     correction = objective.correction
     fields = type(correction).model_fields  # a custom correction has settings without a default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}

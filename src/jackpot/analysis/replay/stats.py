@@ -7,82 +7,50 @@ Shapes: `B` responses of up to `T` tokens, `N` sampled tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from jackpot.analysis.advice.rule import COLUMNS, GROUPS
 from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import GradientFactors
-from jackpot.analysis.replay.gradient import StateSums, StateValues
+from jackpot.analysis.replay.gradient import StateValues
 from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse
 from jackpot.core.bands import POSITIONS, band_masks
-from jackpot.core.metrics import Histogram, Max, Mean, Sum, Sums, add_sums
+from jackpot.core.metrics import Histogram, Max, Mean, Sum, Sums
 from jackpot.objectives.metrics import mismatch
-from jackpot.objectives.obrs import acceptance
+from jackpot.objectives.obrs import acceptance, exact_z
 
 ENTROPIES = (0.0, 0.1, 1.0)  # starts of the bands of the policy's entropy, nats
 
 
-@dataclass(slots=True)
-class CorrectionStats:
-    """The sums of one correction over all responses."""
-
-    sums: Sums = field(default_factory=dict)
-    states: StateSums | None = None
-    groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
-
-    def add(self, sums: Sums, states: StateSums | None, columns: Tensor, groups: Tensor) -> None:
-        """Add the sums of a batch, those over its known distributions if there are any, and what the rule reads.
-
-        Args:
-            columns: [B, COLUMNS] sums over the tokens of each response.
-            groups: [B] group of each response.
-        """
-        self.sums = add_sums(self.sums, sums)
-        self.groups = self.groups.index_add(0, groups, columns)
-        if states:
-            self.states = states if self.states is None else self.states + states
-
-    @property
-    def sampled_tv_after_correction(self) -> float:
-        """Estimate the total variation after the correction from sampled tokens only; 1 where F is 0 everywhere."""
-        variation, trained = self.sums["variation"].total, self.sums["trained"].total
-        return float(variation / trained) if trained != 0 else 1.0
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens that the correction was replayed on."""
-        return int(self.sums["factor"].count) if self.sums else 0
-
-    @property
-    def known(self) -> int:
-        """Return the number of tokens whose whole distributions are known."""
-        return int(self.states.mean.count) if self.states else 0
+def ratio_quantile(sums: Sums, name: str, share: float) -> float:
+    """Return the ratio that a share of all lie below, of the histogram of its logarithm."""
+    entry = sums[name]
+    assert isinstance(entry, Histogram)  # a name has one kind
+    return float(entry.quantile(share).exp())
 
 
 class EndGaps:
     """Measures the total variation between rollout model and policy in the first and in the last file or iteration."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, Mean]] = []  # file or iteration with its gap: the first and the last
+        self._ends: list[tuple[str, Mean]] = []  # file or iteration with its gap: the first and the last
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
         """Add the next responses; files must come in their order."""
         for response in responses:
-            new = response.old_log_probs if response.log_probs is None else response.log_probs
+            _, new = response.of_policy
             gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
-            if self._found and self._found[-1][0] == response.where:
-                self._found[-1] = (response.where, self._found[-1][1] + gap)
+            if self._ends and self._ends[-1][0] == response.where:
+                self._ends[-1] = (response.where, self._ends[-1][1] + gap)
             else:
-                self._found = [*self._found[:1], (response.where, gap)]
+                self._ends = [*self._ends[:1], (response.where, gap)]
 
     @property
     def gaps(self) -> tuple[tuple[str, float], ...]:
         """Return the first and the last file or iteration, each with its total variation, from sampled tokens."""
-        return tuple((where, float(mean.value)) for where, mean in self._found)
+        return tuple((where, float(mean.value)) for where, mean in self._ends)
 
 
 class SampledColumns(NamedTuple):
@@ -99,11 +67,13 @@ class SampledColumns(NamedTuple):
     trained: Tensor  # F, averaged over both signs of the advantage
 
     @classmethod
-    def of(cls, found: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
+    def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
         """Estimate them from the factors at the sampled tokens and rho there."""
-        aim = found.scale * ratio  # F without caps
-        wrong = (found.either - aim * _level(found.either, aim, mask)).abs() / 2.0
-        return cls(found.mean, found.square, wrong, found.either)
+        aim = factors.scale * ratio  # F without caps
+        wanted = aim[mask].sum()
+        level = torch.where(wanted > 0, factors.either[mask].sum() / wanted, 1.0)  # what caps leave of the aim
+        wrong = (factors.either - aim * level).abs() / 2.0
+        return cls(factors.mean, factors.square, wrong, factors.either)
 
     def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
         """Put the sums over whole distributions where those are known, at the tokens `at` [B, T]."""
@@ -124,46 +94,45 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
     return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in each], dim=-1)
 
 
-def correction_sums(found: GradientFactors, columns: SampledColumns, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
+def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
     """Sum one correction over the sampled tokens.
 
     Args:
-        found: [B, T] each.
+        factors: [B, T] each.
+        wrong: [B, T] of `SampledColumns`.
         bands: [B, T] masks by name, over which the rejected share is averaged too.
     """
-    rejected = 1.0 - found.accepted
-    shared = {"factor": found.mean, "square": found.square, "trained": found.either, "variation": columns.wrong}
+    means = {
+        "weight_mean": factors.weight,
+        "factor": factors.mean,
+        "square": factors.square,
+        "trained": factors.either,
+        "variation": wrong,
+        "accepted": factors.accepted,
+        "capped": factors.capped,
+        "clipped": factors.clipped,
+    }
     return {
-        "log_weight": Histogram.of(found.weight.log(), mask),
-        "weight_max": Max.of(found.weight, mask),
-        "weight_mean": Mean.of(found.weight, mask),
+        "log_weight": Histogram.of(factors.weight.log(), mask),
+        "weight_max": Max.of(factors.weight, mask),
         "responses": Sum.of(mask.any(-1)),
-        **{name: Mean.of(values, mask) for name, values in shared.items()},
-        "accepted": Mean.of(found.accepted, mask),
-        "capped": Mean.of(found.capped, mask),
-        "clipped": Mean.of(found.clipped, mask),
-        "dropped": Sum.of(mask.any(-1) & (found.accepted * mask).sum(-1).eq(0)),
-    } | {f"rejected {name}": Mean.of(rejected, band) for name, band in bands.items()}
-
-
-def _level(trained: Tensor, aim: Tensor, mask: Tensor) -> Tensor:
-    """Return the share of the aim that caps leave in these tokens, a scalar; 1 where the aim is 0."""
-    wanted = aim[mask].sum()
-    return torch.where(wanted > 0, trained[mask].sum() / wanted, 1.0)
+        "dropped": Sum.of(mask.any(-1) & (factors.accepted * mask).sum(-1).eq(0)),
+        **{name: Mean.of(values, mask) for name, values in means.items()},
+        **{f"rejected {name}": Mean.of(1.0 - factors.accepted, band) for name, band in bands.items()},
+    }
 
 
 def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     """Sum the mismatch of the run over a batch, before any correction."""
     mask, sampled = batch.mask, batch.mask.any(-1)
     log_ratio = torch.where(mask, batch.new - batch.rollout, 0.0)
-    ratio = log_ratio.exp()
+    old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
+    ratio, accepted = log_ratio.exp(), acceptance(batch.rollout, batch.new, 1.0)
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
-        "total_variation": Mean.of(1.0 - acceptance(batch.rollout, batch.new, 1.0), mask),
+        "total_variation": Mean.of(1.0 - accepted, mask),
         "total_variation_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, 1.0), mask),
-        "total_variation_stale": Mean.of(
-            (ratio - torch.where(mask, batch.old - batch.rollout, 0.0).exp()).abs() / 2.0, mask
-        ),
+        "total_variation_stale": Mean.of((ratio - old_ratio).abs() / 2.0, mask),
         "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
         "responses": Sum.of(sampled),
@@ -176,20 +145,15 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
         "sampled_only_log_ratio": Histogram.of(log_ratio, sampled_only),
     }
     if states is not None:
-        expected = states.z(1.0, "new")
-        gap = (acceptance(batch.rollout, batch.new, 1.0)[states.at] - expected).unsqueeze(0)
-        everywhere = torch.ones_like(gap, dtype=torch.bool)
+        z = exact_z(states.rollout, states.new, 1.0)
+        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # for the rollout model
+        everywhere = torch.ones_like(z, dtype=torch.bool)
         sums |= {
-            "acceptance_minus_z": Mean.of(gap, everywhere),
-            "z": Mean.of(expected.unsqueeze(0), everywhere),
-            "unreachable": Mean.of(_unreachable(states).unsqueeze(0), everywhere),
+            "acceptance_minus_z": Mean.of(accepted[states.at] - z, everywhere),
+            "z": Mean.of(z, everywhere),
+            "unreachable": Mean.of(unreachable, everywhere),
         }
     return sums
-
-
-def _unreachable(states: StateDistributions) -> Tensor:
-    """Return the policy's probability on tokens that the rollout model cannot sample, [N]."""
-    return torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)
 
 
 def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[str, Tensor]:
@@ -198,11 +162,6 @@ def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[st
     bands = {f"position {name}": batch.mask & here for name, here in band_masks(position, POSITIONS).items()}
     if states is not None:
         entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)
-        entropy[states.at] = entropy_of(states)
+        entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)  # unknown tokens taken as one
         bands |= {f"entropy {name}": here for name, here in band_masks(entropy, ENTROPIES).items()}
     return bands
-
-
-def entropy_of(states: StateDistributions) -> Tensor:
-    """Return the policy's entropy with all unknown tokens taken as one, [N] nats."""
-    return -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)

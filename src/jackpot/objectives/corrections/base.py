@@ -10,14 +10,14 @@ step. Every tensor is detached. Shapes: `B` sequences, `T` response tokens; log-
 temperature. A sequence is never split between micro-batches.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from jackpot.core.metrics import Mean, Sums
+from jackpot.core.metrics import Mean, Means, Metric, Sums
 from jackpot.objectives import obrs
 from jackpot.objectives.constants import Kappa
 
@@ -157,7 +157,7 @@ class CorrectionFn(Protocol):
         """Which of the inputs "z" and "advantages" decide the result."""
         ...
 
-    def measure(self, inputs: CorrectionInputs) -> Sums:
+    def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
         """Sum over the response tokens of a micro-batch what `apply` needs of a step, by the names of metrics.
 
         {} where the overlap is enough, which is measured of every correction (`measured`).
@@ -188,10 +188,10 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
     """Sum what a correction measures on a micro-batch, and the overlap where it is not among that."""
     sums = correction.measure(inputs)
-    return sums if "obrs/acceptance" in sums else measure_overlap(inputs, correction.lam) | sums
+    return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
 
-def measure_overlap(inputs: CorrectionInputs, lam: float) -> Sums:
+def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
     """Sum how far p_inf and p_target overlap on the sampled tokens, by the names of metrics (docs/metrics.md).
 
     `acceptance_minus_z` has the mean 0 within its standard error where Z is exact: a martingale difference,
@@ -218,11 +218,12 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
-        return obrs.kappa(totals[f"obrs/acceptance{model}"].total, totals[f"obrs/z{model}"].total).to(device)
+        accepted, z = Mean.named(totals, f"obrs/acceptance{model}"), Mean.named(totals, f"obrs/z{model}")
+        return obrs.kappa(accepted.total, z.total).to(device)
 
     if not totals:
         return no_kappa(device)
     if inputs.by_policy is None:
         return Kappas(quotient(""))
-    of_policy, count = quotient("_by_policy"), totals["obrs/z_by_rollout_model"].count.to(device)
+    of_policy, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
     return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), of_policy), of_policy)

@@ -29,11 +29,11 @@ from torch import Tensor
 from jackpot.objectives.corrections.formula import Weighed
 from jackpot.objectives.obrs import accept, weight
 
-MASKS = {
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of the acceptance and uniforms
     "sampled": lambda acceptance, uniforms: accept(acceptance, uniforms).to(acceptance.dtype),
     "expected": lambda acceptance, uniforms: acceptance,
 }
-BEYOND_C1 = {  # the F of eq. 5, of a weight and c1
+BEYOND_C1: dict[str, Callable[[Tensor, float], Tensor]] = {  # the F of eq. 5, of a weight and c1
     "cap": lambda weight, c1: weight.clamp(max=c1),
     "drop": lambda weight, c1: torch.where(weight > c1, 0.0, weight),
 }

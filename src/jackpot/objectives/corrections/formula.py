@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from jackpot.core.metrics import Sums
+from jackpot.core.metrics import Means, Sums
 from jackpot.objectives.constants import LAM, Kappa
 from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Kappas, measure_overlap, step_kappas
 
@@ -48,7 +48,7 @@ class ByFormula:
         """Which of the inputs "z" and "advantages" the formula has as arguments."""
         return frozenset(_BY_INPUT[name] for name in signature(self.formula).parameters if name in _BY_INPUT)
 
-    def measure(self, inputs: CorrectionInputs) -> Sums:
+    def measure(self, inputs: CorrectionInputs) -> Means:
         """Sum the overlap of p_inf and p_target on a micro-batch."""
         return measure_overlap(inputs, self.lam)
 
@@ -56,8 +56,8 @@ class ByFormula:
         """Evaluate the formula on a micro-batch."""
         kappas = step_kappas(inputs, {} if self.kappa == "none" else totals)
         names = [name for name in signature(self.formula).parameters if name in TENSORS]
-        found = self.formula(**{name: self._tensor(name, inputs, kappas) for name in names}, **self.settings)
-        return Correction.of(inputs, **found._asdict(), kappas=kappas)
+        weighed = self.formula(**{name: self._tensor(name, inputs, kappas) for name in names}, **self.settings)
+        return Correction.of(inputs, **weighed._asdict(), kappas=kappas)
 
     def _tensor(self, name: str, inputs: CorrectionInputs, kappas: Kappas) -> Any:
         if name == "lam":

@@ -20,19 +20,28 @@ arguments; nothing here checks them again.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from jackpot.objectives.constants import HEAD_LOGITS_MEMORY
-from jackpot.objectives.kernels.backward import backward_tiles, coefficients_of
+from jackpot.objectives.kernels.backward import OutputGradient, backward_tiles, coefficients_of
 from jackpot.objectives.kernels.forward import PositionBlock
 from jackpot.objectives.kernels.reader import EAGER, GradCoefficients, TileReader
-from jackpot.objectives.kernels.tiles import Head, HeadGrads, HeadOperands, Workspace, operand_dtype
+from jackpot.objectives.kernels.tiles import (
+    Head,
+    HeadGrads,
+    HeadOperands,
+    HeadTensors,
+    KeptTiles,
+    Workspace,
+    operand_dtype,
+)
 from jackpot.objectives.kernels.topk import BLOCK
 
 
@@ -89,12 +98,12 @@ def tiled_heads(
     tile: tuple[int, int] | None,
     moments: bool,
     options: HeadOptions,
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the outputs of one head, or of the policy and the rollout model: those with a gradient, and the others.
 
-    With a gradient, [N]: log_probs and entropy of each head; for two heads also forward_kl and reverse_kl; all but the
-    log-probs are None without `moments`. Without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of
-    each head; for two also fill_ins [N, K] and, with `lam`, exact_z [N].
+    With a gradient, [N]: log_probs and entropy of each head; for two heads also forward_kl and reverse_kl; only the
+    log-probs without `moments`. Without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of each head;
+    for two also fill_ins [N, K] and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
     dtype = _sum_dtype(heads)
@@ -114,13 +123,9 @@ def tiled_heads(
     )
     if gather_ids is None:
         gather_ids = ids.new_empty((len(ids), 0))
-    outputs = _TiledHeads.apply(plan, ids, gather_ids, *(tensor for head in heads for tensor in head.tensors))
-    values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
-    if not moments:
-        values = [value for log_probs in values for value in (log_probs, None)]  # no entropy
-        if plan.is_pair:
-            values += [None, None]  # no divergences
-    return values, constants
+    tensors = (tensor for head in heads for tensor in head.tensors)
+    outputs: tuple[Tensor, ...] = _TiledHeads.apply(plan, ids, gather_ids, *tensors)
+    return outputs[: plan.num_values], outputs[plan.num_values :]
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
@@ -131,7 +136,7 @@ def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...
     ]
     keeps = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
     size = sum(len(head.hidden) * len(head.weight) * _sum_dtype(heads).itemsize for head in compress(heads, keeps))
-    return tuple(one and size <= options.logits_memory for one in keeps)
+    return tuple(keep and size <= options.logits_memory for keep in keeps)
 
 
 def _sum_dtype(heads: Sequence[Head]) -> torch.dtype:
@@ -167,17 +172,16 @@ class _TilePlan(NamedTuple):
             return len(self.soft_caps)  # log-probs alone
         return 6 if self.is_pair else 2
 
-    def heads(self, tensors: Sequence[Tensor | None], kept: Sequence[dict | None]) -> list[HeadOperands]:
-        """Build the operands from hidden states, weight and bias of each head in turn, with one workspace for all."""
-        workspace = Workspace(tensors[0].device)
+    def heads(self, tensors: Sequence[HeadTensors], kept: Sequence[KeptTiles | None]) -> list[HeadOperands]:
+        """Build the operands of each head, with one workspace for all."""
+        workspace = Workspace(tensors[0].hidden.device)
+        columns = zip(tensors, self.soft_caps, self.operand_dtypes, kept, strict=True)
         return [
             HeadOperands(str(i), of_head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, of_kept)
-            for i, (of_head, soft_cap, operand_dtype, of_kept) in enumerate(
-                zip(_triples(tensors), self.soft_caps, self.operand_dtypes, kept, strict=True)
-            )
+            for i, (of_head, soft_cap, operand_dtype, of_kept) in enumerate(columns)
         ]
 
-    def kept_tiles(self, tiles: Iterator[Tensor]) -> list[dict[tuple[int, int], Tensor] | None]:
+    def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
         """Name the tiles that forward kept, which come head by head in the order in which it formed them."""
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
         return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
@@ -189,12 +193,15 @@ class _TilePlan(NamedTuple):
         to = [None if grad is None else grad / self.temperature for grad in grads]
         if not self.moments:
             return [coefficients_of(to_log_probs) for to_log_probs in to]
-        entropy, *of_pair = saved_values
-        found = [coefficients_of(*to[:2], entropy)]
-        if self.is_pair:
-            rollout_model_entropy, reverse_kl = of_pair
-            found.append(coefficients_of(*to[2:4], rollout_model_entropy, *to[4:], reverse_kl))
-        return found
+
+        of_saved = [
+            None if gradient is None else OutputGradient(gradient, value)
+            for gradient, value in zip(to[1::2], saved_values, strict=True)
+        ]
+        policy = coefficients_of(to[0], of_saved[0])
+        if not self.is_pair:
+            return [policy]
+        return [policy, coefficients_of(to[2], of_saved[1], to[4], of_saved[2])]
 
     def sweep(
         self,
@@ -210,36 +217,49 @@ class _TilePlan(NamedTuple):
                 visit(block, columns)
 
 
+class _Context(FunctionCtx):
+    """What autograd hands to both passes, which torch does not describe."""
+
+    plan: _TilePlan
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _TiledHeads(torch.autograd.Function):
     """Connects the tiled forward and backward passes to autograd; saves the operands, tensors of shape [N] and, where
     the plan says so, the logits."""
 
     @staticmethod
-    def forward(ctx, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: _Context, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         wanted = torch.cat((ids[:, None], gather_ids), dim=1)
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
-            kept = [{} if keeps else None for keeps in plan.keeps]
-            heads = plan.heads(tensors, kept)
+            kept: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
+            heads = plan.heads(_by_head(tensors), kept)
             blocks = [
                 PositionBlock(heads, plan.reader, rows, wanted[rows], plan.num_top, plan.lam, plan.moments)
                 for rows in plan.blocks
             ]
             plan.sweep(heads, blocks, PositionBlock.update)
-            if plan.lam is not None and len(plan.tiles) > 1:
-                plan.sweep(heads, blocks, PositionBlock.update_z)
-        outputs = _joined(block.outputs() for block in blocks)
-        logsumexps = _joined(block.logsumexps for block in blocks)
-        values, constants = outputs[: plan.num_values], outputs[plan.num_values :]
+            lam = plan.lam
+            if lam is not None and len(plan.tiles) > 1:
+                plan.sweep(heads, blocks, lambda block, columns: block.add_z(lam))
+
+        outputs = [block.outputs() for block in blocks]
+        values = _joined([of_block for of_block, _ in outputs])
+        constants = _joined([of_block for _, of_block in outputs])
+        logsumexps = _joined([block.logsumexps for block in blocks])
         ctx.mark_non_differentiable(*constants)
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in backward
         saved_values = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of a pair
         tiles = [tile for of_head in kept if of_head is not None for tile in of_head.values()]
-        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)
+        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)  # pyright: ignore[reportArgumentType]
         ctx.plan = plan
-        return outputs
+        return *values, *constants
 
     @staticmethod
-    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
         plan, count = ctx.plan, len(ctx.plan.soft_caps)
@@ -247,24 +267,29 @@ class _TiledHeads(torch.autograd.Function):
         ids = next(saved)
         logsumexps = list(islice(saved, count))
         saved_values = list(islice(saved, plan.num_values // 2 if plan.moments else 0))
-        tensors = list(islice(saved, 3 * count))
+        tensors = _by_head(list(islice(saved, 3 * count)))
         with torch.autocast(ids.device.type, enabled=False):
             coefficients = plan.coefficients(grads[: plan.num_values], saved_values)
             heads = plan.heads(tensors, plan.kept_tiles(saved))
-            needs = _triples(ctx.needs_input_grad[3:])
+            needed = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * count, 3)]
             grads_of_heads = [
-                HeadGrads(head, of_head, [need and own is not None for need in needed])
-                for head, of_head, own, needed in zip(heads, _triples(tensors), coefficients, needs, strict=True)
+                HeadGrads(head, of_head, [need and combined is not None for need in needs])
+                for head, of_head, combined, needs in zip(heads, tensors, coefficients, needed, strict=True)
             ]
             backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, grads_of_heads)
-            return None, None, None, *(gradient for one in grads_of_heads for gradient in one.gradients())
+            return None, None, None, *(gradient for grad in grads_of_heads for gradient in grad.gradients())
 
 
-def _triples(of_heads: Sequence[Any]) -> list[Sequence[Any]]:
-    """Group a flat list of (hidden, weight, bias) of each head in turn into one triple for each head."""
-    return [of_heads[start : start + 3] for start in range(0, len(of_heads), 3)]
+def _by_head(tensors: Sequence[Tensor | None]) -> list[HeadTensors]:
+    """Name the tensors of a flat list of (hidden, weight, bias) of each head in turn."""
+    heads: list[HeadTensors] = []
+    for start in range(0, len(tensors), 3):
+        hidden, weight, bias = tensors[start : start + 3]
+        assert hidden is not None and weight is not None  # autograd takes a flat list, in which a bias alone may lack
+        heads.append(HeadTensors(hidden, weight, bias))
+    return heads
 
 
-def _joined(of_blocks: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+def _joined(of_blocks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """Concatenate each output over all blocks of positions."""
     return tuple(torch.cat(parts) for parts in zip(*of_blocks, strict=True))

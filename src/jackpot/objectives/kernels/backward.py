@@ -17,41 +17,49 @@ Shapes: `N` positions in all, `C` of a block, `T` tokens of a tile.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from jackpot.objectives.kernels.reader import GradCoefficients, TileReader
+from jackpot.objectives.kernels.reader import GradCoefficients, TileGradient, TileReader
 from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
+
+
+class OutputGradient(NamedTuple):
+    """Holds the gradient of an output, and the output itself, which its gradient with respect to logits contains."""
+
+    to: Tensor  # [N] d loss / d output over the temperature
+    value: Tensor  # [N]
 
 
 def coefficients_of(
     to_log_probs: Tensor | None,
-    to_entropy: Tensor | None = None,
-    entropy: Tensor | None = None,
+    entropy: OutputGradient | None = None,
     to_forward: Tensor | None = None,
-    to_reverse: Tensor | None = None,
-    reverse_kl: Tensor | None = None,
+    reverse_kl: OutputGradient | None = None,
 ) -> GradCoefficients | None:
     """Combine the gradients of one head's outputs; None where no output has one.
 
     Args:
-        to_log_probs, to_entropy, to_forward, to_reverse: [N] d loss / d output over the temperature; None for 0.
-        entropy, reverse_kl: [N] the outputs themselves, which their gradients contain.
+        to_log_probs, to_forward: [N] d loss / d output over the temperature; None for 0, as for the others.
     """
-    if to_log_probs is to_entropy is to_forward is to_reverse is None:
-        return None
-    parts, on_log = [], None
+    parts: list[Tensor] = []
+    on_log = None
     if to_log_probs is not None:
         parts.append(-to_log_probs)
-    if to_entropy is not None:
-        parts.append(-to_entropy * entropy)
-        on_log = -to_entropy
+    if entropy is not None:
+        parts.append(-entropy.to * entropy.value)
+        on_log = -entropy.to
     if to_forward is not None:
         parts.append(to_forward)
-    if to_reverse is not None:
-        parts.append(-(to_reverse * reverse_kl).masked_fill_(to_reverse == 0.0, 0.0))  # 0 even if the KL is infinite
-        on_log = to_reverse if on_log is None else on_log + to_reverse
-    return GradCoefficients(to_log_probs, sum(parts[1:], parts[0]), on_log, to_reverse, to_forward)
+    if reverse_kl is not None:
+        product = reverse_kl.to * reverse_kl.value
+        parts.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
+        on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to
+    if not parts:
+        return None
+    on_other_log = None if reverse_kl is None else reverse_kl.to
+    return GradCoefficients(to_log_probs, sum(parts[1:], parts[0]), on_log, on_other_log, to_forward)
 
 
 def backward_tiles(
@@ -73,27 +81,31 @@ def backward_tiles(
         reader: differentiates the tiles.
         heads, logsumexps, coefficients, grads: of each head; `logsumexps` [N].
     """
-    own = [of_head if grad.is_needed else None for of_head, grad in zip(coefficients, grads, strict=True)]
-    trained = [i for i, of_head in enumerate(own) if of_head is not None]
+    trained = {
+        i: of_head
+        for i, (of_head, grad) in enumerate(zip(coefficients, grads, strict=True))
+        if of_head is not None and grad.is_needed
+    }
     if not trained:
         return
-    needed = range(len(heads)) if any(own[i].reads_other for i in trained) else trained
+    needed = range(len(heads)) if any(of_head.reads_other for of_head in trained.values()) else list(trained)
     for columns in tiles:
         for i in needed:
             heads[i].select(columns)
         for i in trained:
             grads[i].begin_tile(columns)
         for rows in blocks:
-            formed = [head.tile(rows) if i in needed else None for i, head in enumerate(heads)]
-            out = [heads[i].gradient_tile(tile) if own[i] is not None else None for i, tile in enumerate(formed)]
+            formed = {i: heads[i].tile(rows) for i in needed}
+            gradients = {
+                i: TileGradient(of_head.at(rows), heads[i].gradient_tile(formed[i])) for i, of_head in trained.items()
+            }
             reader.differentiate(
-                formed,
-                [logsumexp[rows] for logsumexp in logsumexps],
-                [None if of_head is None else of_head.at(rows) for of_head in own],
+                list(formed.values()),
+                [logsumexps[i][rows] for i in needed],
+                [gradients.get(i) for i in needed],
                 ids[rows] - columns.start,
-                out,
             )
-            for i in trained:
-                heads[i].accumulate_grad(rows, out[i], grads[i])
+            for i, gradient in gradients.items():
+                heads[i].accumulate_grad(rows, gradient.out, grads[i])
         for i in trained:
             grads[i].end_tile(columns)

@@ -14,7 +14,7 @@ heads, (g + s_p (d_q - d_p)) exp(-d_p).
 Shapes: `C` positions, `T` tokens of a tile, `G` wanted ids, `K` top-k.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,30 +26,35 @@ from jackpot.objectives.kernels.topk import RunningTopK
 
 def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSums]:
     """Add the sums of a further tile to those of the tiles before, of each head; [C] each."""
-    maxima = [torch.maximum(one.row_max, other.row_max) for one, other in zip(before, added, strict=True)]
+    maxima = [torch.maximum(first.row_max, other.row_max) for first, other in zip(before, added, strict=True)]
     return [
         TileSums(
-            row_max=one.row_max,
-            sum_exp=one.sum_exp + other.sum_exp,
-            moment=None if one.moment is None else one.moment + other.moment,
+            row_max=first.row_max,
+            sum_exp=first.sum_exp + other.sum_exp,
+            moment=_both(torch.add, first.moment, other.moment),
             block_max=None,
-            gap=None if one.gap is None else one.gap + other.gap,
-            max_at_masked=None if one.max_at_masked is None else torch.maximum(one.max_at_masked, other.max_at_masked),
+            gap=_both(torch.add, first.gap, other.gap),
+            max_at_masked=_both(torch.maximum, first.max_at_masked, other.max_at_masked),
         )
-        for one, other in zip(_rescaled(before, maxima), _rescaled(added, maxima), strict=True)
+        for first, other in zip(_rescaled(before, maxima), _rescaled(added, maxima), strict=True)
     ]
+
+
+def _both(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Combine two tensors; None where they are not computed."""
+    return None if first is None or other is None else combine(first, other)
 
 
 def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
     """Take the sums of each head relative to a maximum that is no smaller than their own."""
-    shifts = [one.row_max - row_max for one, row_max in zip(sums, maxima, strict=True)]  # -d
-    found = []
-    for i, (one, row_max, shift) in enumerate(zip(sums, maxima, shifts, strict=True)):
-        factor = shift.exp()
-        moment = None if one.moment is None else (one.moment + one.sum_exp * shift) * factor
-        gap = None if one.gap is None else (one.gap + one.sum_exp * (shift - shifts[1 - i])) * factor
-        found.append(one._replace(row_max=row_max, sum_exp=one.sum_exp * factor, moment=moment, gap=gap))
-    return found
+    shifts = [of_head.row_max - row_max for of_head, row_max in zip(sums, maxima, strict=True)]  # -d
+    rescaled: list[TileSums] = []
+    for i, (of_head, row_max, shift) in enumerate(zip(sums, maxima, shifts, strict=True)):
+        factor, sum_exp = shift.exp(), of_head.sum_exp
+        moment = None if of_head.moment is None else (of_head.moment + sum_exp * shift) * factor
+        gap = None if of_head.gap is None else (of_head.gap + sum_exp * (shift - shifts[1 - i])) * factor
+        rescaled.append(of_head._replace(row_max=row_max, sum_exp=sum_exp * factor, moment=moment, gap=gap))
+    return rescaled
 
 
 class PositionBlock:
@@ -77,7 +82,7 @@ class PositionBlock:
     ) -> None:
         self._heads, self._reader, self._rows = heads, reader, rows
         self._wanted, self._num_top, self._lam, self._moments = wanted, num_top, lam, moments
-        self._picked: list[Tensor | None] = [None for _ in heads]  # [C, G] logits at the wanted ids
+        self._picked: dict[int, Tensor] = {}  # [C, G] each head's logits at the wanted ids
         self._tops = [RunningTopK(num_top) for _ in heads]
         self._sums: list[TileSums] = []
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
@@ -87,10 +92,11 @@ class PositionBlock:
         tiles = [head.tile(self._rows) for head in self._heads]
         sums = self._reader.read(tiles, self._num_top > 0, self._moments)
         logits = [tile.logits for tile in tiles]
-        for i, own in enumerate(logits):
-            self._pick(i, own, columns)
-            self._tops[i].add(own, columns.start, sums[i].block_max, logits[i + 1 :])
+        for i, of_head in enumerate(logits):
+            self._pick(i, of_head, columns)
+            self._tops[i].add(of_head, columns.start, sums[i].block_max, logits[i + 1 :])
         self._sums = merged(self._sums, sums) if self._sums else sums
+
         is_whole = columns.stop - columns.start == len(self._heads[0].weight)
         if self._lam is not None and is_whole:  # no second sweep: the logsumexps are known
             finished = [tile._replace(is_raw=False) for tile in tiles]
@@ -99,17 +105,18 @@ class PositionBlock:
     def _pick(self, i: int, logits: Tensor, columns: slice) -> None:
         """Take head i's logits [C, T] at the wanted ids that are in this tile."""
         width = columns.stop - columns.start
-        places = self._wanted - columns.start if columns.start else self._wanted
-        if self._picked[i] is None:
-            self._picked[i] = logits.gather(1, places.clamp(max=width - 1))
+        wanted = self._wanted - columns.start if columns.start else self._wanted
+        before = self._picked.get(i)
+        if before is None:
+            self._picked[i] = logits.gather(1, wanted.clamp(max=width - 1))
         else:
-            found = logits.gather(1, places.clamp(0, width - 1))
-            self._picked[i] = torch.where((places >= 0) & (places < width), found, self._picked[i])
+            values = logits.gather(1, wanted.clamp(0, width - 1))
+            self._picked[i] = torch.where((wanted >= 0) & (wanted < width), values, before)
 
-    def update_z(self, columns: slice) -> None:
-        """Add this tile's share of the exact Z, in a second sweep, when both logsumexps are known."""
+    def add_z(self, lam: float) -> None:
+        """Add the share of the selected tokens in the exact Z, in a second sweep, when both logsumexps are known."""
         tiles = [head.tile(self._rows) for head in self._heads]
-        z = self._reader.common_mass(tiles, self.logsumexps, self._lam)
+        z = self._reader.common_mass(tiles, self.logsumexps, lam)
         self._z = z if self._z is None else self._z + z
 
     @property
@@ -117,32 +124,37 @@ class PositionBlock:
         """m + log s of each head, over the tiles so far: [C]."""
         return [sums.row_max + sums.sum_exp.log() for sums in self._sums]
 
-    def outputs(self) -> list[Tensor]:
-        """Return the outputs of these positions in the order of `autograd.tiled_heads`."""
-        values, constants, logs = [], [], [sums.sum_exp.log() for sums in self._sums]
+    def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs of these positions in the order of `autograd.tiled_heads`: those with a gradient, and the
+        others."""
+        values: list[Tensor] = []
+        constants: list[Tensor] = []
+        logs = [sums.sum_exp.log() for sums in self._sums]
 
         def log_probs(i: int, logits: Tensor) -> Tensor:
             return (logits - self._sums[i].row_max[:, None]).sub_(logs[i][:, None])
 
-        for i, (sums, top, picked) in enumerate(zip(self._sums, self._tops, self._picked, strict=True)):
-            of_wanted = log_probs(i, picked)
+        for i, (sums, top) in enumerate(zip(self._sums, self._tops, strict=True)):
+            of_wanted = log_probs(i, self._picked[i])
             values.append(of_wanted[:, 0])
-            if self._moments:
+            if sums.moment is not None:
                 values.append(logs[i] - sums.moment / sums.sum_exp)
             constants += [top.ids, log_probs(i, top.values), of_wanted[:, 1:]]
-        if len(self._sums) == 2:
-            if self._moments:
-                values += [self._divergence(logs, i) for i in (0, 1)]
-            constants.append(log_probs(1, self._tops[0].others[0]))
-        if self._lam is not None:
-            constants.append(self._z)
-        return [*values, *constants]
 
-    def _divergence(self, logs: Sequence[Tensor], i: int) -> Tensor:
-        """KL of head i against the other, [C] nats; inf where it has mass on a token that the other masks."""
-        own = self._sums[i]
-        value = own.gap / own.sum_exp - (logs[i] - logs[1 - i])
-        if own.max_at_masked is None:
-            return value
-        has_mass = (own.max_at_masked - own.row_max - logs[i]).exp() > 0.0
-        return value.masked_fill(has_mass, torch.inf)
+        for i, sums in enumerate(self._sums):
+            if sums.gap is not None:
+                values.append(_divergence(sums, sums.gap, logs[i], logs[1 - i]))
+        if len(self._sums) == 2:
+            constants.append(log_probs(1, self._tops[0].others[0]))
+        if self._z is not None:
+            constants.append(self._z)
+        return values, constants
+
+
+def _divergence(sums: TileSums, gap: Tensor, log: Tensor, other_log: Tensor) -> Tensor:
+    """KL of a head against the other, [C] nats; inf where it has mass on a token that the other masks."""
+    value = gap / sums.sum_exp - (log - other_log)
+    if sums.max_at_masked is None:
+        return value
+    has_mass = (sums.max_at_masked - sums.row_max - log).exp() > 0.0
+    return value.masked_fill(has_mass, torch.inf)

@@ -22,7 +22,6 @@ Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K`
 Log-probabilities, entropies and divergences are in nats.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
+from jackpot.core.shards import is_sharded
 from jackpot.objectives import obrs
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
 from jackpot.objectives.kernels.tiles import Head, has_mixed_product
@@ -48,9 +48,9 @@ class HeadOutput:
     gathered: Tensor  # [N, G] log-probs at gather_ids; no gradient
 
     @classmethod
-    def of(cls, values: Sequence[Tensor | None], constants: Sequence[Tensor]) -> "HeadOutput":
+    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
         """Name the outputs of `autograd.tiled_heads` for one head."""
-        return cls(*values, *constants)
+        return cls(values[0], values[1] if len(values) > 1 else None, *constants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,18 @@ class JointOutput:
     exact_z: Tensor | None  # [N] sum_x min(p_rollout_model(x), p_policy(x) / lam); no gradient; None without lam
 
     @classmethod
-    def of(cls, values: Sequence[Tensor | None], constants: Sequence[Tensor]) -> "JointOutput":
+    def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
         """Name the outputs of `autograd.tiled_heads` for two heads."""
-        policy, rollout_model = (HeadOutput.of(values[2 * i : 2 * i + 2], constants[3 * i : 3 * i + 3]) for i in (0, 1))
-        exact_z = constants[7] if len(constants) > 7 else None
-        return cls(policy, rollout_model, *values[4:], fill_ins=constants[6], exact_z=exact_z)
+        each = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
+        forward_kl, reverse_kl = values[4:] if each == 2 else (None, None)
+        return cls(
+            policy=HeadOutput.of(values[:each], constants[:3]),
+            rollout_model=HeadOutput.of(values[each : 2 * each], constants[3:6]),
+            forward_kl=forward_kl,
+            reverse_kl=reverse_kl,
+            fill_ins=constants[6],
+            exact_z=constants[7] if len(constants) > 7 else None,
+        )
 
 
 register_dataclass(HeadOutput)  # FSDP finds the tensors of a module's output as those of a pytree
@@ -104,10 +111,10 @@ def linear_head(
     0 log 0 = 0, also for a probability that underflows to 0.
 
     Raises:
-        ValueError: shapes, dtypes, devices, ids or numbers other than these, or a weight that FSDP has sharded. On CUDA
-            ids out of range are no ValueError but fail an assertion on the device, so that nothing is waited for.
+        ValueError: another number of ids than of hidden states, ids out of range, or a weight that FSDP has sharded. On
+            CUDA ids out of range are no ValueError but fail an assertion on the device, so that nothing is waited for.
     """
-    _check(("head", head), ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature)
+    _check([head], ids)
     _check_range(head, ids=ids, gather_ids=gather_ids)
     return HeadOutput.of(
         *tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile, not only_log_probs, options)
@@ -138,12 +145,11 @@ def joint_linear_head(
     where autograd sends one other than 0. Near 0 rounding may leave either slightly negative.
 
     Raises:
-        ValueError: as `linear_head`; also `lam` not above 0, or heads of different N, V or device.
+        ValueError: as `linear_head`; also heads of different N or V.
     """
-    named = (("policy", policy), ("rollout_model", rollout_model))
-    _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
-    _check_range(policy, ids=ids, gather_ids=gather_ids)
     heads = [policy, rollout_model]
+    _check(heads, ids)
+    _check_range(policy, ids=ids, gather_ids=gather_ids)
     moments = not only_log_probs
     return JointOutput.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, options))
 
@@ -152,6 +158,7 @@ class Fp32Linear(nn.Linear):
     """Holds an output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and
     autocast; `LinearHead` does the same with its weight."""
 
+    bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch omits the None
     rounded_to: torch.dtype | None = None
 
     @classmethod
@@ -161,9 +168,9 @@ class Fp32Linear(nn.Linear):
         Args:
             rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not.
         """
-        made = cls(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        made.weight, made.bias, made.rounded_to = layer.weight, layer.bias, rounded_to
-        return made
+        widened = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        widened.weight, widened.bias, widened.rounded_to = layer.weight, layer.bias, rounded_to
+        return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
         """Return weight [V, H] and bias [V] as they are multiplied, before they are widened."""
@@ -171,15 +178,15 @@ class Fp32Linear(nn.Linear):
             return self.weight, self.bias
         return self.weight.to(self.rounded_to), None if self.bias is None else self.bias.to(self.rounded_to)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.read()
         bias = None if bias is None else bias.float()
-        with torch.autocast(hidden.device.type, enabled=False):
-            if hidden.dtype == weight.dtype != torch.float32 and has_mixed_product(hidden.device):
-                products = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-                products = products.unflatten(0, hidden.shape[:-1])  # without a float32 copy of the weight
+        with torch.autocast(input.device.type, enabled=False):
+            if input.dtype == weight.dtype != torch.float32 and has_mixed_product(input.device):
+                products = torch.mm(input.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+                products = products.unflatten(0, input.shape[:-1])  # without a float32 copy of the weight
                 return products if bias is None else products + bias
-            return nn.functional.linear(hidden.float(), weight.float(), bias)
+            return nn.functional.linear(input.float(), weight.float(), bias)
 
 
 class LinearHead(nn.Module):
@@ -232,8 +239,7 @@ class LinearHead(nn.Module):
             if self.rollout_model is None:
                 raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
             heads.append(head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
-        named = zip(("policy", "rollout_model"), heads, strict=False)
-        _check(*named, ids=ids, gather_ids=gather_ids, num_top=num_top, tile=tile, temperature=temperature, lam=lam)
+        _check(heads, ids)
         is_pair, moments = len(heads) == 2, not only_log_probs
         lam = lam if is_pair else None  # one head has no Z
         outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
@@ -250,20 +256,25 @@ class LinearHead(nn.Module):
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
-        found = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+        parts = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
-            hidden = [None if one is None else one[rows] for one in (policy_hidden, rollout_model_hidden)]
-            ids = torch.zeros(len(hidden[0]), dtype=torch.int64, device=policy_hidden.device)
-            sorted_all = dict(num_top=vocabulary, only_log_probs=True, tile=(step, vocabulary))
-            output = self(*hidden, ids, temperature=temperature, **sorted_all)
-            policy, rollout = (
-                (output.top_log_probs, output.top_log_probs)
-                if isinstance(output, HeadOutput)
-                else (output.policy.top_log_probs, output.fill_ins)
+            hidden = policy_hidden[rows]
+            output: HeadOutput | JointOutput = self(
+                hidden,
+                None if rollout_model_hidden is None else rollout_model_hidden[rows],
+                torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+                temperature=temperature,
+                num_top=vocabulary,  # sorts all
+                only_log_probs=True,
+                tile=(step, vocabulary),
             )
-            found.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
-        z, lam = torch.cat(found, dim=1)
+            if isinstance(output, HeadOutput):
+                policy = rollout = output.top_log_probs
+            else:
+                policy, rollout = output.policy.top_log_probs, output.fill_ins
+            parts.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
+        z, lam = torch.cat(parts, dim=1)
         return z, lam
 
 
@@ -274,69 +285,15 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
     return Head(hidden=hidden, weight=weight, bias=bias, soft_cap=soft_cap, is_fp32=is_fp32)
 
 
-def _check(
-    *heads: tuple[str, Head],
-    ids: Tensor,
-    gather_ids: Tensor | None,
-    num_top: int,
-    tile: tuple[int, int] | None,
-    temperature: float,
-    lam: float | None = None,
-) -> None:
-    """Raise the ValueErrors of `linear_head` and, for two heads, `joint_linear_head`, but those of `_check_range`."""
-    for name, head in heads:
-        _check_head(name, head)
-    (name, head), (other_name, other) = heads[0], heads[-1]
-    if head.weight.shape[0] != other.weight.shape[0]:
-        sizes = f"{head.weight.shape[0]} and {other.weight.shape[0]} tokens"
-        raise ValueError(f"{name} and {other_name} have vocabularies of {sizes}: both models must share one vocabulary")
-    if len(head.hidden) != len(other.hidden):
-        counts = f"{len(head.hidden)} and {len(other.hidden)} positions"
-        raise ValueError(f"{name}.hidden and {other_name}.hidden have {counts}: both must be of the same tokens")
-    if head.hidden.device != other.hidden.device:
-        devices = f"{head.hidden.device} and {other.hidden.device}"
-        raise ValueError(f"{name} and {other_name} are on {devices}: move both to one device")
-    _check_ids("ids", ids, "[N]", 1, head)
-    if gather_ids is not None:
-        _check_ids("gather_ids", gather_ids, "[N, G]", 2, head)
-    if num_top < 0:
-        raise ValueError(f"num_top is {num_top}: 0 for no top-k, else how many tokens to return")
-    if tile is not None and min(tile) < 1:
-        raise ValueError(f"tile is {tile}: both numbers must be at least 1, or tile None for the default")
-    _check_positive("temperature", temperature)
-    if lam is not None:
-        _check_positive("lam", lam)
-
-
-def _check_head(name: str, head: Head) -> None:
-    hidden, weight, bias = head.hidden, head.weight, head.bias
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or not weight.shape[0]:
-        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
-        raise ValueError(f"{name}.hidden and {name}.weight are {shapes}: they must be [N, H] and [V, H] with V > 0")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}.bias is {list(bias.shape)}: it must be [V] = {list(weight.shape[:1])}")
-    for field, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            allowed = "float64, float32, bfloat16 or float16"
-            raise ValueError(f"{name}.{field} is {tensor.dtype}: it must be {allowed}")
-        if tensor.device != hidden.device:
-            raise ValueError(f"{name}.{field} is on {tensor.device}, {name}.hidden on {hidden.device}: move one")
-        if hasattr(tensor, "full_tensor"):  # a DTensor
-            raise ValueError(f"{name}.{field} is sharded: call the head within models.gathered, or fully_shard it")
-    if head.soft_cap is not None:
-        _check_positive(f"{name}.soft_cap", head.soft_cap)
-
-
-def _check_ids(name: str, ids: Tensor, form: str, dim: int, head: Head) -> None:
-    n = len(head.hidden)
-    if ids.dim() != dim or len(ids) != n:
-        raise ValueError(f"{name} is {list(ids.shape)}: it must be {form} with N = {n}, as the hidden states have")
-    if ids.dtype != torch.int64:
-        raise ValueError(f"{name} is {ids.dtype}: it must be torch.int64 (`.long()`)")
-    if ids.device != head.hidden.device:
-        raise ValueError(f"{name} is on {ids.device}, the hidden states on {head.hidden.device}: move one")
+def _check(heads: Sequence[Head], ids: Tensor) -> None:
+    """Refuse what torch would compute to numbers without a meaning."""
+    vocabularies, positions = [len(head.weight) for head in heads], [len(head.hidden) for head in heads]
+    if len(set(vocabularies)) > 1:
+        raise ValueError(f"the heads have vocabularies of {vocabularies} tokens: both models must share one vocabulary")
+    if {*positions, len(ids)} != {len(ids)}:
+        raise ValueError(f"the heads have {positions} hidden states and ids {len(ids)}: all must be of the same tokens")
+    if any(is_sharded(tensor) for head in heads for tensor in head.tensors if tensor is not None):
+        raise ValueError("a head is sharded: call it within models.gathered, or fully_shard it")
 
 
 def _check_range(head: Head, **of_names: Tensor | None) -> None:
@@ -348,11 +305,8 @@ def _check_range(head: Head, **of_names: Tensor | None) -> None:
         advice = f"all must be in [0, {vocabulary}); give padding any such id and mask the result"
         low, high = torch.aminmax(ids)
         if ids.is_cuda:
-            torch._assert_async((low >= 0) & (high < vocabulary), f"{name} holds ids out of range: {advice}")
+            is_in_range = (low >= 0) & (high < vocabulary)
+            # torch has no public one
+            torch._assert_async(is_in_range, f"{name} holds ids out of range: {advice}")  # pyright: ignore[reportPrivateUsage]
         elif low < 0 or high >= vocabulary:
             raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} is {value}: it must be a finite number above 0")

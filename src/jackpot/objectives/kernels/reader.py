@@ -14,7 +14,7 @@ Shapes: `C` positions, `T` tokens of a tile. The lists have one entry for one he
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,12 +57,19 @@ class GradCoefficients(NamedTuple):
 
     def at(self, rows: slice) -> "GradCoefficients":
         """Select the coefficients of some positions."""
-        return GradCoefficients(*(None if tensor is None else tensor[rows] for tensor in self))
+        return self._replace(**{name: column[rows] for name, column in self._asdict().items() if column is not None})
 
     @property
     def reads_other(self) -> bool:
         """True where the other head's probabilities are needed."""
         return not (self.on_other_log is None and self.on_other is None)
+
+
+class TileGradient(NamedTuple):
+    """Holds what the gradient of a tile's products is computed from and written to."""
+
+    coefficients: GradCoefficients  # [C] each
+    out: Tensor  # [C, T] in the dtype of the products, perhaps the memory of the logits
 
 
 class TileReader(Protocol):
@@ -77,26 +84,25 @@ class TileReader(Protocol):
             tops: whether `block_max` is wanted.
             moments: whether `moment` and `gap` are wanted, which entropy and divergences are computed from.
         """
+        ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         """Return sum_x min(q(x), p(x) / lam) over the tokens of a tile: [C]."""
+        ...
 
     def differentiate(
         self,
-        tiles: Sequence[Tile | None],
+        tiles: Sequence[Tile],
         logsumexps: Sequence[Tensor],
-        coefficients: Sequence[GradCoefficients | None],
-        places: Tensor,
-        out: Sequence[Tensor | None],
+        gradients: Sequence[TileGradient | None],
+        columns: Tensor,
     ) -> None:
         """Write the gradients of a tile's products.
 
         Args:
-            tiles: None for a head that no gradient reads.
             logsumexps: [C] each, over the whole vocabulary.
-            coefficients: [C] each; None for a head that gets no gradient.
-            places: [C] the ids, counted from the tile's first token, which may lie outside the tile.
-            out: [C, T] in the dtype of the products, perhaps the memory of `tiles`; None as in `coefficients`.
+            gradients: None for a head that gets none.
+            columns: [C] the ids, counted from the tile's first token, which may lie outside the tile.
         """
 
 
@@ -114,37 +120,39 @@ def finish(logits: Tensor, bias: Tensor | None, soft_cap: float | None, temperat
 
 def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, moments: bool) -> list[TileSums]:
     """Return the sums of logits [C, T]."""
-    found, both = [], []
-    for own, masks in zip(logits, may_mask, strict=True):
-        maxima = block_max(own) if tops else None
-        row_max = (own if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
-        shifted = own - row_max[:, None]
+    sums: list[TileSums] = []
+    terms: list[tuple[Tensor, Tensor]] = []  # of each head, l - m and its exponential
+    for of_head, masks in zip(logits, may_mask, strict=True):
+        maxima = block_max(of_head) if tops else None
+        row_max = (of_head if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
+        shifted = of_head - row_max[:, None]
         exps = _exp(shifted)
         if masks:
             shifted = shifted.clamp(min=LOWEST)
         moment = (shifted * exps).sum(-1) if moments else None
-        found.append(TileSums(row_max, exps.sum(-1), moment, maxima, None, None))
-        both.append((shifted, exps))
+        sums.append(TileSums(row_max, exps.sum(-1), moment, maxima, None, None))
+        terms.append((shifted, exps))
     if len(logits) == 1 or not moments:
-        return found
-    (shifted_p, exps_p), (shifted_q, exps_q) = both
+        return sums
+
+    (shifted_p, exps_p), (shifted_q, exps_q) = terms
     gap = shifted_p - shifted_q
     gaps = (gap * exps_p).sum(-1), -(gap * exps_q).sum(-1)
     masked = [
-        torch.where(other.isneginf(), own, -torch.inf).amax(-1) if masks else None
-        for own, other, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
+        torch.where(other.isneginf(), of_head, -torch.inf).amax(-1) if masks else None
+        for of_head, other, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
     ]
-    return [one._replace(gap=gaps[i], max_at_masked=masked[i]) for i, one in enumerate(found)]
+    return [of_head._replace(gap=gaps[i], max_at_masked=masked[i]) for i, of_head in enumerate(sums)]
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
     """Return sum_x min(q(x), p(x) / lam) of logits [C, T]."""
-    p, q = (_exp(own - logsumexp[:, None]) for own, logsumexp in zip(logits, logsumexps, strict=True))
+    p, q = (_exp(of_head - logsumexp[:, None]) for of_head, logsumexp in zip(logits, logsumexps, strict=True))
     return torch.minimum(q, p / lam).sum(-1)
 
 
 def tile_gradients(
-    logits: Sequence[Tensor | None],
+    logits: Sequence[Tensor],
     logsumexps: Sequence[Tensor],
     may_mask: Sequence[bool],
     coefficients: Sequence[GradCoefficients | None],
@@ -155,32 +163,28 @@ def tile_gradients(
     Args:
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
     """
-    log_probs, probs = [], []
-    for own, logsumexp, masks in zip(logits, logsumexps, may_mask, strict=True):
-        shifted = None if own is None else own - logsumexp[:, None]
-        probs.append(None if own is None else _exp(shifted))
-        log_probs.append(shifted.clamp(min=LOWEST) if masks and own is not None else shifted)
-    gradients = []
-    for i, of_head in enumerate(coefficients):
+    log_probs: list[Tensor] = []
+    probs: list[Tensor] = []
+    for of_head, logsumexp, masks in zip(logits, logsumexps, may_mask, strict=True):
+        shifted = of_head - logsumexp[:, None]
+        probs.append(_exp(shifted))
+        log_probs.append(shifted.clamp(min=LOWEST) if masks else shifted)
+
+    gradients: list[Tensor | None] = []
+    for i, (of_head, into) in enumerate(zip(coefficients, out, strict=True)):
         if of_head is None:
             gradients.append(None)
             continue
-        _, constant, on_log, on_other_log, on_other = (None if one is None else one[:, None] for one in of_head)
-        factor = constant
-        if on_log is not None:
-            factor = log_probs[i] * on_log + factor
-        if on_other_log is not None:
-            factor = torch.addcmul(factor, log_probs[1 - i], on_other_log, value=-1.0)
-        gradient = torch.mul(probs[i], factor, out=out[i])
-        if on_other is not None:
-            gradient = torch.addcmul(gradient, probs[1 - i], on_other, value=-1.0, out=out[i])
+        factor = of_head.constant[:, None]
+        if of_head.on_log is not None:
+            factor = log_probs[i] * of_head.on_log[:, None] + factor
+        if of_head.on_other_log is not None:
+            factor = torch.addcmul(factor, log_probs[1 - i], of_head.on_other_log[:, None], value=-1.0)
+        gradient = torch.mul(probs[i], factor, out=into)
+        if of_head.on_other is not None:
+            gradient = torch.addcmul(gradient, probs[1 - i], of_head.on_other[:, None], value=-1.0, out=into)
         gradients.append(gradient)
     return gradients
-
-
-def softcap_derivative(logits: Tensor, tile: Tile) -> Tensor:
-    """Return d logits / d raw times the temperature, 1 - (capped / soft_cap)^2: [C, T]."""
-    return 1.0 - torch.square(logits * (tile.temperature / tile.soft_cap))
 
 
 def _exp(values: Tensor) -> Tensor:
@@ -190,29 +194,33 @@ def _exp(values: Tensor) -> Tensor:
 # The reader of torch alone
 
 
+Formula = TypeVar("Formula", bound=Callable[..., object])
+
+
+class Wrap(Protocol):
+    """What the formulas of a reader go through first, such as torch.compile."""
+
+    def __call__(self, formula: Formula, /) -> Formula: ...
+
+
 class TorchReader:
-    """Applies the formulas with torch's operators.
+    """Applies the formulas with torch's operators; its name is that of the kernel in the settings."""
 
-    Args:
-        name: of the kernel, as in the settings.
-        wrap: what the formulas go through first, such as torch.compile.
-    """
-
-    def __init__(self, name: str, wrap: Callable[[Callable], Callable] = lambda formula: formula) -> None:
+    def __init__(self, name: str, wrap: Wrap = lambda formula: formula) -> None:
         self.name = name
-        self._sums, self._mass, self._gradients = map(wrap, (tile_sums, tile_common_mass, tile_gradients))
+        self._sums, self._mass, self._gradients = wrap(tile_sums), wrap(tile_common_mass), wrap(tile_gradients)
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
-        whole: list[list[Tensor | None]] = []
+        whole: list[TileSums] = []
         for rows in _chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            part = self._sums(logits, [tile.may_mask for tile in tiles], tops, moments)
-            whole = whole or [[_like(one, tiles[0]) for one in of_head] for of_head in part]
-            for into, of_head in zip(whole, part, strict=True):
-                for target, one in zip(into, of_head, strict=True):
-                    if one is not None:
-                        target[rows] = one
-        return [TileSums(*of_head) for of_head in whole]
+            parts = self._sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            whole = whole or [_memory(part, tiles[0]) for part in parts]
+            for into, part in zip(whole, parts, strict=True):
+                for target, column in zip(into, part, strict=True):
+                    if target is not None and column is not None:
+                        target[rows] = column
+        return whole
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         mass = torch.empty_like(logsumexps[0])
@@ -223,46 +231,43 @@ class TorchReader:
 
     def differentiate(
         self,
-        tiles: Sequence[Tile | None],
+        tiles: Sequence[Tile],
         logsumexps: Sequence[Tensor],
-        coefficients: Sequence[GradCoefficients | None],
-        places: Tensor,
-        out: Sequence[Tensor | None],
+        gradients: Sequence[TileGradient | None],
+        columns: Tensor,
     ) -> None:
         for rows in _chunks(tiles):
-            logits = [None if tile is None else _finished(tile, rows) for tile in tiles]
+            logits = [_finished(tile, rows) for tile in tiles]
             derivatives = [
-                softcap_derivative(own, tile) if into is not None and tile.soft_cap else None
-                for own, tile, into in zip(logits, tiles, out, strict=True)
+                _softcap_derivative(of_head, tile.soft_cap, tile.temperature) if wanted and tile.soft_cap else None
+                for of_head, tile, wanted in zip(logits, tiles, gradients, strict=True)
             ]
-            targets = [None if into is None else into[rows] for into in out]
-            of_rows = [None if of_head is None else of_head.at(rows) for of_head in coefficients]
-            gradients = self._gradients(
+            of_rows = [wanted and TileGradient(wanted.coefficients.at(rows), wanted.out[rows]) for wanted in gradients]
+            computed = self._gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
-                [tile is not None and tile.may_mask for tile in tiles],
-                of_rows,
-                [own if own is not None and own.dtype == logsumexps[0].dtype else None for own in targets],
+                [tile.may_mask for tile in tiles],
+                [wanted and wanted.coefficients for wanted in of_rows],
+                [wanted.out if wanted and wanted.out.dtype == logsumexps[0].dtype else None for wanted in of_rows],
             )
-            for of_head, gradient, derivative, target in zip(of_rows, gradients, derivatives, targets, strict=True):
-                if gradient is None:
+            for wanted, gradient, derivative in zip(of_rows, computed, derivatives, strict=True):
+                if wanted is None or gradient is None:
                     continue
-                if of_head.on_id is not None:
-                    _add_at(gradient, places[rows], of_head.on_id)
+                if wanted.coefficients.on_id is not None:
+                    _add_at(gradient, columns[rows], wanted.coefficients.on_id)
                 if derivative is not None:
                     gradient *= derivative
-                if gradient is not target:
-                    target.copy_(gradient)
+                if gradient is not wanted.out:
+                    wanted.out.copy_(gradient)
 
 
 EAGER = TorchReader("eager")
 
 
-def _chunks(tiles: Sequence[Tile | None]) -> list[slice]:
+def _chunks(tiles: Sequence[Tile]) -> list[slice]:
     """Cut the positions of tiles into runs that are read at a time."""
-    logits = next(tile.logits for tile in tiles if tile is not None)
-    c, t = logits.shape
-    size = max(1, min(c, MAX_CHUNK["cuda" if logits.is_cuda else "cpu"] // t))
+    c, t = tiles[0].logits.shape
+    size = max(1, min(c, MAX_CHUNK["cuda" if tiles[0].logits.is_cuda else "cpu"] // t))
     return [slice(start, min(start + size, c)) for start in range(0, c or 1, size)]
 
 
@@ -274,17 +279,24 @@ def _finished(tile: Tile, rows: slice) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _like(part: Tensor | None, tile: Tile) -> Tensor | None:
+def _memory(part: TileSums, tile: Tile) -> TileSums:
     """Return memory for the rows of all chunks.
 
     It is taken once: small tensors that are made between a chunk's large ones and outlive them would split the memory
     that these leave, and the next chunk would take more.
     """
-    return None if part is None else part.new_empty((len(tile.logits), *part.shape[1:]))
+    columns = {name: column for name, column in part._asdict().items() if column is not None}
+    n = len(tile.logits)
+    return part._replace(**{name: column.new_empty((n, *column.shape[1:])) for name, column in columns.items()})
 
 
-def _add_at(gradient: Tensor, places: Tensor, added: Tensor) -> None:
-    """Add a number to each row of the gradient at its place, where that is inside the tile."""
+def _add_at(gradient: Tensor, columns: Tensor, added: Tensor) -> None:
+    """Add a number to each row of the gradient in its column, where that is inside the tile."""
     width = gradient.shape[1]
-    here = torch.where((places >= 0) & (places < width), added, 0.0)
-    gradient.scatter_add_(1, places.clamp(0, width - 1)[:, None], here[:, None])
+    inside = torch.where((columns >= 0) & (columns < width), added, 0.0)
+    gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], inside[:, None])
+
+
+def _softcap_derivative(logits: Tensor, soft_cap: float, temperature: float) -> Tensor:
+    """Return d logits / d raw times the temperature, 1 - (capped / soft_cap)^2: [C, T]."""
+    return 1.0 - torch.square(logits * (temperature / soft_cap))

@@ -14,6 +14,14 @@ import torch
 from torch import Tensor
 
 
+class HeadTensors(NamedTuple):
+    """Holds what one head multiplies, or the gradients of it."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
     """Holds one model's last layer and the hidden states of N positions; gradient flows into all three tensors.
@@ -28,9 +36,9 @@ class Head:
     is_fp32: bool = False  # hidden states and weight are multiplied in float32, whatever their dtype and autocast
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def tensors(self) -> HeadTensors:
         """Hidden states, weight and bias."""
-        return self.hidden, self.weight, self.bias
+        return HeadTensors(self.hidden, self.weight, self.bias)
 
 
 class Workspace:
@@ -61,28 +69,29 @@ class Tile(NamedTuple):
     is_kept: bool  # whether these logits are read again after this tile, so that no gradient may take their memory
 
 
+KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their first position and token
+
+
 class HeadOperands:
     """Holds one head's operands in the dtype of its products, and forms tiles of its logits."""
 
     def __init__(
         self,
         name: str,
-        tensors: Sequence[Tensor | None],
+        tensors: HeadTensors,
         soft_cap: float | None,
         temperature: float,
         operand_dtype: torch.dtype,
         dtype: torch.dtype,
         workspace: Workspace,
-        kept: dict[tuple[int, int], Tensor] | None = None,
+        kept: KeptTiles | None,
     ) -> None:
         """
         Args:
             name: keeps this head's memory in the workspace apart from the other head's.
-            tensors: hidden [N, H], weight [V, H] and bias [V] or None.
             operand_dtype: what hidden states and weight are cast to before they are multiplied.
             dtype: of the logits and of all sums.
-            kept: tiles of logits by their first position and token, each [C, T]; every tile that is formed is added.
-                None to keep none.
+            kept: every tile that is formed is added to it; None to keep none.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand_dtype)
@@ -124,10 +133,9 @@ class HeadOperands:
     def tile(self, rows: slice) -> Tile:
         """Form the logits of these positions and the selected tokens, or take those that were kept."""
         key = rows.start, self._columns.start
-        keeps = self._kept is not None
-        is_found = keeps and key in self._kept
-        logits = self._kept[key] if is_found else self._products(rows)
-        if keeps:
+        known = None if self._kept is None else self._kept.get(key)
+        logits = self._products(rows) if known is None else known
+        if self._kept is not None:
             self._kept[key] = logits
         return Tile(
             logits,
@@ -135,8 +143,8 @@ class HeadOperands:
             self._soft_cap,
             self._temperature,
             may_mask=self.may_mask,
-            is_raw=not (is_found or self.is_plain),
-            is_kept=keeps,
+            is_raw=known is None and not self.is_plain,
+            is_kept=self._kept is not None,
         )
 
     def _products(self, rows: slice) -> Tensor:
@@ -175,7 +183,7 @@ class HeadOperands:
             grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)
         if grads.hidden is not None:
             self._add(grads.hidden[rows], grad, self._rows_of_weight)
-        if grads.weight is not None:
+        if grads.tile is not None:
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -194,13 +202,13 @@ class HeadGrads:
     The weight's gradient is a tile in that dtype while the positions add to it, and is rounded once, when it is whole.
     """
 
-    def __init__(self, operands: HeadOperands, tensors: Sequence[Tensor | None], needed: Sequence[bool]) -> None:
+    def __init__(self, operands: HeadOperands, tensors: HeadTensors, needed: Sequence[bool]) -> None:
         self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))
         self.hidden = None if hidden is None else torch.zeros_like(hidden, dtype=operands.dtype)
         self.weight = None if weight is None else torch.empty_like(weight)
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=operands.dtype)
-        self.tile: Tensor | None = None  # [T, H]
+        self.tile: Tensor | None = None  # [T, H], of the weight's gradient
 
     @property
     def is_needed(self) -> bool:
@@ -218,14 +226,14 @@ class HeadGrads:
 
     def end_tile(self, columns: slice) -> None:
         """Round the tile of the weight's gradient into its place; every position has added to it."""
-        if self.weight is not None and self.tile.dtype != self.weight.dtype:
+        if self.weight is not None and self.tile is not None and self.tile.dtype != self.weight.dtype:
             self.weight[columns] = self.tile
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias in the dtypes of those tensors."""
         grads = (self.hidden, self.weight, self.bias)
         pairs = zip(grads, self._tensors, strict=True)
-        return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
+        return [None if grad is None or tensor is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
 def operand_dtype(head: Head, dtype: torch.dtype) -> torch.dtype:

@@ -8,6 +8,7 @@ ids that are in range and differ.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
     if k == 0 or values.shape[1] // BLOCK < _BLOCKS_PER_K * k:
         return values.topk(k, dim=-1)
     numbers, blocks = _candidates(values, k, block_max(values) if maxima is None else maxima)
-    best, places = numbers.topk(k, dim=-1)
-    return best, _ids(blocks, places)
+    best, columns = numbers.topk(k, dim=-1)
+    return best, _ids(blocks, columns)
 
 
 def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,9 +62,9 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
     return numbers, torch.cat((blocks, torch.full_like(rows, whole)), dim=1)
 
 
-def _ids(blocks: Tensor, places: Tensor) -> Tensor:
-    """Return the ids of the numbers at some places of `_candidates`, [N, k]."""
-    return blocks.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+def _ids(blocks: Tensor, columns: Tensor) -> Tensor:
+    """Return the ids of the numbers in some columns of `_candidates`, [N, k]."""
+    return blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 
 
 class RunningTopK:
@@ -96,19 +97,24 @@ class RunningTopK:
             maxima: `block_max(values)`; None only with K = 0.
             others: further tensors [N, T], as many each time, whose numbers at the top ids are kept too.
         """
-        is_long = values.shape[1] > self._k * BLOCK > 0
-        if self._parts and is_long:
-            numbers, blocks = _candidates(values, self._k, maxima)  # the merge sorts them
-        else:
-            numbers, ids = top_k(values, min(self._k, values.shape[1]), maxima)
         if not self._parts:
+            numbers, ids = top_k(values, min(self._k, values.shape[1]), maxima)
             self._parts = [numbers, ids + start, *(other.gather(1, ids) for other in others)]
             return
+
+        if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
+            numbers, blocks = _candidates(values, self._k, maxima)  # the merge sorts them
+            ids_at = partial(_ids, blocks)
+        else:
+            numbers, ids = top_k(values, min(self._k, values.shape[1]), maxima)
+            ids_at = partial(ids.gather, 1)
+
         width = self.values.shape[1]
         pool = torch.cat((self.values, numbers), dim=1)  # the largest so far first: few of the others displace them
         numbers, order = pool.topk(min(self._k, pool.shape[1]), dim=-1)
-        is_old, old_places, new_places = order < width, order.clamp(max=width - 1), (order - width).clamp(min=0)
-        ids = _ids(blocks, new_places) if is_long else ids.gather(1, new_places)
+        is_old, old_columns = order < width, order.clamp(max=width - 1)
+        ids = ids_at((order - width).clamp(min=0))
+
         added = [ids + start, *(other.gather(1, ids) for other in others)]
         pairs = zip(self._parts[1:], added, strict=True)
-        self._parts = [numbers, *(torch.where(is_old, old.gather(1, old_places), new) for old, new in pairs)]
+        self._parts = [numbers, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

@@ -10,13 +10,14 @@ Shapes: `C` positions, `T` tokens of a tile.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingTypeStubs]  # Triton has no stubs
+import triton.language as tl  # pyright: ignore[reportMissingTypeStubs]
 from torch import Tensor
 
-from jackpot.objectives.kernels.reader import EAGER, LOWEST, GradCoefficients, TileReader, TileSums
+from jackpot.objectives.kernels.reader import EAGER, LOWEST, TileGradient, TileReader, TileSums
 from jackpot.objectives.kernels.tiles import Tile
 from jackpot.objectives.kernels.topk import BLOCK
 
@@ -27,30 +28,32 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def _logits(
-    start, bias, columns, mask, soft_cap, temperature, RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr
-):
+    start: tl.tensor, bias: tl.tensor, columns: tl.tensor, mask: tl.tensor, soft_cap: float, temperature: float,
+    RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Load logits and finish them; -inf where `mask` is False."""
-    found = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
+    logits = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
     if RAW:
         if BIAS:
-            found += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+            logits += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
         if CAP:
-            found = soft_cap * (2.0 * tl.sigmoid(2.0 * (found / soft_cap)) - 1.0)
-        found = found / temperature
-    return tl.where(mask, found, float("-inf"))
+            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
+        logits = logits / temperature
+    return tl.where(mask, logits, float("-inf"))
 
 
 @triton.jit
-def _finished(start, columns, T):
+def _finished(start: tl.tensor, columns: tl.tensor, T: int) -> tl.tensor:
     """Load finished logits of a row of T; -inf beyond its end."""
     return tl.load(start + columns, mask=columns < T, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _finish(
-    start, bias, soft_cap, temperature, maxima, begin, T, NUM_BLOCKS,
+    start: tl.tensor, bias: tl.tensor, soft_cap: float, temperature: float, maxima: tl.tensor,
+    begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """Load WIDTH logits of a row, finish them, and write raw ones back and the largest of each block to `maxima`."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
@@ -65,7 +68,10 @@ def _finish(
 
 
 @triton.jit
-def _store_sums(sums, C, row_max, sum_exp, moment, gap, masked, PAIR: tl.constexpr):
+def _store_sums(
+    sums: tl.tensor, C: int, row_max: tl.tensor, sum_exp: tl.tensor, moment: tl.tensor, gap: tl.tensor,
+    masked: tl.tensor, PAIR: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the numbers of one position and head, C apart; the last two are those of a pair."""
     tl.store(sums, row_max)
     tl.store(sums + C, tl.sum(sum_exp, axis=0))
@@ -77,11 +83,12 @@ def _store_sums(sums, C, row_max, sum_exp, moment, gap, masked, PAIR: tl.constex
 
 @triton.jit
 def _read(
-    p, q, bias_p, bias_q, cap_p, cap_q, temperature, maxima_p, maxima_q, sums, C, T, NUM_BLOCKS,
+    p: tl.tensor, q: tl.tensor, bias_p: tl.tensor, bias_q: tl.tensor, cap_p: float, cap_q: float, temperature: float,
+    maxima_p: tl.tensor, maxima_q: tl.tensor, sums: tl.tensor, C: int, T: int, NUM_BLOCKS: int,
     RAW_P: tl.constexpr, RAW_Q: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr, TOPS: tl.constexpr, MOMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Write row_max, sum_exp, moment, gap and max_at_masked of each head to `sums` [2, 5, C]."""
     row = tl.program_id(0).to(tl.int64)
     p += row * T
@@ -137,17 +144,17 @@ def _read(
 
 @triton.jit
 def _common_mass(
-    p, q, bias_p, bias_q, cap_p, cap_q, temperature, logsumexp_p, logsumexp_q, lam, mass, T,
+    p: tl.tensor, q: tl.tensor, bias_p: tl.tensor, bias_q: tl.tensor, cap_p: float, cap_q: float, temperature: float,
+    logsumexp_p: tl.tensor, logsumexp_q: tl.tensor, lam: float, mass: tl.tensor, T: int,
     RAW_P: tl.constexpr, RAW_Q: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Write sum_x min(q(x), p(x) / lam) to `mass` [C]."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     of_p, of_q = tl.load(logsumexp_p + row), tl.load(logsumexp_q + row)
     for begin in range(0, T, WIDTH):
-        columns = begin + places
+        columns = begin + tl.arange(0, WIDTH)
         mask = columns < T
         logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
         logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
@@ -156,7 +163,10 @@ def _common_mass(
 
 
 @triton.jit
-def _gradient(own, other, coefficients, C, row, is_id, logits, soft_cap, temperature, CAP: tl.constexpr):
+def _gradient(
+    own: tl.tensor, other: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
+    logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Evaluate the formula of `GradCoefficients`; `own` and `other` are shifted logits."""
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
@@ -173,24 +183,23 @@ def _gradient(own, other, coefficients, C, row, is_id, logits, soft_cap, tempera
 
 @triton.jit
 def _differentiate(
-    p, q, bias_p, bias_q, cap_p, cap_q, temperature, logsumexp_p, logsumexp_q, coefficients, places, out_p, out_q, C, T,
+    p: tl.tensor, q: tl.tensor, bias_p: tl.tensor, bias_q: tl.tensor, cap_p: float, cap_q: float, temperature: float,
+    logsumexp_p: tl.tensor, logsumexp_q: tl.tensor, coefficients: tl.tensor, ids: tl.tensor,
+    out_p: tl.tensor, out_q: tl.tensor, C: int, T: int,
     RAW_P: tl.constexpr, RAW_Q: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
-    CAP_P: tl.constexpr, CAP_Q: tl.constexpr, HAS_P: tl.constexpr, HAS_Q: tl.constexpr,
+    CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Write the gradients of both heads' products; `coefficients` [2, 5, C]. Loads come before stores."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < T
-    is_id = columns == tl.load(places + row)
-    logits_p = tl.zeros([WIDTH], tl.float32)
+    is_id = columns == tl.load(ids + row)
+    logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
+    own_p = logits_p - tl.load(logsumexp_p + row)
     logits_q = tl.zeros([WIDTH], tl.float32)
-    own_p = tl.zeros([WIDTH], tl.float32)
     own_q = tl.zeros([WIDTH], tl.float32)
-    if HAS_P:
-        logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
-        own_p = logits_p - tl.load(logsumexp_p + row)
-    if HAS_Q:
+    if PAIR:
         logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
         own_q = logits_q - tl.load(logsumexp_q + row)
     if TRAINS_Q:
@@ -210,20 +219,18 @@ class TritonReader(TileReader):
         if tiles[0].logits.dtype == torch.float64:
             return EAGER.read(tiles, tops, moments)
         c, t = tiles[0].logits.shape
-        new, num_blocks, is_pair = tiles[0].logits.new_empty, triton.cdiv(t, BLOCK), len(tiles) == 2
+        new, num_blocks, is_pair = tiles[0].logits.new_empty, -(-t // BLOCK), len(tiles) == 2
         sums = new((2, 5, c), dtype=torch.float32)
         maxima = [new((c, num_blocks if tops else 0), dtype=torch.float32) for _ in tiles]
         arguments, flags = _operands(tiles)
-        if c:
-            _read[(c,)](
-                *arguments, maxima[0], maxima[-1], sums, c, t, num_blocks,
-                **flags, PAIR=is_pair, TOPS=tops, MOMENTS=moments, WIDTH=_width(t),
-            )  # fmt: skip
-        found = []
-        for i, own in enumerate(sums[: len(tiles)]):
-            row_max, sum_exp, moment, gap, masked = own
+        flags |= {"PAIR": is_pair, "TOPS": tops, "MOMENTS": moments}
+        _launch(_read, (c,), *arguments, maxima[0], maxima[-1], sums, c, t, num_blocks, **flags, WIDTH=_width(t))
+
+        results: list[TileSums] = []
+        for i, of_head in enumerate(sums[: len(tiles)]):
+            row_max, sum_exp, moment, gap, masked = of_head
             may_mask = is_pair and tiles[1 - i].may_mask
-            found.append(
+            results.append(
                 TileSums(
                     row_max=row_max,
                     sum_exp=sum_exp,
@@ -233,7 +240,7 @@ class TritonReader(TileReader):
                     max_at_masked=masked if may_mask and moments else None,
                 )
             )
-        return found
+        return results
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         if tiles[0].logits.dtype == torch.float64:
@@ -241,54 +248,55 @@ class TritonReader(TileReader):
         c, t = tiles[0].logits.shape
         mass = tiles[0].logits.new_empty(c, dtype=torch.float32)
         arguments, flags = _operands(tiles)
-        if c:
-            _common_mass[(c,)](*arguments, *logsumexps, lam, mass, t, **flags, WIDTH=_width(t))
+        _launch(_common_mass, (c,), *arguments, *logsumexps, lam, mass, t, **flags, WIDTH=_width(t))
         return mass
 
     def differentiate(
         self,
-        tiles: Sequence[Tile | None],
+        tiles: Sequence[Tile],
         logsumexps: Sequence[Tensor],
-        coefficients: Sequence[GradCoefficients | None],
-        places: Tensor,
-        out: Sequence[Tensor | None],
+        gradients: Sequence[TileGradient | None],
+        columns: Tensor,
     ) -> None:
-        known = next(tile.logits for tile in tiles if tile is not None)
-        if known.dtype == torch.float64:
-            return EAGER.differentiate(tiles, logsumexps, coefficients, places, out)
-        c, t = known.shape
-        if not c:
-            return None
-        columns = known.new_zeros((2, 5, c), dtype=torch.float32)
-        for i, of_head in enumerate(coefficients):
-            for number, column in enumerate(of_head or ()):
+        logits = tiles[0].logits
+        if logits.dtype == torch.float64:
+            return EAGER.differentiate(tiles, logsumexps, gradients, columns)
+        c, t = logits.shape
+        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
+        for i, wanted in enumerate(gradients):
+            for j, column in enumerate(wanted.coefficients if wanted else ()):
                 if column is not None:
-                    columns[i, number] = column
-        has, trains = ([one is not None for one in of] + [False] for of in (tiles, out))
-        width = _width(t)
-        arguments, flags = _operands([tile or next(filter(None, tiles)) for tile in tiles])
-        memory = [known if into is None else into for into in out]
-        _differentiate[(c, triton.cdiv(t, width))](
-            *arguments, logsumexps[0], logsumexps[-1], columns, places, memory[0], memory[-1], c, t,
-            **flags, HAS_P=has[0], HAS_Q=has[1], TRAINS_P=trains[0], TRAINS_Q=trains[1], WIDTH=width,
-        )  # fmt: skip
-        return None
+                    coefficients[i, j] = column
+        out = [logits if wanted is None else wanted.out for wanted in gradients]
+        is_pair, trains = len(tiles) == 2, [wanted is not None for wanted in gradients]
+        arguments, flags = _operands(tiles)
+        flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
+        arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]
+        _launch(_differentiate, (c, -(-t // _width(t))), *arguments, **flags, WIDTH=_width(t))
 
 
 TRITON = TritonReader()
 
 
+def _launch(
+    kernel: triton.JITFunction[Any], grid: tuple[int, ...], *arguments: Tensor | float, **constants: int
+) -> None:
+    """Run the programs of a grid; a kernel's annotations say what its body reads, not what it is given here."""
+    if grid[0]:
+        kernel[grid](*arguments, **constants)
+
+
 def _width(tokens: int) -> int:
-    """Return the tokens that a program reads at a time."""
-    return min(WIDTH, max(BLOCK, triton.next_power_of_2(tokens)))
+    """Return the tokens that a program reads at a time, a power of two."""
+    return min(WIDTH, max(BLOCK, 1 << (tokens - 1).bit_length()))
 
 
-def _operands(tiles: Sequence[Tile]) -> tuple[list, dict[str, bool]]:
+def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bool]]:
     """Return the arguments and flags by which a kernel reads a pair of tiles; one tile is given twice."""
     pair = [tiles[0], tiles[-1]]
     biases = [tile.logits if tile.bias is None else tile.bias for tile in pair]
     caps = [tile.soft_cap or 1.0 for tile in pair]
-    flags = {}
+    flags: dict[str, bool] = {}
     for name, tile in zip("PQ", pair, strict=True):
         flags |= {f"RAW_{name}": tile.is_raw, f"BIAS_{name}": tile.bias is not None, f"CAP_{name}": bool(tile.soft_cap)}
     return [*(tile.logits for tile in pair), *biases, *caps, tiles[0].temperature], flags

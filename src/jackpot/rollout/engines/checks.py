@@ -68,7 +68,7 @@ def check_weights(
             f"{len(wrong)} weights were sent as codes that this engine does not take, or not as the codes that it "
             f"takes, such as {wrong[0]}; send those of capabilities.coded_weights, or all weights as numbers"
         )
-    if as_codes:
+    if as_codes and codes:
         shapes = {**shapes, **codes.shapes(shapes)}
     names = Counter(name for name, _ in sent)
     problems = {

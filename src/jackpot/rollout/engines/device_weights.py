@@ -88,10 +88,10 @@ class Channel:
             return
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((address, 0), family=family) as server:  # torch would listen on every interface
-            port = server.getsockname()[1]
+            free = server.getsockname()[1]
             options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
-            self._store = dist.TCPStore(address, port, timeout=limit, **options)
-        self.ticket = {"address": address, "port": port}
+            self._store = dist.TCPStore(address, free, timeout=limit, **options)
+        self.ticket = {"address": address, "port": free}
         """What the receiver is made with."""
 
     def broadcast(self, memory: Tensor) -> None:
@@ -130,7 +130,7 @@ class Channel:
     def _join(self) -> Any:
         rank = 0 if self._is_sender else 1
         if self._device.type == "cpu":
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  missing in torch's stubs
             options._timeout = timedelta(seconds=self._timeout)
             host = self._address if self._is_sender else _own_address(self._address)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]

@@ -176,7 +176,7 @@ class Newest(dict[str, SentWeights]):
     is_resting = False  # whether the engines that can sleep do, so that others use their memory
 
 
-class _Job(NamedTuple):
+class HostRequest(NamedTuple):
     """Holds one chunk, or what is to be scored at once."""
 
     message: dict[str, Any]
@@ -221,12 +221,13 @@ class HostPeer(Peer):
         """Return whether an update waits for it: also for one that is being started when engines are to rest."""
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
-    async def run(self, job: _Job) -> Any:
+    async def run(self, request: HostRequest) -> Any:
+        assert self.weights is not None  # a peer without them is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
-        answer = await self._ask(job.message | {"held": held})
+        answer = await self._ask(request.message | {"held": held})
         if "stale" in answer:
             raise PeerRestarted(f"it holds {answer['stale'] or 'no weights'} and not {held}")
-        return job.parse(answer)
+        return request.parse(answer)
 
     async def close(self) -> None:
         self._hang_up()
@@ -256,11 +257,13 @@ class HostPeer(Peer):
         if "lost" in answer:
             raise PeerLost(answer["lost"])
         self._held[engine] = weights.name
-        weights.digest = weights.digest or answer["digest"]
-        if answer["digest"] != weights.digest:
+        digest: str = answer["digest"]
+        expected = weights.digest or digest
+        weights.digest = expected
+        if digest != expected:
             raise EngineError(
-                f"{self.name} read the weights {weights.name} and holds digest {answer['digest'][:12]}, another one "
-                f"{weights.digest[:12]}; its memory or its version of this program differs. Take it out of the run"
+                f"{self.name} read the weights {weights.name} and holds digest {digest[:12]}, another one "
+                f"{expected[:12]}; its memory or its version of this program differs. Take it out of the run"
             )
 
     async def _hand_over(self, message: dict[str, Any], memory: DeviceWeights) -> dict[str, Any]:
@@ -341,7 +344,7 @@ class EnginePool:
         self._shapes = {name: {key: one.shape for key, one in named} for name, (named, _) in weights.items()}
         self._dtypes = {name: dtype for name, (_, dtype) in weights.items()}
         newest = {name: self._shared(name, named, version, dtype) for name, (named, dtype) in weights.items()}
-        self.pool = Pool(limits, Newest(newest), thread_name="the engines' thread")
+        self.pool: Pool[HostPeer] = Pool(limits, Newest(newest), thread_name="the engines' thread")
         try:
             self.pool.call(self._start([HostPeer(name, link) for name, link in links.items()]))
         except BaseException:
@@ -357,10 +360,6 @@ class EnginePool:
     async def _start(self, peers: Sequence[HostPeer]) -> None:
         await self.pool.join(*peers)
         await self.pool.until_synced()
-
-    def add(self, name: str, link: Link) -> None:
-        """Let another host join while the run goes on; `pool.remove` lets one leave."""
-        self.pool.add(HostPeer(name, link))
 
     @property
     def engines(self) -> "dict[str, PooledEngine]":
@@ -378,9 +377,10 @@ class EnginePool:
         check_weights(sent, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(sent)
         if self._device is not None:
-            self.pool.newest[name].memory = None  # no job needs them any more, and a device may lack room for both
+            self.pool.newest[name].memory = None  # no request needs them any more, and a device may lack room for both
         weights = self._shared(name, sent, version, None if as_codes else self._dtypes[name])
         self.pool.update(Newest({**self.pool.newest, name: weights}))
+        assert weights.digest is not None  # a host has taken them
         return weights.digest
 
     def sleep(self, name: str) -> None:
@@ -402,9 +402,9 @@ class EnginePool:
     def _shared(
         self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
-        is_here = self._device is None
+        device = self._device
         try:
-            memory = SharedWeights(sent, dtype) if is_here else DeviceWeights(sent, dtype, self._device)
+            memory = SharedWeights(sent, dtype) if device is None else DeviceWeights(sent, dtype, device)
         except OSError as error:
             raise EngineError(
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "
@@ -466,9 +466,9 @@ class PooledEngine(BackgroundEngine):
 
     def _begin(self, requests: Sequence[Request]) -> None:
         chunks = _chunks(requests, self._pool.chunk)
-        self._pool.pool.begin([(chunk[0].uid, self._job(chunk), self._finish) for chunk in chunks])
+        self._pool.pool.begin([(chunk[0].uid, self._host_request(chunk), self._finish) for chunk in chunks])
 
-    def _job(self, chunk: Sequence[Request]) -> _Job:
+    def _host_request(self, chunk: Sequence[Request]) -> HostRequest:
         samplings = list({id(one.sampling): one.sampling for one in chunk}.values())
         number = {id(one): place for place, one in enumerate(samplings)}
         message = {
@@ -480,7 +480,7 @@ class PooledEngine(BackgroundEngine):
                 for one in chunk
             ],
         }
-        return _Job(message, lambda answer: _parsed(chunk, answer))
+        return HostRequest(message, lambda answer: _parsed(chunk, answer))
 
     def _finish(self, result: tuple[list[Rollout], DraftCounts]) -> None:
         rollouts, counts = result
@@ -491,11 +491,11 @@ class PooledEngine(BackgroundEngine):
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}
-        jobs = [
-            (chunk[0].uid, _Job(message | {"rollouts": list(chunk)}, lambda answer: answer["log_probs"]))
+        requests = [
+            (chunk[0].uid, HostRequest(message | {"rollouts": list(chunk)}, lambda answer: answer["log_probs"]))
             for chunk in _chunks(rollouts, self._pool.chunk)
         ]
-        return [one for scores in self._pool.pool.results(jobs) for one in scores]
+        return [one for scores in self._pool.pool.results(requests) for one in scores]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of what a host read.

@@ -2,16 +2,16 @@
 
 Two kinds of threads take part. All peers are called from an event loop on a thread of the pool:
 
-- A caller's thread hands over jobs (`begin`, `results`) and new weights (`update`), and waits for results or for peers.
+- A caller's thread hands over requests (`begin`, `results`) and new weights (`update`), and waits for results or for
+  peers.
 - `_serve`, one task per peer, brings the peer to the newest weights and then runs `_dispatch`. It is unblocked by a
-  failure of the peer and by new weights, and ends when the peer leaves or with the pool.
+  failure of the peer and by new weights, and ends with the pool.
 - `_dispatch` consumes the shared queue while its peer holds the newest weights. It waits for `_state_changed`, which a
-  new job, a finished one, new weights and a lost peer set. It produces one `_do` task per job.
-- `_do` waits for what the peer makes of the job, or puts the job back at the front of the queue, so that each job gets
-  exactly one result, whatever happens to peers.
+  new request, a finished one, new weights and a lost peer set. It produces one `_do` task per request.
+- `_do` waits for what the peer makes of the request, or puts it back at the front of the queue, so that each request
+  gets exactly one result, whatever happens to peers.
 
-A peer that does not hold the newest weights is given no job, and one that lost them says so instead of doing it. Peers
-may join (`add`) and leave (`remove`) at any time.
+A peer that does not hold the newest weights is given no request, and one that lost them says so instead of doing it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from jackpot.core.errors import EngineError
 
@@ -50,17 +50,16 @@ class Peer(ABC):
 
         Args:
             name: unlike that of any other peer of the pool.
-            capacity: jobs that it does at once.
+            capacity: requests that it does at once.
         """
         self.name, self.capacity = name, capacity
-        self.weights: Any = None  # weights that it holds; None while it must not get jobs
-        self.num_running = 0  # jobs
-        self.error: PeerLost | None = None  # reason why it gets no more jobs
+        self.weights: Any = None  # weights that it holds; None while it must not get requests
+        self.num_running = 0  # requests
+        self.error: PeerLost | None = None  # reason why it gets no more requests
         self.num_failures = 0  # since the last result
         self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
-        self.num_resent = 0  # jobs queued again because of the current failure
+        self.num_resent = 0  # requests queued again because of the current failure
         self.was_restarted = False  # whether the last `sync` found it without the weights that it was sent
-        self.is_leaving = False
 
     @property
     def is_lost(self) -> bool:
@@ -73,7 +72,7 @@ class Peer(ABC):
 
     @abstractmethod
     async def sync(self, newest: Any) -> None:
-        """Make sure that the peer holds the newest weights, those that `Pool.update` was given. It has no jobs.
+        """Make sure that the peer holds the newest weights, those that `Pool.update` was given. It has no requests.
 
         `error` says why it was lost, None where it was not.
 
@@ -83,17 +82,20 @@ class Peer(ABC):
         """
 
     @abstractmethod
-    async def run(self, job: Any) -> Any:
-        """Return what the peer made of a job with `weights`. No `sync` runs meanwhile, but other jobs may.
+    async def run(self, request: Any) -> Any:
+        """Return what the peer made of a request with `weights`. No `sync` runs meanwhile, but other requests may.
 
         Raises:
             PeerLost: there is no result, or other weights may have made it.
-            EngineError: no peer could do the job; the text says what to do.
+            EngineError: no peer could do the request; the text says what to do.
         """
 
     async def close(self) -> None:
         """End what the peer keeps open. The last call."""
         return  # most servers are left as they are
+
+
+AnyPeer = TypeVar("AnyPeer", bound=Peer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,41 +105,41 @@ class PoolLimits:
     patience: float  # seconds without a peer that can be reached
     patience_setting: str
     unreachable: str  # what to do then
-    attempts: int  # at one job
+    attempts: int  # at one request
     attempts_setting: str
     failing: str  # what to do where so many attempts fail
 
 
 @dataclass(kw_only=True, slots=True)
 class _Work:
-    """One job from the queue to its result."""
+    """One request from the queue to its result."""
 
     uid: str  # for errors
-    job: Any
+    request: Any
     finish: Callable[[Any], None]  # takes the result, on the event loop's thread
     failed_at: list[str] = field(default_factory=list)  # peer and error of each failed attempt
 
 
-class Pool:
-    """Has peers do jobs, each exactly once, while peers are lost and come back."""
+class Pool(Generic[AnyPeer]):
+    """Has peers do requests, each exactly once, while peers are lost and come back."""
 
     def __init__(self, limits: PoolLimits, newest: Any, thread_name: str) -> None:
         """Start the thread of a pool without peers.
 
         Args:
-            newest: weights that peers must hold to be given jobs. `Peer.sync` is given them; the pool only compares
+            newest: weights that peers must hold to be given requests. `Peer.sync` is given them; the pool only compares
                 by identity.
         """
-        self.newest = newest
-        self.peers: list[Peer] = []
+        self.newest: Any = newest
+        self.peers: list[AnyPeer] = []
         self.failure: EngineError | None = None
         self.on_failure: list[Callable[[EngineError], None]] = []  # called once, on the event loop's thread
-        self.check: Callable[[Peer], None] = lambda peer: None  # raises EngineError for a peer that does not fit
+        self.check: Callable[[AnyPeer], None] = lambda peer: None  # raises EngineError for a peer that does not fit
         self._limits = limits
         self._queue: deque[_Work] = deque()
         self._futures: set[Future] = set()  # those for which `results` waits
         self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
-        self._tasks: dict[Peer, asyncio.Task] = {}
+        self._tasks: dict[AnyPeer, asyncio.Task] = {}
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._state_changed = asyncio.Event()
@@ -150,39 +152,26 @@ class Pool:
         """Run a coroutine on the event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def add(self, *peers: Peer) -> None:
-        """Let peers join. They are given jobs once they hold the newest weights.
+    def begin(self, requests: Sequence[tuple[str, Any, Callable[[Any], None]]]) -> None:
+        """Queue requests and return at once.
 
-        Raises:
-            EngineError: a peer of that name is in the pool.
+        Args:
+            requests: name of each for errors, what a peer is given, and who takes the result, which is handed over on
+                the event loop's thread, in any order.
         """
-        self.call(self.join(*peers))
-
-    def remove(self, name: str) -> None:
-        """Let a peer leave once the jobs that it does are done.
-
-        Raises:
-            EngineError: it is not in the pool, or is the last one.
-        """
-        self.call(self._leave(name))
-
-    def begin(self, jobs: Sequence[tuple[str, Any, Callable[[Any], None]]]) -> None:
-        """Queue jobs and return at once: the name of each for errors, what peers are given, and who takes the result.
-
-        Results are handed over on the event loop's thread, in any order.
-        """
-        works = [_Work(uid=uid, job=job, finish=finish) for uid, job, finish in jobs]
+        works = [_Work(uid=uid, request=request, finish=finish) for uid, request, finish in requests]
         self._loop.call_soon_threadsafe(self._add, works)
 
-    def results(self, jobs: Sequence[tuple[str, Any]]) -> list[Any]:
-        """Return the results of jobs, each with a name for errors, once all are done.
+    def results(self, requests: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Return the results of requests, each with a name for errors, once all are done.
 
         Raises:
             EngineError: the pool has failed.
         """
-        futures: list[Future] = [Future() for _ in jobs]
+        futures: list[Future] = [Future() for _ in requests]
         works = [
-            _Work(uid=uid, job=job, finish=future.set_result) for (uid, job), future in zip(jobs, futures, strict=True)
+            _Work(uid=uid, request=request, finish=future.set_result)
+            for (uid, request), future in zip(requests, futures, strict=True)
         ]
 
         def add() -> None:
@@ -207,7 +196,7 @@ class Pool:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self, *last: Callable[[], Awaitable[None]]) -> None:
-        """Abandon all jobs, close the peers, then await `last`, and end the thread. A second call does nothing."""
+        """Abandon all requests, close the peers, then await `last`, and end the thread. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -223,26 +212,11 @@ class Pool:
 
     # On the event loop's thread
 
-    async def join(self, *peers: Peer) -> None:
-        """Let peers join, as `add` says."""
+    async def join(self, *peers: AnyPeer) -> None:
+        """Let peers join, each of a name of its own. They are given requests once they hold the newest weights."""
         for peer in peers:
-            if any(peer.name == other.name for other in self.peers):
-                raise EngineError(f"a {peer.kind} {peer.name} is in the pool; give every one a name of its own")
             self.peers.append(peer)
             self._tasks[peer] = asyncio.create_task(self._serve(peer))
-
-    async def _leave(self, name: str) -> None:
-        peer = next((one for one in self.peers if one.name == name), None)
-        if peer is None or len(self.peers) == 1:
-            names = ", ".join(one.name for one in self.peers)
-            raise EngineError(f"{name} cannot leave the pool of {names}, which needs one at least; add another first")
-        peer.is_leaving = True
-        self.peers.remove(peer)
-        self._notify()
-        if peer.is_lost:  # it may wait for its next attempt
-            self._tasks[peer].cancel()
-        await asyncio.wait([self._tasks.pop(peer)])
-        await peer.close()
 
     async def until_synced(self) -> None:
         """Return when a peer holds the newest weights and all others do or are lost.
@@ -293,10 +267,10 @@ class Pool:
         self._queue.extend(works)
         self._notify()
 
-    async def _serve(self, peer: Peer) -> None:
-        """Keep a peer at the newest weights and give it jobs, as long as it is in the pool."""
+    async def _serve(self, peer: AnyPeer) -> None:
+        """Keep a peer at the newest weights and give it requests."""
         try:
-            while not peer.is_leaving:
+            while True:
                 was_lost, newest = peer.is_lost, self.newest
                 try:
                     await peer.sync(newest)
@@ -328,8 +302,9 @@ class Pool:
         self._notify()
         limits = self._limits
         timeout = limits.patience
-        if self.peers and all(other.is_lost for other in self.peers):
-            left = timeout - (time.monotonic() - max(other.lost_since for other in self.peers))
+        lost_since = [other.lost_since for other in self.peers if other.lost_since is not None]
+        if lost_since and len(lost_since) == len(self.peers):
+            left = timeout - (time.monotonic() - max(lost_since))
             if left <= 0.0:
                 reasons = "; ".join(f"{other.name}: {other.error}" for other in self.peers)
                 raise EngineError(
@@ -343,14 +318,14 @@ class Pool:
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 
     async def _dispatch(self, peer: Peer) -> None:
-        """Give a peer jobs until it fails, leaves or new weights are there; then wait for those that it does.
+        """Give a peer requests until it fails or new weights are there; then wait for those that it does.
 
         Raises:
             PeerLost: the peer failed.
         """
         tasks: set[asyncio.Task] = set()
         try:
-            while peer.error is None and peer.weights is self.newest and not peer.is_leaving:
+            while peer.error is None and peer.weights is self.newest:
                 if self._queue and self._is_next(peer):
                     peer.num_running += 1
                     task = asyncio.create_task(self._do(peer, self._queue.popleft()))
@@ -369,14 +344,14 @@ class Pool:
             raise peer.error
 
     def _is_next(self, peer: Peer) -> bool:
-        """Return whether the peer does the fewest jobs of all ready ones, and fewer than it can."""
+        """Return whether the peer does the fewest requests of all ready ones, and fewer than it can."""
         ready = [one for one in self.peers if one.error is None and one.weights is self.newest]
         return peer.num_running == min(one.num_running for one in ready) < peer.capacity
 
     async def _do(self, peer: Peer, work: _Work) -> None:
-        """Get one job's result from a peer; queue the job again if the peer is lost."""
+        """Get one request's result from a peer; queue the request again if the peer is lost."""
         try:
-            result = await peer.run(work.job)
+            result = await peer.run(work.request)
         except PeerLost as lost:
             peer.error = peer.error or lost
             self._requeue(peer, work, lost)

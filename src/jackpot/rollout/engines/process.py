@@ -33,8 +33,11 @@ _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class Child(Protocol):
     """A process as asyncio has it."""
 
-    pid: int
-    returncode: int | None
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
 
     async def wait(self) -> int: ...
 
@@ -55,7 +58,7 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
         paths = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", entry, str(theirs.fileno())),
-            env=kept | {"PYTHONPATH": paths} | (environment or {}),
+            env={**kept, "PYTHONPATH": paths, **(environment or {})},
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
@@ -113,6 +116,7 @@ class ProcessLink(Link):
             self.child = None
 
     async def _send(self, message: Tensor) -> None:
+        assert self._writer is not None  # `open` comes first
         try:
             self._writer.write(len(message).to_bytes(_HEAD, "little"))
             self._writer.write(message.numpy().data)
@@ -123,6 +127,7 @@ class ProcessLink(Link):
 
     async def _end(self) -> str:
         """Return how the process ended."""
+        assert self.child is not None  # `open` comes first
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
                 await self.child.wait()
@@ -141,7 +146,7 @@ def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> N
     stream = ours.makefile("rwb")
 
     def send(message: Tensor | None) -> None:
-        data = b"" if message is None else message.numpy()
+        data = b"" if message is None else message.numpy().data
         stream.write(len(data).to_bytes(_HEAD, "little"))
         stream.write(data)
         stream.flush()

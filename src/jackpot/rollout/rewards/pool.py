@@ -116,8 +116,8 @@ class _Batch:
     """Collects the results of the items that were submitted together."""
 
     future: "Future[list[RewardResult]]"
-    results: list[RewardResult | None]
-    missing: int  # number of results
+    size: int  # number of items
+    results: dict[int, RewardResult] = field(default_factory=dict)  # by index of the item
 
 
 @dataclass(eq=False)
@@ -133,18 +133,38 @@ class _Call:
 
     def finish(self, value: float, error: RewardError | None = None, text: str | None = None) -> None:
         """Record the result; the last one of a batch completes its future."""
-        self.batch.results[self.index] = RewardResult(value, error, self.retries, text)
-        self.batch.missing -= 1
-        if not self.batch.missing and not self.batch.future.done():
-            self.batch.future.set_result(self.batch.results)
+        batch = self.batch
+        batch.results[self.index] = RewardResult(value, error, self.retries, text)
+        if len(batch.results) == batch.size and not batch.future.done():
+            batch.future.set_result([batch.results[index] for index in range(batch.size)])
 
 
 @dataclass
 class _Worker:
-    """Holds one worker process that is ready."""
+    """Holds one worker process and the two ends of its pipes."""
 
     process: asyncio.subprocess.Process
+    jobs: asyncio.StreamWriter
+    messages: asyncio.StreamReader
     is_used: bool = False  # whether it has been given a job
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message as one line of JSON."""
+        self.jobs.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self) -> dict[str, Any]:
+        """Read the next message.
+
+        Raises:
+            _Ended: there is none.
+        """
+        try:
+            line = await self.messages.readline()
+        except ValueError as error:  # a line beyond the limit
+            raise _Ended from error
+        if not line.endswith(b"\n"):
+            raise _Ended
+        return json.loads(line)
 
 
 class _Ended(Exception):
@@ -192,7 +212,7 @@ class _Processes:
 
     def add(self, items: list[Item], limit: float, future: "Future[list[RewardResult]]") -> None:
         """Queue the calls of a batch, once it is known how many go together."""
-        batch = _Batch(future, [None] * len(items), len(items))
+        batch = _Batch(future, len(items))
         self._outstanding[id(batch)] = batch
         future.add_done_callback(lambda _: self._outstanding.pop(id(batch), None))
         if self._error is not None:
@@ -261,9 +281,8 @@ class _Processes:
         try:
             try:
                 async with asyncio.timeout(self._job_timeout):
-                    job = {"items": [call.item for call in left.values()]}
-                    worker.process.stdin.write(json.dumps(job).encode() + b"\n")
-                    await worker.process.stdin.drain()
+                    worker.send({"items": [call.item for call in left.values()]})
+                    await worker.jobs.drain()
                     keep = await self._receive(worker, left, repeated)
             except TimeoutError:
                 async with asyncio.timeout(_ARRIVED):
@@ -285,7 +304,7 @@ class _Processes:
 
     async def _receive(self, worker: _Worker, left: dict[int, _Call], repeated: list[_Call]) -> bool:
         """Take the results of a job, whose calls leave `left`; return whether the worker can do another."""
-        while "worn" not in (message := await _message(worker.process)):
+        while "worn" not in (message := await worker.receive()):
             call = left.pop(message["item"])
             if "value" in message:
                 call.finish(message["value"])
@@ -316,7 +335,8 @@ class _Processes:
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
             limit=_MAX_LINE_BYTES,
         )
-        worker = _Worker(process)
+        assert process.stdin and process.stdout  # both are pipes
+        worker = _Worker(process, process.stdin, process.stdout)
         self.workers.append(worker)
         memory = self.limits.memory * _GIB
         setup = {
@@ -327,8 +347,8 @@ class _Processes:
         }
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                process.stdin.write(json.dumps(setup).encode() + b"\n")
-                message = await _message(process)
+                worker.send(setup)
+                message = await worker.receive()
             if "refused" in message:
                 raise ConfigError(message["refused"])
         except TimeoutError:
@@ -346,16 +366,11 @@ class _Processes:
             await self._end(worker)
             raise
         if not self.ready.done():
-            self._set_form(takes_batches=message["takes_batches"], is_async=message["is_async"])
+            if message["takes_batches"] or message["is_async"]:
+                self._batch_size, self.most = self.limits.batch_size, 1
+            self._job_timeout = self._timeout + (_AWAITED if message["is_async"] else 0.0)
             self.ready.set_result(None)
         return worker
-
-    def _set_form(self, *, takes_batches: bool, is_async: bool) -> None:
-        """Take over what the first process says of the function."""
-        if takes_batches or is_async:
-            self._batch_size, self.most = self.limits.batch_size, 1
-        if is_async:
-            self._job_timeout = self._timeout + _AWAITED
 
     async def _end(self, worker: _Worker) -> None:
         """Kill a process and all that it started."""
@@ -363,26 +378,11 @@ class _Processes:
             self.workers.remove(worker)
         with suppress(ProcessLookupError):
             os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.stdin.close()
+        worker.jobs.close()
         await worker.process.wait()
         with suppress(TimeoutError, ValueError):
             async with asyncio.timeout(_ARRIVED):
-                await worker.process.stdout.read()  # to its end, which frees the pipe
-
-
-async def _message(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """Read the next message of a worker.
-
-    Raises:
-        _Ended: there is none.
-    """
-    try:
-        line = await process.stdout.readline()
-    except ValueError as error:  # a line beyond the limit
-        raise _Ended from error
-    if not line.endswith(b"\n"):
-        raise _Ended
-    return json.loads(line)
+                await worker.messages.read()  # to its end, which frees the pipe
 
 
 def _stop(processes: _Processes, thread: Thread) -> None:

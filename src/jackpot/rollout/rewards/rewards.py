@@ -141,7 +141,7 @@ class RewardFn:
         values = {name: of(response, verified.value == 1.0) for name, of in BUILT_IN.items() if name in used}
         values |= {name: result.value for name, result in own.items()}
         values[REWARD] = sum(one.weight * values[one.name] for one in self._rewards)
-        errors = {name: result.error for name, result in results.items() if result.error}
+        errors: dict[str, RewardError] = {name: result.error for name, result in results.items() if result.error}
         failed = next(iter(errors), None)
         return Score(
             reward=values[REWARD],

@@ -95,7 +95,10 @@ class ToolArithmetic(Arithmetic):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)
         ids = sorted(tokenizer.get_vocab().values())
-        self.turn_end_token_ids = tuple(index for index in ids if tokenizer.decode([index]).endswith("="))
+        texts = tokenizer.batch_decode([[token_id] for token_id in ids])
+        self.turn_end_token_ids = tuple(
+            token_id for token_id, text in zip(ids, texts, strict=True) if text.endswith("=")
+        )
 
     def step(self, prompt: Prompt, response: str) -> str:
         """Return the sum of the two numbers since the last `=` or `#`, or `?` where there are not two."""

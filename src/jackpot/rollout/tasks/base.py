@@ -95,7 +95,8 @@ class Task(ABC):
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
     """Decode a response for a task: special tokens removed, spaces left as they are."""
-    return tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)  # one text of one list of tokens, which the library's type does not say
 
 
 def decoded_response(
@@ -145,11 +146,11 @@ class PromptStream:
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts; in a finite source the uid of each ends with its epoch."""
-        return [self._walks[number].at(place) for number, place in self._places(n)]
+        return [self._walks[source].at(index) for source, index in self._draw(n)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of prompts drawn, as `position`, and the number of problems of each source."""
-        return {"position": self._position, "sizes": [walk.size for walk in self._walks]}
+        return {"position": self._position, "sizes": [walk.source.size for walk in self._walks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the prompts of a saved state.
@@ -157,47 +158,42 @@ class PromptStream:
         Raises:
             DataError: the sources have other numbers of problems, so the next prompts would be others.
         """
-        sizes = [walk.size for walk in self._walks]
+        sizes = [walk.source.size for walk in self._walks]
         if (before := state["sizes"]) != sizes:
             raise DataError(
                 f"the problems of the task have changed: there were {before} of each source, now there are {sizes}; "
                 f"bring the data back, with the same limits of length, or begin a new run"
             )
         self._position, self._drawn = 0, [0] * len(sizes)
-        for _ in self._places(state["position"]):
+        for _ in self._draw(state["position"]):
             pass
 
-    def _places(self, n: int) -> Iterator[tuple[int, int]]:
-        """Yield the source of each of the next `n` prompts, and its place among the prompts of this source."""
+    def _draw(self, n: int) -> Iterator[tuple[int, int]]:
+        """Yield the source of each of the next `n` prompts, and its index among the prompts drawn of this source."""
         total = self._ends[-1]
         for _ in range(n):
-            number = 0
+            source = 0
             if len(self._ends) > 1:
                 point = fold_in(self._key, self._position) / 2**64 * total
-                number = min(bisect_right(self._ends, point), len(self._ends) - 1)
-            yield number, self._drawn[number]
-            self._drawn[number] += 1
+                source = min(bisect_right(self._ends, point), len(self._ends) - 1)
+            yield source, self._drawn[source]
+            self._drawn[source] += 1
             self._position += 1
 
 
 class _Walk:
-    """Gives the prompts of one source by their place in the order of a seed."""
+    """Walk through the prompts of one source in the order of a seed."""
 
     def __init__(self, source: PromptSource, seed: int) -> None:
-        self._source, self._seed = source, seed
+        self.source, self._seed = source, seed
         self._epoch, self._order = -1, [0]
 
-    @property
-    def size(self) -> int | None:
-        """Return the number of problems of the source, or None where it is endless."""
-        return self._source.size
-
-    def at(self, place: int) -> Prompt:
-        """Return the prompt at a place from 0 on; in a finite source its uid ends with the epoch."""
-        source = self._source
+    def at(self, index: int) -> Prompt:
+        """Return the prompt at an index of the walk, from 0 on; in a finite source its uid ends with the epoch."""
+        source = self.source
         if source.size is None:
-            return source.prompt(source.first + place)
-        epoch, offset = divmod(place, source.size)
+            return source.prompt(source.first + index)
+        epoch, offset = divmod(index, source.size)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(source.size))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)

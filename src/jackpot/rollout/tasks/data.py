@@ -9,7 +9,7 @@ more.
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -70,7 +70,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
         name = source_name(source)
         return _on_hub(name, name, settings.split or split, _OWN_DATA, settings, "give a local file as source")
     path = Path(source).expanduser()
-    if not is_place(source):
+    if not is_address(source):
         raise DataError(
             f"{unknown_name('benchmark', source, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
             f"{', '.join(SUFFIXES)} file or of a folder of them"
@@ -80,7 +80,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
     return _local(source_name(source), path, settings.split, split, _OWN_DATA, settings)
 
 
-def is_place(source: str) -> bool:
+def is_address(source: str) -> bool:
     """Return whether a source is data of the hub or a path, and not a name."""
     path = Path(source).expanduser()
     return source.startswith(HUB) or kind_of(path) is not None or "/" in source or path.exists()
@@ -100,16 +100,15 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     Raises:
         DataError: as `find_source`.
     """
-    found = [find_source(one, split) for one in settings]
-    names = [one.name for one in found]
-    taken, numbered = set(names), []
-    for number, one in enumerate(found, start=1):
-        if names.count(one.name) > 1:
-            free = (name for i in count(number) if (name := f"{one.name}-{i}") not in taken)
-            one = replace(one, name=next(free))
-            taken.add(one.name)
-        numbered.append(one)
-    return numbered
+    sources = [find_source(source, split) for source in settings]
+    names = [source.name for source in sources]
+    taken = set(names)
+    for index, name in enumerate(names):
+        if names.count(name) > 1:
+            free = next(new for number in count(index + 1) if (new := f"{name}-{number}") not in taken)
+            sources[index] = replace(sources[index], name=free)
+            taken.add(free)
+    return sources
 
 
 _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="defaults of the user's own data")
@@ -195,7 +194,13 @@ class Problems:
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
         self.counts = RowCounts()
         self._rows = list(_kept(source, measure, limit, self.counts))
-        _check_unique(self._rows)
+        earlier: dict[str, DataRow] = {}
+        for row in self._rows:
+            if (same := earlier.setdefault(row.uid, row)) is not row:
+                raise DataError(
+                    f"{row.where} has the id {row.uid!r}, as {same.where} has; ids must differ: fix the data, or set "
+                    f"columns.uid to another column, or to row, which makes ids of the row's number"
+                )
 
     @property
     def size(self) -> int:
@@ -262,9 +267,11 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     Raises:
         DataError: no row can be used.
     """
-    for batch in _batches(source.rows()):
+    rows = source.rows()
+    while batch := list(islice(rows, _BATCH)):
         answered = [row for row in batch if row.answers]
-        verifiable = [short for row in answered if (short := _verifiable(row)).answers]
+        short = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
+        verifiable = [row for row in short if row.answers]
         sizes = measure(verifiable)
         chosen = [
             (row, size) for row, size in zip(verifiable, sizes, strict=True) if limit is None or size.tokens <= limit
@@ -292,24 +299,5 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
         )
 
 
-def _verifiable(row: DataRow) -> DataRow:
-    """Leave out the answers of a row that are too long to be verified."""
-    return row._replace(answers=tuple(one for one in row.answers if len(one) <= MAX_ANSWER_LENGTH))
-
-
-def _batches(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
-    rows = iter(rows)
-    while batch := list(islice(rows, _BATCH)):
-        yield batch
-
-
-def _check_unique(rows: Iterable[DataRow]) -> None:
-    """Raise a DataError where two rows have the same id."""
-    places: dict[str, str] = {}
-    for row in rows:
-        if row.uid in places:
-            raise DataError(
-                f"{row.where} has the id {row.uid!r}, as {places[row.uid]} has; ids must differ: fix the data, or set "
-                f"columns.uid to another column, or to row, which makes ids of the row's number"
-            )
-        places[row.uid] = row.where
+def _is_verifiable(answer: str) -> bool:
+    return len(answer) <= MAX_ANSWER_LENGTH

@@ -89,8 +89,7 @@ class EnvironmentTask(Task):
                     observation, reward, terminated, truncated, _ = environment.step(action)
                     total, has_ended = total + float(reward), bool(terminated or truncated)
             finally:
-                if hasattr(environment, "close"):
-                    environment.close()
+                getattr(environment, "close", lambda: None)()
         except Exception as error:  # the user's own code may raise anything
             raise DataError(
                 f"the environment {self._settings.import_path!r} failed in {uid}, seed {seed}, after {taken} actions: "

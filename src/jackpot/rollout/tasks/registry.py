@@ -3,7 +3,7 @@
 Status: supported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,11 +15,11 @@ from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
-from jackpot.rollout.tasks.data import find_source, is_place, source_name
+from jackpot.rollout.tasks.data import find_source, is_address, source_name
 from jackpot.rollout.tasks.environment import EnvironmentTask
 from jackpot.rollout.tasks.math import Math, make_benchmark
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {  # by name, called with a tokenizer and the task's settings
     "arithmetic": Arithmetic,
     "environment": EnvironmentTask,
     "math": Math,
@@ -40,7 +40,7 @@ def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
 def set_name(benchmark: str) -> str:
     """Return the name under which the results of a benchmark stand: for a path, its last part without its kind."""
-    return source_name(benchmark).rpartition("/")[2] if is_place(benchmark) else benchmark
+    return source_name(benchmark).rpartition("/")[2] if is_address(benchmark) else benchmark
 
 
 def check_sets(benchmarks: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ def check_sets(benchmarks: Sequence[str]) -> None:
         DataError: a name or a path does not exist (lists the names that do), or two have the same name.
     """
     for one in benchmarks:
-        if one not in SETS and not is_place(one):
+        if one not in SETS and not is_address(one):
             raise DataError(f"{unknown_name('benchmark', one, SETS)}; or give the path of a file with problems")
         if one not in SETS:
             find_source(DataConfig(source=one), "test")

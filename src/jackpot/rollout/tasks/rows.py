@@ -1,8 +1,8 @@
 """Reads rows of files and of data sets on the hub, and the problem, right answers and id of each from its columns.
 
-A record is a row as it stands in the file, with its place for messages: `problems.jsonl line 17`. Each call reads from
-the first row to the last; all but JSON are read piece by piece. Columns may have the forms in which published data has
-them:
+A record is a row as it stands in the file, with its file and line for messages: `problems.jsonl line 17`. Each call
+reads from the first row to the last; all but JSON are read piece by piece. Columns may have the forms in which
+published data has them:
 
 | of a row | forms |
 |---|---|
@@ -82,15 +82,16 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
         if kind_of(path) is None:
             raise DataError(f"{path} is not one of {_LISTED}; rename it if it is, or convert it")
         return [path]
-    inside = sorted(one for one in path.rglob("*") if kind_of(one) and not _is_hidden(one.relative_to(path)))
-    files = [one for one in inside if one.is_file()]
+    inside = [file for file in sorted(path.rglob("*")) if kind_of(file) and file.is_file()]
+    files = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
         raise DataError(f"{path} holds no {_LISTED} file; give a folder that does, or a file")
-    nameless = [one for one in files if not _names_a_split(one.relative_to(path))]
+
+    nameless = [file for file in files if not any(map(_SPLIT.search, file.relative_to(path).parts))]
     if split is None and len(nameless) == len(files):
         return files
     wanted = split or usual_split
-    if chosen := [one for one in files if _is_of(one.relative_to(path), wanted)]:
+    if chosen := [file for file in files if _is_of(file.relative_to(path), wanted)]:
         if split is None and nameless:
             _log.warning(
                 "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their "
@@ -106,10 +107,8 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
     """List the first files for a message."""
-    names = [str(one.relative_to(folder)) for one in files]
-    return ", ".join(names[:_MAX_LISTED]) + (
-        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    )
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:_MAX_LISTED])
+    return names + (f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else "")
 
 
 def read_files(files: Sequence[Path]) -> Iterator[Record]:
@@ -132,20 +131,12 @@ def read_files(files: Sequence[Path]) -> Iterator[Record]:
             raise DataError(f"{path} cannot be read: {error}; check the path and its permissions") from error
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _names_a_split(path: Path) -> bool:
-    return any(_SPLIT.search(part) for part in path.parts)
-
-
 def _is_of(path: Path, split: str) -> bool:
     """Return whether the innermost part of the path that names a split names this one."""
     before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 is of train
     wanted = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
-    part = next((one for one in reversed(path.parts) if wanted.search(one) or _SPLIT.search(one)), "")
-    return bool(wanted.search(part))
+    innermost = next((part for part in reversed(path.parts) if wanted.search(part) or _SPLIT.search(part)), "")
+    return bool(wanted.search(innermost))
 
 
 def _json_lines(path: Path, file: BufferedIOBase) -> Iterator[Record]:
@@ -251,29 +242,24 @@ def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead
         DataError: the package is missing, the data set cannot be fetched, or it has no such subset or split.
     """
     name = f"{path} ({', '.join(filter(None, [subset, split]))})"
-    rows = _load(path, subset, split, streaming, name, instead)
-    number = 0
-    try:
-        for number, row in enumerate(rows, start=1):
-            yield Record(f"{name} row {number}", row)
-    except Exception as error:  # a broken connection raises errors of several libraries
-        raise DataError(f"{name} ends after row {number}: {_short(error)}; {instead}") from error
-
-
-def _load(
-    path: str, subset: str | None, split: str, streaming: bool, name: str, instead: str
-) -> Iterator[Mapping[str, Any]]:
     try:
         from datasets import load_dataset  # takes a second to import, and most runs do not need it
     except ImportError as error:
         raise DataError(f"{name} needs the package datasets: {install('train')}; or {instead}") from error
+
+    number = 0
     try:
-        return load_dataset(path, name=subset, split=split, streaming=streaming)
+        rows = load_dataset(path, name=subset, split=split, streaming=streaming)
     except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
         raise DataError(
             f"{name} cannot be fetched from the hub: {_short(error)}. Check its name, subset and split, and the "
             f"connection (a private one needs HF_TOKEN); or {instead}"
         ) from error
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield Record(f"{name} row {number}", row)
+    except Exception as error:  # a broken connection raises errors of several libraries
+        raise DataError(f"{name} ends after row {number}: {_short(error)}; {instead}") from error
 
 
 def _short(error: Exception) -> str:
@@ -325,18 +311,18 @@ def make_reader(
 
     def read(number: int, record: Record) -> DataRow:
         where, values = record
-        asked, found = problem(record), _lookup(values, answer)
-        given = found if isinstance(found, list) else [found]
+        asked, in_column = problem(record), _lookup(values, answer)
+        texts = in_column if isinstance(in_column, list) else [in_column]
         if options:
             offered = _choice(values, options, where)
             asked = append(asked, offered.text)
-            answers = [offered.reference(one, extract, answer, where) for one in given]
+            answers = [offered.reference(text, extract, answer, where) for text in texts]
         else:
-            answers = [None if (text := _text(one, answer, where)) is None else extract(text) for one in given]
+            answers = [_extracted(text, extract, answer, where) for text in texts]
         return DataRow(
             uid=str(number) if uid is None else _uid(values, uid, chosen.uid is not None, number, where),
             problem=asked,
-            answers=tuple(dict.fromkeys(one for one in answers if one is not None)),
+            answers=tuple(dict.fromkeys(text for text in answers if text is not None)),
             where=where,
         )
 
@@ -433,7 +419,7 @@ def _problem(value: Any, column: str, where: str) -> Problem | None:
     """Return a problem as text, or as chat messages where the value is a list; None where it is empty."""
     if not isinstance(value, list):
         return _text(value, column, where)
-    messages = tuple(_message(one, column, where) for one in value)
+    messages = tuple(_message(message, column, where) for message in value)
     if messages and messages[-1].role == "assistant":
         raise DataError(
             f"{where}: the messages in column {column!r} end with one of the assistant; a prompt ends with the user's: "
@@ -458,9 +444,9 @@ def _message(value: Any, column: str, where: str) -> Message:
 class _Choice(NamedTuple):
     """Holds the options of one problem."""
 
-    written: Sequence[str]  # as the data has them
-    options: Sequence[str]  # their texts, without letters that the data writes before them
-    labels: Sequence[str]  # what the data calls them; A, B, ... where it has no names for them
+    written: list[str]  # as the data has them
+    options: list[str]  # their texts, without letters that the data writes before them
+    labels: list[str]  # what the data calls them; A, B, ... where it has no names for them
     is_labelled: bool  # whether the data has names for them
 
     @property
@@ -472,17 +458,17 @@ class _Choice(NamedTuple):
 
     def reference(self, value: Any, extract: Callable[[str], str | None], column: str, where: str) -> str | None:
         """Return letter and text of the option that an answer names: by its label, its number from 0, or its text."""
-        text = _text(value, column, where)
-        answer = None if text is None else extract(text)
+        answer = _extracted(value, extract, column, where)
         if answer is None:
             return None
+
         is_number = isinstance(value, int) and not self.is_labelled
-        named = [*self.labels].index(answer) if answer in self.labels else None
+        named = self.labels.index(answer) if answer in self.labels else None
         for texts in (self.options, self.written):
-            if named is None and not is_number and [*texts].count(answer) == 1:
-                named = [*texts].index(answer)
+            if named is None and not is_number and texts.count(answer) == 1:
+                named = texts.index(answer)
         if named is None and (bare := answer.strip("(). ").upper()) in self.labels and not is_number:
-            named = [*self.labels].index(bare)
+            named = self.labels.index(bare)
         if named is None and answer.isdecimal() and not self.is_labelled:
             named = int(answer)
         if named is None or named >= len(self.options):
@@ -500,21 +486,22 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str], where: str) -> _C
     Raises:
         DataError: fewer than 2 or more than 26 options, an empty one, or a value of another form.
     """
-    found: list[Any] = [_lookup(values, name) for name in columns]
+    written: list[Any] = [_lookup(values, name) for name in columns]
     labels: list[Any] | None = None
     if len(columns) == 1:
-        (given,) = found
-        if isinstance(given, Mapping) and isinstance(given.get("text"), list):
-            found, labels = given["text"], given.get("label")
-        elif isinstance(given, Mapping):
-            found, labels = list(given.values()), list(given)
-        elif isinstance(given, list):
-            found = given
-    options = [_text(one, ", ".join(columns), where) for one in found]
+        (column,) = written
+        if isinstance(column, Mapping) and isinstance(column.get("text"), list):
+            written, labels = column["text"], column.get("label")
+        elif isinstance(column, Mapping):
+            written, labels = list(column.values()), list(column)
+        elif isinstance(column, list):
+            written = column
+
+    options = [text for value in written if (text := _text(value, ", ".join(columns), where)) is not None]
     names = list(map(str, labels)) if labels is not None else list(ascii_uppercase[: len(options)])
-    if not 2 <= len(options) <= len(ascii_uppercase) or None in options or len(names) != len(options):
+    if not 2 <= len(written) <= len(ascii_uppercase) or not len(options) == len(names) == len(written):
         raise DataError(
-            f"{where}: columns.options ({', '.join(columns)}) gives {found!r:.80}; multiple choice needs 2 to 26 "
+            f"{where}: columns.options ({', '.join(columns)}) gives {written!r:.80}; multiple choice needs 2 to 26 "
             f"options, each with a text"
         )
     return _Choice(options, _unlabelled(options), names, labels is not None)
@@ -522,11 +509,11 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str], where: str) -> _C
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
     """Return the options without the letters that the data writes before all of them: `A) 21` is `21`."""
-    found = [
+    matches = [
         re.fullmatch(rf"\(?{letter}[).:]\s*(.+)", option, re.DOTALL)
         for letter, option in zip(ascii_uppercase, options, strict=False)
     ]
-    return [match[1] for match in found if match] if all(found) else list(options)
+    return [match[1] for match in matches if match] if all(matches) else list(options)
 
 
 def _text(value: Any, column: str, where: str) -> str | None:
@@ -555,6 +542,12 @@ def _number(value: Decimal) -> str:
     """Format a number without trailing zeros."""
     text = f"{value:f}" if value else "0"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _extracted(value: Any, extract: Callable[[str], str | None], column: str, where: str) -> str | None:
+    """Return the answer in the value of its column, or None where there is none."""
+    text = _text(value, column, where)
+    return None if text is None else extract(text)
 
 
 def _extractor(form: AnswersConfig) -> Callable[[str], str | None]:

@@ -76,21 +76,21 @@ class Template:
             DataError: there is neither, or the chat template changes or leaves out what the model said before.
         """
         tokenizer = self._tokenizer
-        ends = [tokenizer.convert_tokens_to_ids(self._turn_end)] if self._format is chat and self._turn_end else []
-        ends += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        if not ends:
+        names = [self._turn_end] if self._format is chat and self._turn_end else []
+        names += [] if tokenizer.eos_token is None else [str(tokenizer.eos_token)]
+        if not names:
             raise DataError(
                 "nothing ends a turn: the tokenizer has no end-of-sequence token, and no chat template in use puts a "
                 "special token behind what the model said; set the tokenizer's eos_token"
             )
-        return tuple(dict.fromkeys(ends))
+        return tuple(dict.fromkeys(tokenizer.get_vocab()[name] for name in names))
 
     @cached_property
     def _turn_end(self) -> str:
         """Return the special token that the chat template puts behind what the model said, or an empty text."""
         following, tokens = self._after_said("1+1").lstrip(), self._tokenizer.added_tokens_decoder.values()
-        found = [token.content for token in tokens if token.special and following.startswith(token.content)]
-        return max(found, key=len, default="")
+        ends = [token.content for token in tokens if token.special and following.startswith(token.content)]
+        return max(ends, key=len, default="")
 
     def _after_said(self, text: str) -> str:
         """Return what the chat template puts behind what the model said, where the user says `text` next."""
@@ -111,8 +111,8 @@ class Template:
         """Return the size of each prompt; one call for many is several times faster."""
         if not texts:
             return []
-        settings = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        encoded = self._tokenizer(texts, **settings)["input_ids"]
+        tokenize = self._tokenizer
+        encoded = tokenize(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         unknown = self._tokenizer.unk_token_id
         return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
 
@@ -130,7 +130,8 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
         )
     try:
         asked = [message._asdict() for message in messages]
-        return tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        return str(text)  # a text, since nothing is tokenized, which the library's type does not say
     except TemplateError as error:
         roles = ", ".join(message.role for message in messages)
         raise DataError(

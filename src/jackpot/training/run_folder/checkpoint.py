@@ -18,12 +18,14 @@ Status: supported.
 
 import itertools
 import json
+import logging
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,10 +36,13 @@ from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError, RankError
 from jackpot.core.files import PARTIAL, cause_of, checkpoint_error_in, checksum, flush_file, flush_folder
 from jackpot.core.roles import Role
+from jackpot.training.components import RunComponents
 from jackpot.training.learner import Learner
+from jackpot.training.run_folder.folder import RunFolder, run_config
 
 _CHECKSUMS = "checksums.json"
 _CORRUPT = ".corrupt"
+_log = logging.getLogger(__name__)
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -101,10 +106,10 @@ class Checkpoints:
             CheckpointError: it cannot be written. Earlier checkpoints are untouched.
             RankError: a rank that holds a part of the models is lost, and the run with it.
         """
-        place = self._place(iteration)
-        partial = place.with_name(place.name + PARTIAL)
+        folder = self._step(iteration)
+        partial = folder.with_name(folder.name + PARTIAL)
         try:
-            if not place.exists():  # else what comes after the rename failed
+            if not folder.exists():  # else what comes after the rename failed
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = learner.save(partial, roles)
@@ -114,16 +119,16 @@ class Checkpoints:
                     torch.save(state | {"learner": learner.state_dict()}, file)
                 _write_checksums(partial, written)
                 _flush(partial, written)
-                partial.rename(place)
+                partial.rename(folder)
             flush_folder(self._folder)
-            self._link("last", place)
+            self._link("last", folder)
             if is_best:
-                self._link("best", place)
+                self._link("best", folder)
         except Exception as error:  # torch, safetensors and tokenizers each have another error for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, RankError):
                 raise
-            raise CheckpointError(f"cannot write the checkpoint {place}: {cause_of(error)}") from error
+            raise CheckpointError(f"cannot write the checkpoint {folder}: {cause_of(error)}") from error
 
     def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
         """Return the newest intact checkpoint, and the corrupt ones that are newer. Changes nothing on the disk.
@@ -149,8 +154,12 @@ class Checkpoints:
 
     def newest_until(self, iteration: int) -> int | None:
         """Return the iteration of the newest intact checkpoint up to `iteration`; None without one."""
-        numbers = (number for folder in self.intact()[0] if (number := _iteration_of(folder)) <= iteration)
-        return max(numbers, default=None)
+        for folder in reversed(self._steps()):
+            if _iteration_of(folder) <= iteration:
+                with suppress(CorruptCheckpoint):
+                    _verify(folder)
+                    return _iteration_of(folder)
+        return None
 
     def after(self, iteration: int) -> list[Path]:
         """List the folders of finished checkpoints after `iteration`, newest first."""
@@ -168,22 +177,10 @@ class Checkpoints:
         _verify(folder)
         return folder
 
-    def intact(self) -> tuple[list[Path], list[CorruptCheckpoint]]:
-        """Return every intact checkpoint, oldest first, and the corrupt ones. Changes nothing on the disk."""
-        found: list[Path] = []
-        corrupt: list[CorruptCheckpoint] = []
-        for folder in self._steps():
-            try:
-                _verify(folder)
-                found.append(folder)
-            except CorruptCheckpoint as error:
-                corrupt.append(error)
-        return found, corrupt
-
     def set_aside(self, folder: Path) -> None:
         """Rename a corrupt checkpoint to step-N.corrupt, so that it is no longer found or counted."""
         names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())
-        folder.rename(next(place for name in names if not (place := folder.with_name(name)).exists()))
+        folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
     def restore_links(self, best: dict[str, float] | None) -> dict[str, float] | None:
         """Point the links `last` and `best` where they belong, in case a kill came before they were written.
@@ -194,11 +191,11 @@ class Checkpoints:
         Raises:
             CheckpointError: a link cannot be written.
         """
-        kept = best if best and self._place(best["iteration"]).is_dir() else None
+        kept = best if best and self._step(best["iteration"]).is_dir() else None
         with checkpoint_error_in(self._folder):
             self._link("last", self._steps()[-1])
             if kept:
-                self._link("best", self._place(kept["iteration"]))
+                self._link("best", self._step(kept["iteration"]))
             else:
                 (self._folder / "best").unlink(missing_ok=True)
         return kept
@@ -220,7 +217,7 @@ class Checkpoints:
             if re.fullmatch(rf"step-\d+(\.old)?{re.escape(PARTIAL)}", path.name):
                 shutil.rmtree(path)
 
-    def _place(self, iteration: float) -> Path:
+    def _step(self, iteration: float) -> Path:
         return self._folder / f"step-{int(iteration)}"
 
     def _steps(self) -> list[Path]:
@@ -237,8 +234,85 @@ class Checkpoints:
         new.replace(link)
 
 
-def _iteration_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+class Checkpointer:
+    """Writes the checkpoints of a run and prunes old ones.
+
+    One is due every `checkpoint.every` iterations, at the last iteration, where the policy is better than ever before,
+    and one iteration after a checkpoint that could not be written.
+
+    Args:
+        folder: opened; counts the failures.
+        state: content of the checkpoint that the run continues from; None for a new run.
+    """
+
+    def __init__(self, components: RunComponents, folder: RunFolder, state: Mapping[str, Any] | None) -> None:
+        self._components, self._folder = components, folder
+        self._checkpoints = Checkpoints(folder.checkpoints, components.config.checkpoint.keep)
+        self._saved = -1  # newest iteration with a checkpoint
+        self._overdue = False  # True after a checkpoint that could not be written
+        self._value: float | None = None  # accuracy or mean reward of the policy in this iteration, if it was evaluated
+        self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
+        if state is not None:
+            self._saved = state["iteration"]
+            self._best = self._checkpoints.restore_links(state["best"])
+            for name, number in state["failed"].items():
+                folder.failed[name] += number  # this start may have counted one
+            with folder.dispensable(self._saved, "removal of old checkpoints"):
+                self._checkpoints.remove_unfinished()
+
+    def save_if_due(self, iteration: int, state: Callable[[], dict[str, Any]], value: float | None) -> None:
+        """Write the checkpoint of an iteration if one is due. A failure is counted and shown, and the run goes on.
+
+        Args:
+            state: returns the state of the loop's other parts that a resumed run needs; called only where one is due.
+            value: accuracy of the policy after this iteration, or its mean reward where the task has no verdict; None
+                where it was not evaluated.
+        """
+        self._value = value
+        config = self._components.config.checkpoint
+        is_last = iteration == self._components.config.iterations
+        due = is_last or self._is_best or self._overdue or iteration % config.every == 0
+        first = 0 if self._components.config.guard.rollback else 1  # a policy may never be as good as at the start
+        if due and iteration >= first:
+            self._save(iteration, state())
+
+    def save_last(self, iteration: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Write the checkpoint that a run ends with, unless it stands there already.
+
+        Raises:
+            CheckpointError: it cannot be written; names the iteration that the run would continue from.
+        """
+        if iteration > max(self._saved, 0) and (error := self._save(iteration, state())):
+            what = (
+                f"continues from iteration {self._saved}, the newest checkpoint"
+                if self._saved >= 0
+                else "begins again from iteration 0, as there is no checkpoint, and keeps what it finds in superseded/"
+            )
+            raise CheckpointError(f"{error}. Free space there and run the same command: it {what}") from error
+
+    @property
+    def _is_best(self) -> bool:
+        return self._value is not None and (self._best is None or self._value > self._best["accuracy"])
+
+    def _save(self, iteration: int, state: dict[str, Any]) -> CheckpointError | None:
+        """Write a checkpoint and prune older ones; return the error where it cannot be written."""
+        parts, is_best = self._components, self._is_best
+        config = parts.config
+        roles: list[Role] = [role for role in get_args(Role) if getattr(config, role) is not None]
+        best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
+        state |= {"iteration": iteration, "best": best, "failed": self._folder.failed}
+        state |= {"version": list(parts.learner.version), "settings": config.model_dump_json()}
+        self._folder.flush(iteration)
+        try:
+            self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, state, is_best)
+        except CheckpointError as error:
+            self._overdue = True
+            self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
+            return error
+        self._overdue, self._saved, self._best = False, iteration, best
+        with self._folder.dispensable(iteration, "removal of old checkpoints"):
+            self._checkpoints.prune()
+        return None
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -251,6 +325,47 @@ def load_state(folder: Path) -> dict[str, Any]:
         return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no common error class; any error means that the file cannot be used
         raise CorruptCheckpoint(folder, "state.pt", f"cannot be read: {cause_of(error)}") from error
+
+
+def config_of_run(model: str) -> Config | None:
+    """Return the settings of a run where `model` is a run folder; None where it is something else."""
+    folder = Path(model).expanduser()
+    is_run = (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
+    return run_config(folder) if is_run else None
+
+
+def resolve_model_path(model: str) -> str:
+    """Return the path of a model: `model` itself, or for a run folder the path of its best policy.
+
+    The best policy has the highest accuracy on the run's own held-out problems (link `best`), which is not always the
+    last one. Without it, or where it is corrupt, it is the policy of the newest checkpoint that is intact.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or corrupt ones only.
+    """
+    config = config_of_run(model)
+    if config is None:
+        return model
+    folder = Path(model).expanduser()
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+    try:
+        if best := checkpoints.best():
+            return str(best / "policy")
+    except CorruptCheckpoint as error:
+        _log.warning("%s; taking the newest checkpoint", error)
+    newest, corrupt = checkpoints.find()
+    for damage in corrupt:
+        _log.warning("%s; taking the checkpoint before it", damage)
+    if newest is None:
+        raise CheckpointError(
+            f"{folder} has no checkpoint yet; the first is written at the first evaluation after training began, "
+            f"at the latest at iteration {config.checkpoint.every}"
+        )
+    return str(newest.folder / "policy")
+
+
+def _iteration_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _write_checksums(folder: Path, known: Mapping[str, Any]) -> None:
@@ -268,10 +383,10 @@ def _verify(folder: Path) -> None:
     name = _CHECKSUMS
     try:
         for name, written in json.loads((folder / _CHECKSUMS).read_text()).items():
-            found, size = checksum(folder / name), written.get("size")
-            if found["size"] != size:
-                raise CorruptCheckpoint(folder, name, f"has {found['size']} bytes, {size} were written")
-            if found != written:
+            read, size = checksum(folder / name), written.get("size")
+            if read["size"] != size:
+                raise CorruptCheckpoint(folder, name, f"has {read['size']} bytes, {size} were written")
+            if read != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
     except (OSError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(folder, name, f"cannot be read: {cause_of(error)}") from error

@@ -16,14 +16,16 @@ counted and named in events.jsonl.
 Status: supported.
 """
 
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,9 +38,14 @@ from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
 from jackpot.core.package import version
 from jackpot.training.run_folder.environment import Environment
-from jackpot.training.run_folder.superseded import Superseded
-from jackpot.training.run_folder.tensorboard import event_file_name, event_files, metrics_record, restart_records
-from jackpot.training.run_folder.wandb import WandbRun, wandb_module
+from jackpot.training.run_folder.trackers import (
+    WandbRun,
+    event_file_name,
+    event_files,
+    metrics_record,
+    restart_records,
+    wandb_module,
+)
 
 if TYPE_CHECKING:
     from jackpot.rollout.evaluate import Evaluation
@@ -71,10 +78,10 @@ def run_config(run: Path) -> Config:
         settings = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
+        line = f", line {mark.line + 1}" if mark else ""
         why = getattr(error, "problem", None) or error
         raise CheckpointError(
-            f"{path}{place} cannot be read: {why}. Bring the file back from a copy, or give another folder"
+            f"{path}{line} cannot be read: {why}. Bring the file back from a copy, or give another folder"
         ) from error
     if not isinstance(settings, dict):
         raise CheckpointError(
@@ -110,21 +117,13 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoints, self.rollouts = path / "checkpoints", path / "rollouts"
         self.failed = {"checkpoint/failed": 0, "files/failed": 0}
         self._lock: IO[str] | None = None
         self._is_new = False  # `lock` has made the folder
         self._appended: dict[str, AppendedFile] = {}
         self._tensorboard = ""  # name of this start's event file
         self._wandb: WandbRun | None = None
-        self._superseded = Superseded(path)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
 
     def lock(self) -> None:
         """Create the folder and keep other processes out of it until `close`, or until this process ends.
@@ -174,8 +173,7 @@ class RunFolder:
         if before.iterations != config.iterations:
             change = str(Change("iterations", before.iterations, config.iterations))
             if schedules := falling_rates(before):
-                given = ", ".join(schedules)
-                refused.append(f"{change}; the rates used so far fell towards the last one ({given})")
+                refused.append(f"{change}; the rates used so far fell towards the last one ({', '.join(schedules)})")
             elif config.iterations < finished:
                 refused.append(f"{change}; {finished} are finished")
         if refused:
@@ -249,39 +247,71 @@ class RunFolder:
             self.warn(iteration, {"event": "environment_changed"} | shown)
         if config.tracking.wandb:
             try:
-                self._wandb = WandbRun(config, self.path, self.read("metrics.jsonl"))
+                lines = self.read("metrics.jsonl")
+                self._wandb = WandbRun(config.tracking.wandb, settings_of(config), self.path, lines)
             except ConfigError as error:
                 if not before:
                     raise
                 self.failure(iteration, "files/failed", {"event": "write_failed", "file": "wandb", "why": str(error)})
         return threads
 
-    def supersede(self, folders: Sequence[Path]) -> None:
-        """Move checkpoints that a rollback leaves behind to superseded/, before the run is rewound."""
+    @cached_property
+    def _superseded(self) -> Path:
+        """The folder of this start in superseded/, which is made when something first goes there. Nothing reads it."""
+        folders = (self.path / "superseded" / str(number) for number in itertools.count(1))
+        folder = next(folder for folder in folders if not folder.exists())
+        folder.mkdir(parents=True)
+        return folder
+
+    def supersede(self, paths: Iterable[Path]) -> None:
+        """Move files and folders of the run folder to superseded/, under their old names."""
         with checkpoint_error_in(self.path):
-            for folder in folders:
-                self._superseded.move(folder)
+            for path in paths:
+                target = self._superseded / path.relative_to(self.path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
 
     def rewind(self, iteration: int) -> None:
         """Move what is of iterations after `iteration`, where the run continues, to superseded/; -1 moves all."""
-        superseded = self._superseded
         with checkpoint_error_in(self.path):
             for name in ("metrics.jsonl", "events.jsonl"):
-                _cut(self.path / name, iteration, superseded)
+                self._cut(name, iteration)
+
+            later = []
             for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
                 written = re.fullmatch(rf"iteration-(\d+)(\.parquet|-.+\.jsonl)({re.escape(PARTIAL)})?", path.name)
                 if written and written[3]:
                     path.unlink()
                 elif written and int(written[1]) > iteration:
-                    superseded.move(path)
+                    later.append(path)
             if iteration < 0:
-                once = [self.path / name for name in ("config.yaml", "rollbacks.json")]
-                for path in [*once, *event_files(self.path / "tensorboard")]:
-                    if path.exists():
-                        superseded.move(path)
+                written_once = [self.path / name for name in ("config.yaml", "rollbacks.json")]
+                later += [path for path in written_once if path.exists()]
+                later += event_files(self.path / "tensorboard")
+            self.supersede(later)
             (self.path / "tensorboard").mkdir(exist_ok=True)
+
         self._tensorboard = f"tensorboard/{event_file_name(self.path / 'tensorboard')}"
         self._append(self._tensorboard, restart_records(max(iteration + 1, 0)))
+
+    def _cut(self, name: str, iteration: int) -> None:
+        """Keep the complete lines of a file up to `iteration`; the others go to superseded/ first."""
+
+        def stays(text: bytes) -> bool:
+            return (line := _parsed(text)) is not None and line["iteration"] <= iteration
+
+        path = self.path / name
+        texts = _lines(path)
+        kept = list(filter(stays, texts))
+        if len(kept) == len(texts):
+            return
+        if torn := [number for number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
+            _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
+        write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
+        if kept == texts[: len(kept)]:
+            os.truncate(path, sum(map(len, kept)))
+        else:
+            write_whole(path, b"".join(kept))
 
     def check_in_place(self) -> None:
         """Refuse to go on where the folder of this process was removed or replaced: another run may be there by now.
@@ -426,22 +456,3 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) and isinstance(line.get("iteration"), int) else None
-
-
-def _cut(path: Path, iteration: int, superseded: Superseded) -> None:
-    """Keep the complete lines up to `iteration`; the others go to superseded/ first."""
-
-    def stays(text: bytes) -> bool:
-        return (line := _parsed(text)) is not None and line["iteration"] <= iteration
-
-    texts = _lines(path)
-    kept = list(filter(stays, texts))
-    if len(kept) == len(texts):
-        return
-    if torn := [number for number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
-        _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
-    superseded.keep(path.name, b"".join(text for text in texts if not stays(text)))
-    if kept == texts[: len(kept)]:
-        os.truncate(path, sum(map(len, kept)))
-    else:
-        write_whole(path, b"".join(kept))

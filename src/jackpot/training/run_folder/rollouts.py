@@ -63,9 +63,10 @@ def thin_rollouts(folder: Path, keep: int) -> None:
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
         numbers = sorted(files)
-        gaps = {two: three - one for one, two, three in zip(numbers, numbers[1:], numbers[2:], strict=False)}
-        if keep > 2:
-            gaps.pop(best_rollouts(folder.parent, numbers), None)
+        neighbours = zip(numbers, numbers[1:], numbers[2:], strict=False)
+        gaps = {number: after - before for before, number, after in neighbours}
+        if keep > 2 and (best := best_rollouts(folder.parent, numbers)) is not None:
+            gaps.pop(best, None)
         files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else numbers[0]).unlink()
 
 
@@ -212,7 +213,7 @@ def open_rollout_file(path: Path) -> RolloutFile:
         if version != str(SCHEMA_VERSION):
             raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        columns = [group.column(place) for group in groups for place in range(group.num_columns)]
+        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
         iteration = int(path.stem.split("-")[1])
         return RolloutFile(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)

@@ -77,12 +77,11 @@ def _listener(console: Console) -> "scheduler.ArmListener":
     shown: dict[str, int] = {}  # newest evaluation of each run, iteration
 
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
-        evaluated = [(line, measure) for line in lines if (measure := run_folder.measure_of(line))]
-        newest = evaluated[-1][0]["iteration"] if evaluated else -1
+        evaluated = [line for line in lines if run_folder.measure_of(line)]
+        newest = evaluated[-1]["iteration"] if evaluated else -1
         if end or newest > shown.get(run.name, -1):
             shown[run.name] = newest
-            policy = [numbers.measured(line[f"eval/policy_{measure}"], measure) for line, measure in evaluated[-1:]]
-            accuracy = f"policy {policy[0]}" if policy else ""
+            accuracy = f"policy {numbers.evaluated(evaluated[-1], 'policy')}" if evaluated else ""
             print_line(console, f"{run.name}  iteration {newest}/{run.config.iterations}  {accuracy}  {end}")
 
     return listen

@@ -1,4 +1,4 @@
-"""Implements `jackpot config`, which explains settings, and makes docs/settings.md."""
+"""Implements `jackpot config`, which explains settings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,9 @@ from jackpot.ui.terminal.output import plain, print_line, show_next, show_table
 with lazy():
     from jackpot.config import reference
 
-_COLUMNS = ("setting", "values", "default", "meaning")
-_INTRODUCTION = """\
-# Settings
-
-Every setting of `jackpot train`, then what `jackpot eval` and `jackpot mismatch` have in addition. A recipe sets them
-as YAML, the command line as `key=value`. `jackpot config KEY` explains one. "May change": a run or an evaluation that
-continues may have another value; all others decide numbers that were computed before. `jackpot config --markdown` made
-this page from the docstrings in `src/jackpot/config`.
-"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Group:
+class SettingGroup:
     """Holds the settings that are shown together."""
 
     title: str
@@ -42,15 +32,12 @@ def config(
         typer.Argument(help="A setting, such as objective.clip_low, or a block, such as engine; default all."),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print all settings.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
 ) -> None:
     """Explain settings: allowed values, default, meaning, and which command or choice uses each.
 
     Status: supported.
     """
-    if markdown:
-        typer.echo(settings_page(), nl=False)
-    elif key:
+    if key:
         show_setting(Console(), key)
     else:
         show_settings(Console(), show_all)
@@ -58,7 +45,7 @@ def config(
 
 def show_settings(console: Console, show_all: bool) -> None:
     """Print every block of settings, with `show_all` with the settings in it."""
-    groups = list(_groups())
+    groups = list(setting_groups())
     if show_all:
         for group in groups:
             print_line(console, f"{group.title}: {group.meaning}")
@@ -87,7 +74,7 @@ def show_setting(console: Console, key: str) -> None:
         for meaning in dict.fromkeys(block.meaning for block in found):
             users = ", ".join(f"jackpot {block.command}" for block in found if block.meaning == meaning)
             print_line(console, f"{found[0].key} ({users}): {meaning}")
-        for line in _notes(found):
+        for line in notes_on(found):
             print_line(console, f"  {line}")
         _show_list(console, below)
         return
@@ -108,36 +95,24 @@ def show_setting(console: Console, key: str) -> None:
         _show_list(console, in_block)
 
 
-def settings_page() -> str:
-    """Return the text of docs/settings.md."""
-    parts = [_INTRODUCTION]
-    for group in _groups():
-        lines = [f"## {group.title}", "", group.meaning, "", f"| {' | '.join(_COLUMNS)} |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(_cells(setting))} |" for setting in group.settings]
-        if notes := _notes(group.blocks):
-            lines += ["", *(f"- {note}" for note in notes)]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
-def _groups() -> Iterator[_Group]:
+def setting_groups() -> Iterator[SettingGroup]:
     """Yield the single settings of a run, then every block of them, then what the other commands have in addition."""
     of_run, known = reference.blocks("train"), reference.settings("train")
     single = [setting for key, setting in known.items() if "." not in key]
-    yield _Group(title="jackpot train", meaning=of_run[""].meaning, blocks=[], settings=single)
+    yield SettingGroup(title="jackpot train", meaning=of_run[""].meaning, blocks=[], settings=single)
     for key, block in of_run.items():
         if key and "." not in key:
             inside = [one for name, one in of_run.items() if f"{name}.".startswith(f"{key}.")]
             below = [one for name, one in known.items() if name.startswith(f"{key}.")]
-            yield _Group(title=key, meaning=block.meaning, blocks=inside, settings=below)
+            yield SettingGroup(title=key, meaning=block.meaning, blocks=inside, settings=below)
     for command in list(reference.COMMANDS)[1:]:
         own, shared = reference.own_settings(command)
         also = f"Its blocks {', '.join(shared)} have the settings of task, engine and sampling above."
         meaning = f"{reference.blocks(command)[''].meaning} {also}"
-        yield _Group(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=own)
+        yield SettingGroup(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=own)
 
 
-def _notes(found: "Sequence[reference.Block]") -> list[str]:
+def notes_on(found: "Sequence[reference.Block]") -> list[str]:
     """Return a line for each choice of these blocks, and for each block inside them that need not be there."""
     lines = {}
     for block in found:
@@ -145,18 +120,6 @@ def _notes(found: "Sequence[reference.Block]") -> list[str]:
         if block.default == "null" and "." in block.key:
             lines[f"`{block.key}`, default null"] = block.meaning
     return [f"{name}: {meaning}" for name, meaning in lines.items()]
-
-
-def _cells(setting: "reference.Setting") -> list[str]:
-    """Return a setting's row of the page."""
-    choice = f" Only with {setting.variants}." if setting.variants else ""
-    default = setting.summary("default")
-    return [
-        f"`{setting.key}`",
-        setting.summary("values"),
-        default if default == "required" else f"`{default}`",
-        setting.summary("meaning") + choice + (" May change." if setting.resume == "may change" else ""),
-    ]
 
 
 def _show_list(console: Console, rows: "Sequence[reference.Setting]") -> None:

@@ -38,10 +38,7 @@ def evaluate(
     k: Annotated[int | None, typer.Option(min=1, help="Sampled answers to each problem; default 1.")] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
-            help="transformers (default); vllm or vllm_server, which are experimental; or sglang_server, never run on "
-            "its target."
-        ),
+        typer.Option(help="transformers (default); vllm, vllm_server or sglang_server, which are experimental."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of all answers; default runs/eval-MODEL.")] = None,
 ) -> None:
@@ -63,7 +60,7 @@ def evaluate(
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command goes on from here.")
         raise typer.Exit(130) from None
-    _show(console, results, folder)
+    show_results(console, results, folder)
     if results[0].summary.k == 1:
         typed = [model, *(one for one in overrides or [] if not one.startswith("k="))]
         typed += ["--benchmarks", benchmarks] if benchmarks else []
@@ -94,7 +91,7 @@ def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
         yield listen
 
 
-def _show(console: Console, results: Sequence["evaluating.BenchmarkResult"], folder: Path) -> None:
+def show_results(console: Console, results: Sequence["evaluating.BenchmarkResult"], folder: Path) -> None:
     """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers.
 
     The mean reward is shown where some set has no verdict of what is right.
@@ -123,8 +120,10 @@ def _show(console: Console, results: Sequence["evaluating.BenchmarkResult"], fol
 
 def _percent(estimate: "statistics.Interval") -> str:
     """Format a share in percent, with its interval if it has one."""
-    interval = "" if estimate.low is None else f" ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
-    return f"{100 * estimate.value:.1f}{interval}"
+    percent = f"{100 * estimate.value:.1f}"
+    if estimate.low is None or estimate.high is None:
+        return percent
+    return f"{percent} ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
 
 
 def _sentences(found: "pass_at_k.EvaluationSummary") -> Iterator[str]:

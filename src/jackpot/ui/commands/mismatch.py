@@ -67,23 +67,30 @@ def mismatch(
     Status: supported. Not yet run on a GPU, nor with tensor-parallel engines.
     """
     console = Console(stderr=as_json)
-    given = {"responses": responses, "short": short, "reread": reread or None, "seed": seed}
-    given |= {"benchmarks": recipes.split_names(benchmarks) or None, "sampling": {"max_new_tokens": max_new_tokens}}
-    if max_new_tokens is None:
-        del given["sampling"]
-    changes = [{key: value} for key, value in given.items() if value is not None]
-    given_sides = [[recipes.parse_overrides(text) for text in texts or []] for texts in (sampler, learner)]
-    config = sides.mismatch_config(model, *given_sides, [*changes, *map(recipes.parse_override, overrides or [])])
+    settings = {
+        "responses": responses,
+        "short": short,
+        "reread": reread or None,
+        "seed": seed,
+        "benchmarks": recipes.split_names(benchmarks) or None,
+        "sampling": None if max_new_tokens is None else {"max_new_tokens": max_new_tokens},
+    }
+    changes = [{key: value} for key, value in settings.items() if value is not None]
+    samplers, learners = (list(map(recipes.parse_overrides, texts or [])) for texts in (sampler, learner))
+    every_change = [*changes, *map(recipes.parse_override, overrides or [])]
+    config = sides.mismatch_config(model, samplers, learners, every_change)
     with status(console, "starting") as listen:
-        found = measuring.measure_mismatch(config, listen)
+        result = measuring.measure_mismatch(config, listen)
+
     folder = out or results.default_folder("mismatch", model)
-    sections = views.mismatch_sections(found)
-    files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(found))
+    sections = views.mismatch_sections(result)
+    files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(result))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
         return
-    several = len(found.pairs) > 1
-    verdicts = [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in found.pairs]
+
+    several = len(result.pairs) > 1
+    verdicts = [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
     is_run = (Path(model) / "config.yaml").is_file()
     commands = {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}
     show_answer(console, verdicts, sections.values(), show_all, files, commands)

@@ -15,7 +15,6 @@ from jackpot.ui.terminal.progress import LINE_SECONDS, status
 with lazy():
     from jackpot.analysis.replay import replay as replaying
     from jackpot.analysis.replay import results
-    from jackpot.analysis.replay.formats import records
     from jackpot.config import recipes
     from jackpot.ui import charts
     from jackpot.ui import results as saving
@@ -40,12 +39,6 @@ def replay(
     ] = None,
     corrections: Annotated[str, typer.Option(help="Names of corrections, separated by commas; default all.")] = "",
     every: Annotated[int, typer.Option(min=1, help="Replay one of every so many responses of a file.")] = 1,
-    max_response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Leave out responses with more tokens; default 1,000,000.")
-    ] = None,
-    max_file_gb: Annotated[
-        float | None, typer.Option(min=0.001, max=1e9, help="Leave out files that take more, unpacked; default 2 GB.")
-    ] = None,
     show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,39 +50,34 @@ def replay(
     Status: supported. Status of what it says of worth and savings: experimental. --model is not yet run on a GPU.
     """
     console = Console(stderr=as_json)
-    limits = records.ReadLimits(
-        response_tokens=max_response_tokens or replaying.LIMITS.response_tokens,
-        file_bytes=replaying.LIMITS.file_bytes if max_file_gb is None else int(max_file_gb * 1e9),
-    )
     with status(console, "reading", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
             show(f"read {responses:,} responses")
 
-        found = replaying.replay(
-            path, form, recipes.split_names(corrections), model, temperature, every, listen, limits
-        )
+        result = replaying.replay(path, form, recipes.split_names(corrections), model, temperature, every, listen)
     if as_json:
-        typer.echo(json.dumps(saving.to_json(results.result_numbers(found)), indent=2, allow_nan=False))
+        typer.echo(json.dumps(saving.to_json(results.result_numbers(result)), indent=2, allow_nan=False))
     else:
-        _show(console, found, show_all)
+        _show(console, result, show_all)
 
 
-def _show(console: Console, found: "results.ReplayResult", show_all: bool) -> None:
+def _show(console: Console, result: "results.ReplayResult", show_all: bool) -> None:
     """Print the recommendation, every correction, with `show_all` the facts of the run too, and what was left out."""
-    about = charts.Section(title="", intro="", items=(views.facts(found),))
-    given = {"": found.answer.settings.get("name"), **found.answer.settings}
+    about = charts.Section(title="", intro="", items=(views.facts(result),))
+    show_answer(console, [result.answer.sentence], [about, views.corrections(result)], show_all)
+    for sentence in result.left_out:
+        print_line(console, f"Left out: {sentence}")
+    for sentence in result.problems:
+        print_line(console, f"Not read: {sentence}")
+    if result.unreadable > len(result.problems):
+        print_line(console, f"Not read: {result.unreadable:,} records or files in all")
+
+    settings = {"": result.answer.settings.get("name"), **result.answer.settings}
     texts = [
         f"objective.correction{key and '.' + key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in given.items()
+        for key, value in settings.items()
         if key != "name"
     ]
-    commands = {f"jackpot train RECIPE {' '.join(texts)}": "train with it"} if found.answer.correction else {}
-    show_answer(console, [found.answer.sentence], [about, *views.replay_sections(found).values()], show_all)
-    for sentence in found.left_out:
-        print_line(console, f"Left out: {sentence}")
-    for sentence in found.problems:
-        print_line(console, f"Not read: {sentence}")
-    if found.unreadable > len(found.problems):
-        print_line(console, f"Not read: {found.unreadable:,} records or files in all")
+    commands = {f"jackpot train RECIPE {' '.join(texts)}": "train with it"} if result.answer.correction else {}
     show_next(console, commands)

@@ -38,6 +38,6 @@ def sample(
             for answer in answers
         ]
         title = f"{prompt.text} (answer: {prompt.answers})"
-        show_table(console, title, ("model", "training", "response", "verdict"), rows, min_width=60)
+        show_table(console, title, ("model", "training", "response", "verdict"), rows)
     where = quote(str(run))
     show_next(console, {f"jackpot eval {where} --benchmarks own": "accuracy of its best policy"})

@@ -29,7 +29,7 @@ with lazy():
     from jackpot.launch import checks, library
     from jackpot.launch import ranks as launched
     from jackpot.rollout.tasks import registry
-    from jackpot.training import collapse
+    from jackpot.training import limits
     from jackpot.training.run_folder import folder as run_files
     from jackpot.ui import numbers
     from jackpot.ui.terminal import plan as plans
@@ -199,9 +199,12 @@ def _show_result(
     """
     evaluated = [line for line in lines if run_files.measure_of(line) is not None]
     first, last = evaluated[0], evaluated[-1]
-    measure = run_files.measure_of(last)
-    is_accuracy = measure == "accuracy"
+    is_accuracy = run_files.measure_of(last) == "accuracy"
+    measure: run_files.Measure = "accuracy" if is_accuracy else "reward"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+
+    # what is shown, by the metric and how that is measured
+    shown: dict[str, tuple[str, run_files.Measure]]
     shown = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
     for name in map(registry.set_name, config.evaluation.benchmarks):
         if (metric := f"eval/{name}/mean_at_k") in last:
@@ -220,7 +223,7 @@ def _show_result(
     what = "Sampled accuracy on {} held-out problems, percent ± standard error"
     if not is_accuracy:
         what = "Mean reward of sampled responses on {} held-out problems ± standard error"
-    show_table(console, what.format(collapse.problems_of(lines, config)), columns, rows, columns[1:])
+    show_table(console, what.format(limits.problems_of(lines, config)), columns, rows, columns[1:])
     for line in _cost(lines, config):
         print_line(console, line)
     print_line(console, f"Run folder: {folder}")

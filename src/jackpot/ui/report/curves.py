@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config.config import Config
@@ -81,17 +80,18 @@ class _ChartMaker:
             if not whole.numbers:
                 continue
             name = (label or arm.name) if alone else f"{arm.name}, {label}" if label else arm.name
-            yield _line(whole, name=name, group=arm.name, **self._look(arm, variant))
+            number, shade = self._look(arm, variant)
+            yield replace(_line(whole, name, number), group=arm.name, shade=shade)
 
-    def _look(self, arm: Arm, variant: int = 0) -> dict[str, int]:
+    def _look(self, arm: Arm, variant: int = 0) -> tuple[int, int]:
         """Choose number and shade of a series: arms beyond the colors take shades, variants take dashes.
 
         Of a single arm the variants take the colors behind its own.
         """
         number = self._numbers[arm.name]
         if len(self._arms) == 1:
-            return {"number": (number + variant) % len(COLORS)}
-        return {"number": number % len(COLORS) + variant * len(COLORS), "shade": number // len(COLORS)}
+            return (number + variant) % len(COLORS), 0
+        return number % len(COLORS) + variant * len(COLORS), number // len(COLORS)
 
     def _first_of(self, entry: FirstOf) -> Iterator[Chart]:
         found = [name for name in entry.metrics if name in self._names]
@@ -130,13 +130,14 @@ class _ChartMaker:
             series=drawn,
             note=note or limits,
             log_y=log,
-            guides=tuple(guide for guide in guides if not log or guide.y > 0),
+            guides=tuple(guide for guide in guides if not log or (guide.y or 0.0) > 0.0),
         )
 
     def _together(self, title: str, labels: Mapping[str, str], note: str = "") -> Chart:
         """Make one chart of several metrics, each with its name in the legend."""
-        lines = [self._series(metric, label, place) for place, (metric, label) in enumerate(labels.items())]
-        drawn = [one for part in lines for one in part]
+        drawn: list[Series] = []
+        for variant, (metric, label) in enumerate(labels.items()):
+            drawn += self._series(metric, label, variant)
         if len(labels) > 2 and len(self._arms) > 1:  # so many bands could not be told apart
             drawn = [replace(one, low=None, high=None) for one in drawn]
         return self._chart(title, drawn, list(labels), note)
@@ -150,20 +151,22 @@ class _ChartMaker:
     def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart]:
         """Yield a chart of the bands for each arm, and one of all arms' newest values over the position."""
         newest = []
-        for number, arm in enumerate(self._arms):
-            of_arm = {band: self._of[metric][number] for band, metric in bands.items()}
+        for order, arm in enumerate(self._arms):
+            of_arm = {band: self._of[metric][order] for band, metric in bands.items()}
             of_arm = {band: line for band, line in of_arm.items() if line.numbers}
             if not of_arm:
                 continue
 
-            lines = [_line(whole, name=band, number=place) for place, (band, whole) in enumerate(of_arm.items())]
+            lines = [_line(whole, band, number) for number, (band, whole) in enumerate(of_arm.items())]
             lines = [replace(line, low=None, high=None) for line in lines]  # so many error bars hide each other
             suffix = f": {arm.name}" if len(self._arms) > 1 else ""
             yield self._chart(f"{base} by position{suffix}", lines, [bands[band] for band in of_arm])
 
-            places = [place for place, band in enumerate(bands) if band in of_arm]
-            values = [rounded(_newest(line)) for line in of_arm.values()]
-            newest.append(Series(name=arm.name, x=places, y=values, style="both", group=arm.name, **self._look(arm)))
+            x = [index for index, band in enumerate(bands) if band in of_arm]
+            y = [rounded(_newest(line)) for line in of_arm.values()]
+            number, shade = self._look(arm)
+            newest.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, number=number, shade=shade))
+
         yield Chart(
             title=f"{base} over the position, newest tenth of the iterations",
             x_label="position",
@@ -173,16 +176,17 @@ class _ChartMaker:
         )
 
 
-def _line(whole: MeanLine, **look: Any) -> Series:
+def _line(whole: MeanLine, name: str, number: int) -> Series:
     """Make the series of a line, thinned and rounded."""
     line = downsample(whole)
     return Series(
+        name=name,
         x=line.x,
         y=[rounded(value) for value in line.y],
         low=line.low and [rounded(value) for value in line.low],
         high=line.high and [rounded(value) for value in line.high],
+        number=number,
         style="both" if len(line.numbers) < 2 else "line",
-        **look,
     )
 
 

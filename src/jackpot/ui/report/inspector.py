@@ -58,11 +58,11 @@ def inspector_data(
     packing = _Packing(max_tokens)
     carried: dict[int, dict[str, Any]] = {}
     by_size = sorted(range(len(runs)), key=lambda number: sum(saved.tokens for saved in runs[number][1]))
-    for place, number in enumerate(by_size):  # what a short run does not need is left for the others
+    for order, number in enumerate(by_size):  # what a short run does not need is left for the others
         run, files = runs[number]
         words = TokenTexts()
         best = best_rollouts(run.folder, [saved.iteration for saved in files])
-        if iterations := packing.add(files, max(packing.left, 0) // (len(runs) - place), words, best):
+        if iterations := packing.add(files, max(packing.left, 0) // (len(runs) - order), words, best):
             packing.packs[f"words-{number}"] = packed(texts_of(words, run.folder, run.config))
             carried[number] = {"name": run.name, "words": f"words-{number}", "iterations": iterations}
 
@@ -92,11 +92,11 @@ class _Packing:
         listed: list[dict[str, Any]] = []
         chosen = with_best(spread_files(files, share), files, best)
         chosen.sort(key=lambda saved: (saved.tokens, -saved.iteration))  # the large ones share what small ones leave
-        for place, saved in enumerate(chosen):
+        for index, saved in enumerate(chosen):
             room = share if listed else self.left if self.packs else math.inf if self.left else 0
             try:
                 lengths = _lengths(read_columns(saved, ["token_ids"]), "token_ids").tolist()
-                rows = spread_rows(lengths, max(share, 0) // (len(chosen) - place), room)
+                rows = spread_rows(lengths, max(share, 0) // (len(chosen) - index), room)
                 if not rows and lengths:
                     continue
                 columns = _columns(read_columns(saved, _NEEDED, rows), words)
@@ -121,7 +121,7 @@ def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]
     Without room for two such files: the first and the last if one response of each has room, else the last.
     """
     for count in range(len(files), 1, -1):
-        spread = [files[round(place * (len(files) - 1) / (count - 1))] for place in range(count)]
+        spread = [files[round(index * (len(files) - 1) / (count - 1))] for index in range(count)]
         if sum(_of_responses(saved, FEW) for saved in spread) <= budget:
             return spread
     ends = [files[0], files[-1]] if len(files) > 1 else list(files)

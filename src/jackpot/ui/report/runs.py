@@ -164,8 +164,8 @@ def _distinct(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str
         if len(same) == 1:
             continue
         rows = differing([groups[number] for number in same])
-        for place, number in enumerate(same):
-            differences = ", ".join(f"{key}={values[place]}" for key, values in list(rows.items())[:3])
+        for index, number in enumerate(same):
+            differences = ", ".join(f"{key}={values[index]}" for key, values in list(rows.items())[:3])
             distinct[number] = f"{name} ({differences})"
     return [name if distinct.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(distinct)]
 

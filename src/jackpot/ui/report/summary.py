@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
-from jackpot.training.run_folder.folder import measure_of
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
-from jackpot.ui.numbers import measured
+from jackpot.ui.numbers import evaluated
 from jackpot.ui.report.runs import Arm, Run, differing
 
 _NOTHING = "-"
@@ -86,8 +85,7 @@ def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Tab
 
 
 def _before_after(run: Run, role: str) -> tuple[str, str]:
-    evaluated = [(line.get(f"eval/{role}_{measure}"), measure) for line in run.lines if (measure := measure_of(line))]
-    values = [measured(value, measure) for value, measure in evaluated if value is not None]
+    values = [text for line in run.lines if (text := evaluated(line, role))]
     return (values[0], values[-1]) if values else (_NOTHING, _NOTHING)
 
 

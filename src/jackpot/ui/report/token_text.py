@@ -76,7 +76,7 @@ def _letters() -> dict[str, int]:
     """Map each letter of byte-level tokenizers to its byte: printable bytes keep their letter, others begin at 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _LETTERS = _letters()

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from rich.box import HEAVY_HEAD, Box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as TerminalTable
@@ -95,11 +96,11 @@ def show_tables(console: Console, sections: Iterable["charts.Section"], show_all
     Left out, but for `show_all`, are those marked `is_detail` and those too long for a terminal.
     """
     tables = [item for section in sections for item in section.items if isinstance(item, charts.Table)]
-    shown = [one for one in tables if show_all or not (one.is_detail or len(one.rows) > _MOST_ROWS)]
-    for item in shown:
-        numbers = item.columns[1:] if len(item.columns) > 2 else ()  # a single second column is text
-        show_table(console, item.title, item.columns, item.rows, numbers)
-        console.print(plain(item.note + "\n" if item.note else ""), highlight=False)
+    shown = [table for table in tables if show_all or not (table.is_detail or len(table.rows) > _MOST_ROWS)]
+    for table in shown:
+        numbers = table.columns[1:] if len(table.columns) > 2 else ()  # a single second column is text
+        show_table(console, table.title, table.columns, table.rows, numbers)
+        console.print(plain(table.note + "\n" if table.note else ""), highlight=False)
     return len(tables) - len(shown)
 
 
@@ -109,7 +110,8 @@ def show_table(
     columns: Iterable[str],
     rows: Iterable[Sequence[str]],
     numbers: Collection[str] = (),
-    **options: object,
+    box: Box = HEAVY_HEAD,
+    show_header: bool = True,
 ) -> None:
     """Print one table; no cell is read as markup.
 
@@ -118,30 +120,30 @@ def show_table(
 
     Args:
         columns: heads, of which those in `numbers` are aligned to the right.
-        options: further arguments of `rich.table.Table`.
     """
     if title:
         print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
     columns, rows = tuple(columns), [tuple(row) for row in rows]
-    cells = [[row[place] for row in rows] for place in range(len(columns))]
+    cells = [[row[index] for row in rows] for index in range(len(columns))]
     needs = [_need(head, texts, head in numbers) for head, texts in zip(columns, cells, strict=True)]
     widths = [max(map(cell_len, [head, *texts])) for head, texts in zip(columns, cells, strict=True)]
-    for places in _parts(needs, console.width):
-        table, fits = TerminalTable(**options), _whole(widths[place] for place in places) <= console.width
-        given = {} if fits else _given({place: (needs[place], widths[place]) for place in places}, console.width)
-        for place in places:
-            head, is_number = columns[place], columns[place] in numbers
+
+    for part in _parts(needs, console.width):
+        table = TerminalTable(box=box, show_header=show_header)
+        fits = _whole(widths[index] for index in part) <= console.width
+        for index in part:
+            head, is_number = columns[index], columns[index] in numbers
             if is_number and not fits:
-                head = textwrap.fill(head, needs[place], break_long_words=False)
+                head = textwrap.fill(head, needs[index], break_long_words=False)
             table.add_column(
                 plain(head),
                 justify="right" if is_number else "left",
                 overflow="fold",
                 no_wrap=is_number and not fits,
-                width=given.get(place),
             )
+
         for row in rows:
-            table.add_row(*(plain(row[place]) for place in places))
+            table.add_row(*(plain(row[index]) for index in part))
         console.print(table)
 
 
@@ -156,24 +158,13 @@ def _need(head: str, cells: Sequence[str], is_number: bool) -> int:
     return max(*map(cell_len, head.split() or [""]), longest if is_number else min(longest, _TEXT), 1)
 
 
-def _given(columns: Mapping[int, tuple[int, int]], width: int) -> dict[int, int]:
-    """Divide the console's width among columns by (need, full width); empty where the needs do not fit."""
-    given, left = {}, width - _whole(need for need, _ in columns.values())
-    if left < 0:
-        return given
-    for place, (need, full) in sorted(columns.items(), key=lambda one: one[1][1] - one[1][0]):
-        given[place] = need + min(max(full - need, 0), left)
-        left -= given[place] - need
-    return given
-
-
 def _parts(needs: Sequence[int], width: int) -> list[list[int]]:
-    """Divide the columns, by their places, into tables that fit, each with the first column."""
+    """Divide the columns, by their indices, into tables that fit, each with the first column."""
     parts: list[list[int]] = [[0]]
-    for place in range(1, len(needs)):
-        if _whole(needs[one] for one in [*parts[-1], place]) > width and len(parts[-1]) > 1:
+    for index in range(1, len(needs)):
+        if _whole(needs[column] for column in [*parts[-1], index]) > width and len(parts[-1]) > 1:
             parts.append([0])
-        parts[-1].append(place)
+        parts[-1].append(index)
     return parts
 
 

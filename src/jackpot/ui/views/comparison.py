@@ -2,14 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from jackpot.analysis.compare.comparison import (
-    FEW_SEEDS,
-    UNITS,
-    ArmRow,
-    Comparison,
-    Difference,
-    spent_on,
-)
+from jackpot.analysis.compare.comparison import FEW_SEEDS, UNITS, ArmRow, Comparison, Difference, spent_on
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.statistics import Sample, student_t
 from jackpot.training.run_folder.folder import Measure
@@ -24,7 +17,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     """Return tables of the accuracy at the budget, the cost of an accuracy, and runs that did not end well, if any."""
     troubles = tuple((row.arm, sentence) for row in comparison.rows for sentence in _troubles(row))
     trouble = Table(title="Runs that ended early", columns=("arm", "what happened"), rows=troubles)
-    costs = () if comparison.accuracy is None else (_costs(comparison),)
+    costs = () if comparison.accuracy is None else (_costs(comparison, comparison.accuracy),)
     return (_accuracies(comparison), *costs, *((trouble,) if troubles else ()))
 
 
@@ -32,12 +25,14 @@ def comparison_verdict(comparison: Comparison) -> str:
     """Say which arm is highest at the budget, and how far it is from the baseline, or from the next arm if it is it."""
     unit = " percent" if comparison.measure == "accuracy" else ""
     rows = sorted(comparison.rows, key=lambda row: -row.after.mean)
-    best, others = rows[0], rows[1:]
+    best = rows[0]
     said = f"Highest: {best.arm}, {spread_text(best.after, comparison.measure)}{unit}"
-    other = best if best.difference else next((row for row in others if row.difference), None)
-    if other is None:
+    compared = [(row, row.difference) for row in rows if row.difference]
+    if not compared:
         return f"{said}."
-    difference, (text, _) = other.difference, difference_cells(other.difference, comparison.measure)
+
+    other, difference = compared[0]
+    text, _ = difference_cells(difference, comparison.measure)
     error, count = difference.error, difference.higher if other is best else difference.lower
     said += f"; {other.arm} minus {comparison.baseline}: {text}"
     sure = student_t(difference.seeds - 1) if difference.seeds > 1 else 2.0  # of one seed: the error by the problems
@@ -84,9 +79,9 @@ def _accuracies(comparison: Comparison) -> Table:
     )
 
 
-def _costs(comparison: Comparison) -> Table:
-    goal, is_accuracy = measured(comparison.accuracy, comparison.measure), comparison.measure == "accuracy"
-    costs = {row.arm: row.cost for row in comparison.rows}
+def _costs(comparison: Comparison, accuracy: float) -> Table:
+    goal, is_accuracy = measured(accuracy, comparison.measure), comparison.measure == "accuracy"
+    costs = {row.arm: row.cost for row in comparison.rows if row.cost}
     return Table(
         title=f"Cost until {goal} of the policy's answers are right"
         if is_accuracy
@@ -150,7 +145,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
-    """Return the sections of the page by the names of their pictures."""
+    """Return the sections of the page by their names."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "

@@ -6,9 +6,9 @@ entropy and ratio.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
-from jackpot.analysis.mismatch.lengths import LengthRow
-from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MismatchNumbers, TokenBand
+from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, LengthRow, MismatchNumbers, TokenBand
 from jackpot.analysis.mismatch.mismatch import MismatchPair, MismatchResult
 from jackpot.core.statistics import Estimate
 from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite
@@ -61,29 +61,29 @@ def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
     return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
 
 
-def mismatch_sections(found: MismatchResult) -> dict[str, Section]:
-    """Return the sections of the page by the names of their pictures."""
-    details = {"tokens": _token_section(found.pairs)}
-    if found.pairs[0].lengths:
-        details["lengths"] = _length_section(found.pairs)
-    return {"responses": _response_section(found.pairs)} | as_details(details)
+def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
+    """Return the sections of the page by their names."""
+    details = {"tokens": _token_section(result.pairs)}
+    if result.pairs[0].lengths:
+        details["lengths"] = _length_section(result.pairs)
+    return {"responses": _response_section(result.pairs)} | as_details(details)
 
 
 def _over_pairs(
     pairs: Sequence[MismatchPair],
     x: Callable[[MismatchPair], Sequence[float]],
     y: Callable[[MismatchPair], Sequence[float]],
-    style: str,
+    style: Literal["line", "points"],
 ) -> tuple[Series, ...]:
     return tuple(
         Series(
             name=pair.name,
             x=finite(x(pair), _SMALLEST),
             y=finite(y(pair), _SMALLEST),
-            number=place,
+            number=number,
             style=style,
         )
-        for place, pair in enumerate(pairs)
+        for number, pair in enumerate(pairs)
     )
 
 
@@ -144,7 +144,7 @@ def _known(pairs: Sequence[MismatchPair]) -> str:
 
 def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
     def ranks(pair: MismatchPair) -> list[float]:
-        return [(place + 1) / pair.numbers.responses for place in range(pair.numbers.responses)]
+        return [(rank + 1) / pair.numbers.responses for rank in range(pair.numbers.responses)]
 
     def ordered(read: Callable[[MismatchNumbers], list[float]]) -> Callable[[MismatchPair], list[float]]:
         return lambda pair: sorted(read(pair.numbers), reverse=True)
@@ -203,10 +203,10 @@ def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
             name=pair.name,
             x=[p for p, _ in pair.numbers.drawn],
             y=[q for _, q in pair.numbers.drawn],
-            number=place,
+            number=number,
             style="points",
         )
-        for place, pair in enumerate(pairs)
+        for number, pair in enumerate(pairs)
     )
     line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), number=GRAY + DASHED)
     return Chart(
@@ -225,17 +225,20 @@ def _band_charts(
     if not names:
         return ()
 
-    def line(place: int, pair: MismatchPair, value: Callable[[TokenBand], Estimate]) -> Series:
-        bands = {band.name: band for band in read(pair.numbers)}
-        here = [value(bands[name]) if name in bands else None for name in names]
-        wide = [(one.value - (one.error or 0.0), one.value + (one.error or 0.0)) if one else None for one in here]
+    def line(number: int, pair: MismatchPair, value: Callable[[TokenBand], Estimate]) -> Series:
+        bands = {band.name: value(band) for band in read(pair.numbers)}
+
+        def edge(errors: float) -> Sequence[float | None]:
+            edges = {name: mean.value + errors * (mean.error or 0.0) for name, mean in bands.items()}
+            return finite([edges.get(name) for name in names], _SMALLEST)
+
         return Series(
             name=pair.name,
             x=tuple(range(len(names))),
-            y=finite([one.value if one else None for one in here], _SMALLEST),
-            low=finite([one[0] if one else None for one in wide], _SMALLEST),
-            high=finite([one[1] if one else None for one in wide], _SMALLEST),
-            number=place,
+            y=edge(0.0),
+            low=edge(-1.0),
+            high=edge(1.0),
+            number=number,
             style="both",
         )
 
@@ -246,7 +249,7 @@ def _band_charts(
             title=title,
             x_label=label,
             y_label=y_label,
-            series=tuple(line(place, pair, value) for place, pair in enumerate(pairs)),
+            series=tuple(line(number, pair, value) for number, pair in enumerate(pairs)),
             note="The band is one standard error.",
             x_names=names,
             log_y=True,
@@ -258,7 +261,7 @@ def _band_charts(
         chart(
             f"KL by {kind}",
             "nats per token" if is_exact else "k3, nats per token",
-            lambda band: band.kl[0] if is_exact else band.k3,
+            lambda band: band.kl[0] if is_exact and band.kl else band.k3,
         ),
     )
 
@@ -274,8 +277,8 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
         x_label="share of tokens below",
         y_label="nats",
         series=tuple(
-            Series(name=pair.name, x=tuple(range(len(names))), y=finite(logs(pair)), number=place, style="both")
-            for place, pair in enumerate(pairs)
+            Series(name=pair.name, x=tuple(range(len(names))), y=finite(logs(pair)), number=number, style="both")
+            for number, pair in enumerate(pairs)
         ),
         note="From the smallest ratio to the largest one.",
         x_names=names,
@@ -346,15 +349,15 @@ def _length_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _length_chart(pair: MismatchPair) -> Chart:
-    def series(place: int, row: LengthRow) -> Series:
-        shares = tuple((number + 1) / len(row.each) for number in range(len(row.each)))
-        return Series(name=row.name, x=shares, y=finite(row.each, _SMALLEST), number=place)
+    def series(number: int, row: LengthRow) -> Series:
+        shares = tuple((rank + 1) / len(row.each) for rank in range(len(row.each)))
+        return Series(name=row.name, x=shares, y=finite(row.each, _SMALLEST), number=number)
 
     return Chart(
         title=pair.name,
         x_label="share of prompts",
         y_label="max |p - q|",
-        series=tuple(series(place, row) for place, row in enumerate(pair.lengths)),
+        series=tuple(series(number, row) for number, row in enumerate(pair.lengths)),
         note="Prompts ordered from the worst.",
         log_y=True,
     )

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jackpot.analysis.replay.results import CorrectionResult, ReplayResult, correction_result
-from jackpot.ui.charts import Section, Table, as_details
+from jackpot.analysis.replay.results import QUANTILES, CorrectionResult, ReplayResult, correction_result
+from jackpot.analysis.replay.stats import ratio_quantile
+from jackpot.core.metrics import mean_of
+from jackpot.ui.charts import Section, Table
 from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables, judged_table
 
@@ -37,11 +39,11 @@ _EXACT: _Columns = (
 )
 
 
-def replay_sections(found: ReplayResult) -> dict[str, Section]:
-    """Return the section with all tables of the corrections, by its name."""
-    rows = _together([correction_result(one) for one in found.corrections])
+def corrections(result: ReplayResult) -> Section:
+    """Return the section with all tables of the corrections."""
+    rows = _together([correction_result(correction) for correction in result.corrections])
     exact = [(names, one) for names, one in rows if one.tv_after_correction is not None]
-    own = f" {OWN.strip()} is what the run trains with." if _own(rows) else ""
+    of_run = f" {OWN.strip()} is what the run trains with." if any(OWN in names for names, _ in rows) else ""
     items = [
         _table(
             "On the sampled tokens",
@@ -49,7 +51,7 @@ def replay_sections(found: ReplayResult) -> dict[str, Section]:
             _SAMPLED,
             "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: share without any token left; "
             "ESS: effective sample size, (sum F)^2 / (n sum F^2) of the factor F on the gradient; TV after: total "
-            f"variation left after the correction, from these tokens alone.{own}",
+            f"variation left after the correction, from these tokens alone.{of_run}",
         ),
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
@@ -64,53 +66,43 @@ def replay_sections(found: ReplayResult) -> dict[str, Section]:
                 "tokens; variance: times that of the policy's own rollouts; states: sd / mean of their weights.",
             )
         )
-    items.extend(_masking(rows))
-    answer = found.answer.numbers()
-    main, *ways = [judged_table(answer), *generation_tables(answer)]
-    details = as_details({"replay": Section(title="Corrections", intro="", items=(*items, *ways))})["replay"]
-    return {"replay": replace(details, items=(main, *details.items))}
+
+    answer = result.answer.numbers()
+    details = (*items, *_masking(rows), *generation_tables(answer))
+    tables = (judged_table(answer), *(replace(table, is_detail=True) for table in details))
+    return Section(title="Corrections", intro="", items=tables)
 
 
-def facts(found: ReplayResult) -> Table:
+def facts(result: ReplayResult) -> Table:
     """Return a table of the run before any correction: sizes, total variations, KL, ratios."""
-    run = found.run
-    engine, stale, both = (
-        float(run[name].value) for name in ("total_variation_engine", "total_variation_stale", "total_variation")
-    )
-    log_ratio = run["mismatch/log_ratio"]
-    clips = [one.setting.objective for one in found.corrections[:1]]  # the same for all
+    run = result.run
+
+    def value(name: str) -> float:
+        return float(run[name].value)
+
+    ratio, tokens = mean_of(run, "ratio"), mean_of(run, "total_variation").count
+    quantiles = ", ".join(f"{ratio_quantile(run, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
+    divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
+    clips = [correction.setting.objective for correction in result.corrections[:1]]  # the same for all
     rows = [
-        ("responses, tokens", f"{int(run['responses'].value):,}, {int(run['total_variation'].count):,}"),
-        ("mean length", f"{float(run['length'].value):.1f}"),
-        ("policy", found.policy),
+        ("responses, tokens", f"{int(value('responses')):,}, {int(tokens):,}"),
+        ("mean length", f"{value('length'):.1f}"),
+        ("policy", result.policy),
         *(("PPO's clip", f"1 - {clip.clip_low:g} to 1 + {clip.clip_high:g}") for clip in clips),
-        ("total variation, rollout model and old policy", f"{engine:.2%}"),
-        ("total variation, old and updated policy", f"{stale:.2%}"),
-        ("total variation, rollout model and updated policy", f"{both:.2%}"),
-        *((f"the same in {where}", f"{gap:.2%}") for where, gap in found.ends if len(found.ends) > 1),
-        (
-            "KL(rollout model || policy), k1 and k3",
-            f"{_value(run, 'mismatch/kl_k1')}, {_value(run, 'mismatch/kl_k3')} nats",
-        ),
-        ("mean of rho, must be 1", f"{float(run['ratio'].value):.4f} +- {float(run['ratio'].standard_error):.4f}"),
-        (
-            "rho: 1 %, median, 99 %, max",
-            ", ".join(f"{float(log_ratio.quantile(share).exp()):.3g}" for share in (0.01, 0.5, 0.99))
-            + f", {float(run['mismatch/ratio_max'].value):.3g}",
-        ),
-        ("ESS of whole responses, by their ratio", f"{float(run['mismatch/sequence_ess'].value):.1%}"),
+        ("total variation, rollout model and old policy", f"{value('total_variation_engine'):.2%}"),
+        ("total variation, old and updated policy", f"{value('total_variation_stale'):.2%}"),
+        ("total variation, rollout model and updated policy", f"{value('total_variation'):.2%}"),
+        *((f"the same in {where}", f"{gap:.2%}") for where, gap in result.ends if len(result.ends) > 1),
+        ("KL(rollout model || policy), k1 and k3", f"{divergences} nats"),
+        ("mean of rho, must be 1", f"{float(ratio.value):.4f} +- {float(ratio.standard_error):.4f}"),
+        ("rho: 1 %, median, 99 %, max", f"{quantiles}, {value('mismatch/ratio_max'):.3g}"),
+        ("ESS of whole responses, by their ratio", f"{value('mismatch/sequence_ess'):.1%}"),
     ]
     if "z" in run:
-        share = float(run["z"].count / run["total_variation"].count)
-        rows.append(("tokens with both distributions known", f"{share:.1%}"))
-        rows.append(("mean Z at lam = 1 there", f"{float(run['z'].value):.4f}"))
-    return Table(
-        title=f"{found.path}: {found.format}, {found.files} files", columns=("", ""), rows=tuple(rows), is_detail=True
-    )
-
-
-def _value(run: dict, name: str) -> str:
-    return format_number(float(run[name].value), ".4f")
+        rows.append(("tokens with both distributions known", f"{float(mean_of(run, 'z').count / tokens):.1%}"))
+        rows.append(("mean Z at lam = 1 there", f"{value('z'):.4f}"))
+    title = f"{result.path}: {result.format}, {result.files} files"
+    return Table(title=title, columns=("", ""), rows=tuple(rows), is_detail=True)
 
 
 def _table(title: str, rows: Sequence[tuple[str, CorrectionResult]], columns: _Columns, note: str) -> Table:
@@ -124,14 +116,23 @@ def _table(title: str, rows: Sequence[tuple[str, CorrectionResult]], columns: _C
 
 def _masking(rows: Sequence[tuple[str, CorrectionResult]]) -> list[Table]:
     """Return tables of where each correction rejects, and which tokens."""
-    rejecting = _alike([(names, one) for names, one in rows if one.accepted < 1.0 - _NOTHING])
+    alike: dict[tuple[float, ...], tuple[str, CorrectionResult]] = {}  # the first of those that reject the same tokens
+    for names, one in rows:
+        if one.accepted < 1.0 - _NOTHING:
+            alike.setdefault(tuple(round(share, 6) for share in one.rejected_by_band.values()), (names, one))
+    rejecting = alike.values()
     if not rejecting:
         return []
+
     bands = list(dict.fromkeys(name for _, one in rejecting for name in one.rejected_by_band))
+
+    def shares(one: CorrectionResult) -> dict[str, str]:
+        return {name: f"{share:.1%}" for name, share in one.rejected_by_band.items()}
+
     by_band = Table(
         title="Rejected, by position and by the policy's entropy (H, nats)",
         columns=("correction", *(name.replace("position ", "at ").replace("entropy ", "H ") for name in bands)),
-        rows=tuple((names, *(_share(one.rejected_by_band.get(name)) for name in bands)) for names, one in rejecting),
+        rows=tuple((names, *(shares(one).get(name, "") for name in bands)) for names, one in rejecting),
     )
     tokens = Table(
         title="Most rejected tokens, and the token with the largest change",
@@ -139,11 +140,6 @@ def _masking(rows: Sequence[tuple[str, CorrectionResult]]) -> list[Table]:
         rows=tuple((names, _tokens(one)) for names, one in rejecting),
     )
     return [by_band, tokens]
-
-
-def _share(value: float | None) -> str:
-    """Format a share; a band without a share stays empty."""
-    return "" if value is None else f"{value:.1%}"
 
 
 def _tokens(one: CorrectionResult) -> str:
@@ -157,10 +153,10 @@ def _tokens(one: CorrectionResult) -> str:
     )
 
 
-def _together(found: Sequence[CorrectionResult]) -> list[tuple[str, CorrectionResult]]:
+def _together(results: Sequence[CorrectionResult]) -> list[tuple[str, CorrectionResult]]:
     """Group corrections with equal results on this data into one row, in their order."""
     groups: dict[tuple, list[CorrectionResult]] = {}
-    for one in found:
+    for one in results:
         groups.setdefault(one.same, []).append(one)
     rows = []
     for members in groups.values():
@@ -169,15 +165,3 @@ def _together(found: Sequence[CorrectionResult]) -> list[tuple[str, CorrectionRe
         first, rest = names[:_NAMES_IN_ROW], len(names) - _NAMES_IN_ROW
         rows.append((", ".join(first) + (f", {rest} more" if rest > 0 else ""), members[0]))
     return rows
-
-
-def _alike(rows: Sequence[tuple[str, CorrectionResult]]) -> list[tuple[str, CorrectionResult]]:
-    """Return the first of each group of corrections that reject the same tokens."""
-    first: dict[tuple, tuple[str, CorrectionResult]] = {}
-    for names, one in rows:
-        first.setdefault(tuple(round(share, 6) for share in one.rejected_by_band.values()), (names, one))
-    return list(first.values())
-
-
-def _own(rows: Sequence[tuple[str, CorrectionResult]]) -> bool:
-    return any(OWN in names for names, _ in rows)

@@ -30,7 +30,7 @@ _AFTER = "KL(policy || accepted tokens), nats"
 
 
 def view_sections(views: SimulationViews) -> dict[str, Section]:
-    """Return the sections of the page by the names of their pictures."""
+    """Return the sections of the page by their names."""
     return {
         "ratios": _ratio_section(views.ratios),
         "acceptance": _acceptance_section(views.curves),

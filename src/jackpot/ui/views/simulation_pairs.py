@@ -50,7 +50,7 @@ def _has_verdict(found: PairSimulation) -> bool:
 
 
 def pair_sections(found: PairSimulation) -> dict[str, Section]:
-    """Return the sections of the page by the names of their pictures."""
+    """Return the sections of the page by their names."""
     first = found.candidates[0]
     advice = Table(
         title="In words",

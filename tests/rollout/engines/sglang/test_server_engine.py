@@ -1,4 +1,4 @@
-"""`SGLangServerEngine` with a stand-in that speaks SGLang's protocol, as read from its source, and has a tiny model."""
+"""`SGLangServerEngine` with a stand-in that speaks SGLang's protocol and has a tiny model; test_server.py runs it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from aiohttp import web
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.joint_run import check_joint_run
 from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, Reference, rollout_of, tiny_prompt, tiny_request
-from helpers.engines.sglang_server import DECLARED, SAMPLING, SGLangServer
+from helpers.engines.sglang_server import DECLARED, SAMPLING, SGLangStandIn
 from jackpot.config.config import Sampling
 from jackpot.config.engines import SGLangServerEngineConfig
 from jackpot.core.digest import weights_digest
@@ -27,8 +27,8 @@ Make = Callable[..., SGLangServerEngine]
 
 
 @pytest.fixture
-def server() -> Iterator[SGLangServer]:
-    server = SGLangServer()
+def server() -> Iterator[SGLangStandIn]:
+    server = SGLangStandIn()
     yield server
     server.close()
 
@@ -38,7 +38,7 @@ def make(tmp_path: Path, folder: Path) -> Iterator[Make]:
     """Return a function that makes engines; close them after the test."""
     engines = []
 
-    def make(*servers: SGLangServer, path: Path = folder, version: Version = OLD, **changes: Any):
+    def make(*servers: SGLangStandIn, path: Path = folder, version: Version = OLD, **changes: Any):
         settings = {"weights_folder": str(tmp_path / "weights"), "timeout": 30.0, "connect_timeout": 30.0} | changes
         config = SGLangServerEngineConfig(urls=[server.url for server in servers], **settings)
         engines.append(make_engine(config, str(path), torch.device("cpu"), version))
@@ -66,14 +66,14 @@ def requests(count: int, **sampling: Any) -> list:
     ]
 
 
-def bodies(server: SGLangServer, path: str) -> list[dict[str, Any]]:
+def bodies(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
     return [body for asked, body in server.asked if asked == path]
 
 
 # What is generated and scored
 
 
-def test_responses_have_the_log_probs_of_a_full_forward_and_end_where_they_should(make, server, folder):
+def test_responses_have_exact_log_probs_and_their_ends(make, server, folder):
     engine = make(server)
     for sampling in ({"num_top_log_probs": 0}, {"temperature": 0.7, "stop_token_ids": (5, 6)}):
         rollouts = engine.generate(asked := requests(8, **sampling))
@@ -169,11 +169,11 @@ def test_new_weights_generate_what_comes_next(make, server, folder, new_folder):
     assert rollouts[0].versions[0].tolist() == list(NEW)
 
 
-def stale(server: SGLangServer) -> None:
+def stale(server: SGLangStandIn) -> None:
     server.load = lambda folder: None
 
 
-def half_stale(server: SGLangServer) -> None:
+def half_stale(server: SGLangStandIn) -> None:
     """Keep one tensor under a name that the model has too."""
     kept, load = dict(server.model.named_parameters())["model.norm.weight"], server.load
 
@@ -199,13 +199,13 @@ def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, d
     assert engine.version == OLD
 
 
-def test_a_server_that_keeps_the_weights_of_its_start_is_an_error_on_a_cpu(make, server):
+def test_a_server_on_a_cpu_that_keeps_its_weights_is_an_error(make, server):
     stale(server)
     with pytest.raises(EngineError, match="holds stale ones"):
         make(server)
 
 
-def test_a_server_that_cannot_load_the_weights_is_an_error_with_its_words(make, server):
+def test_a_server_that_cannot_load_weights_is_an_error(make, server):
     async def refuse(body: dict, usual: dict) -> Any:
         return web.json_response({"success": False, "message": "Failed to update weights: no file"}, status=400)
 
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_load_the_weights_is_an_error_with_its_words(make, 
         make(server)
 
 
-def test_a_restart_that_nobody_saw_is_noticed_and_the_weights_are_sent_again(make, server, folder):
+def test_after_an_unseen_restart_the_weights_are_sent_again(make, server, folder):
     engine = make(server)
     server.restart()
     check_log_probs(engine.generate(requests(8)), folder, num_top_log_probs=3)
@@ -262,7 +262,7 @@ def set_first(row: int, entry: int, value: Any):
     ],
     ids=["503", "garbage", "abort", "no top log-probs", "NaN", "text for an id"],
 )
-def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, server, script):
+def test_a_failed_request_is_sent_again_and_answered_once(make, server, script):
     engine = make(server)
     server.script["/generate"] = script
     assert len(engine.generate(requests(3))) == 3 and engine.collect(1) == []
@@ -309,11 +309,16 @@ def test_a_response_that_must_not_be_trained_on_is_an_error(make, server, script
         ("max_req_input_len", None, "made for SGLang 0.5.23"),
     ],
 )
-def test_a_server_with_other_settings_is_an_error_that_says_how_to_start_it(make, server, name, value, advice):
-    server.settings[name] = value
+def test_a_server_with_other_settings_is_an_error_with_advice(make, server, name, value, advice):
+    server.settings |= {"device": "cuda", name: value}
     with pytest.raises(EngineError, match=advice):
         make(server)
     assert server.count("/update_weights_from_disk") == 0
+
+
+def test_a_server_on_a_cpu_may_ignore_seeds(make, server):
+    server.settings["enable_deterministic_inference"] = False
+    assert make(server).capabilities.device == "cpu"
 
 
 def test_an_output_layer_in_fp32_needs_the_flag(make, server):

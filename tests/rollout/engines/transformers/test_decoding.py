@@ -39,7 +39,7 @@ def test_decoding_equals_one_pass_over_the_whole_sequence(name, attention):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text"])
-def test_decoding_without_padding_equals_one_pass_over_the_whole_sequence(name):
+def test_decoding_without_padding_equals_one_pass(name):
     model = make_model(name)
     reference = copy.deepcopy(model)
     check_log_probs(reference, make_engine(model).generate(make_requests([6, 6, 6])))
@@ -94,7 +94,7 @@ def test_masks_are_made_anew_where_a_window_ends_and_not_before(masks_made):
         ("llama", {"num_kv_shared_layers": 2}, False),
     ],
 )
-def test_only_layers_of_full_attention_and_of_windows_are_written_in_place(name, changes, is_in_place):
+def test_only_full_attention_and_windows_are_written_in_place(name, changes, is_in_place):
     made = make_cache(make_config(name, **changes), max_length=99)
     assert type(made) is (BatchKVCache if is_in_place else DynamicCache)
 
@@ -136,7 +136,7 @@ def test_rows_that_stay_where_they_are_are_not_copied():
     assert torch.equal(layer.keys[[0, 1, 2], :, :4], keys[[0, 4, 2]])
 
 
-def test_room_is_at_most_half_more_than_was_read_and_never_beyond_the_longest_row():
+def test_room_is_at_most_half_more_than_was_read():
     layer, rows = BatchKVLayer(max_length=450), 6
     states = torch.randn(rows, 1, 200, 2)
     layer.update(states, states)
@@ -190,7 +190,7 @@ def test_only_the_model_of_the_engine_attends_in_groups():
     assert found == [GROUPED, "sdpa", "eager"]
 
 
-def test_eager_attention_writes_the_same_without_the_fused_kernel(monkeypatch):
+def test_eager_attention_generates_the_same(monkeypatch):
     reference = make_model("qwen3")
     engine = make_engine(make_model("qwen3"), attn_implementation="eager")
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)

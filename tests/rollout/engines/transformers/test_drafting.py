@@ -116,7 +116,7 @@ def test_responses_have_the_exact_distribution(tokens, lam):
             assert rollout.top_log_probs[place].numpy() == pytest.approx(np.log(np.sort(own)[::-1][:2]), abs=1e-5)
 
 
-def test_requests_for_exact_drafts_get_what_lam_1_gives_beside_relaxed_ones():
+def test_exact_drafts_beside_relaxed_ones_are_those_of_lam_1():
     model, draft = tiny_model(0, VOCAB), tiny_model(3, VOCAB, num_hidden_layers=1)
     relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=8, num_top_log_probs=0) for i in range(20)]
     exact = [replace(one, uid=f"exact {one.uid}", exact_drafts=True) for one in relaxed]
@@ -127,7 +127,7 @@ def test_requests_for_exact_drafts_get_what_lam_1_gives_beside_relaxed_ones():
 
 
 @pytest.mark.parametrize("name", ["qwen3 with windows", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_log_probs_are_those_of_one_pass_of_the_policy_over_the_whole_response(name):
+def test_log_probs_are_those_of_one_pass_of_the_policy(name):
     """Responses are longer than the window and end at different times, one of them at the end of the context."""
     model = make_model(name).double()
     engine, _ = drafted(model, near(model), tokens=5)
@@ -249,7 +249,7 @@ def test_models_without_an_attention_for_drafts_are_refused(policy, rollout_mode
         TransformersEngine(make_model(policy), config, eos_token_ids=[], version=Version(0, 0), drafter=drafter)
 
 
-def test_a_drafter_whose_quantization_makes_its_attention_exact_is_named_with_what_helps():
+def test_a_drafter_with_exact_attention_is_refused():
     def start(**settings: Any) -> None:
         drafter = make_engine(tiny_model(0), **settings)
         drafting = TransformersEngineConfig(draft={})

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.engines.conformance import EngineConformance
+from helpers.engines.conformance import EngineConformance, NumberConformance
 from helpers.engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
@@ -36,7 +36,7 @@ class TestTransformersEngine(EngineConformance):
         return make(folder, torch.float32, version, max_num_seqs=32)
 
 
-class TestTransformersEngineInBfloat16(EngineConformance):
+class TestTransformersEngineInBfloat16(NumberConformance):
     reference_dtype = torch.bfloat16
     tolerance = 0.1
     moved_supports = 0.2
@@ -131,7 +131,7 @@ def test_scores_need_the_logits_of_a_few_positions_at_once(folder, monkeypatch):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(chunked, engine.score(rollouts, 1.0), strict=True))
 
 
-def test_scores_are_computed_in_batches_of_bounded_size_and_come_in_order(folder, rows_read, monkeypatch):
+def test_scores_of_bounded_batches_come_in_order(folder, rows_read, monkeypatch):
     engine = make(folder)
     monkeypatch.setattr(engine_module, "_SCORE_TOKENS", 60)
     rollouts = [rollout_of(tiny_prompt(1 + i % 4), tiny_prompt(1 + (7 * i) % 40).token_ids) for i in range(20)]
@@ -142,7 +142,7 @@ def test_scores_are_computed_in_batches_of_bounded_size_and_come_in_order(folder
     assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(alone, together, strict=True))
 
 
-def test_a_rollout_too_long_to_score_and_a_temperature_of_zero_are_refused(folder):
+def test_too_long_a_rollout_or_temperature_zero_is_not_scored(folder):
     engine = make(folder)
     with pytest.raises(EngineError, match="65 tokens"):
         engine.score([rollout_of(tiny_prompt(60), tiny_prompt(5).token_ids)], 1.0)
@@ -171,7 +171,7 @@ def test_collect_leaves_rows_in_the_middle_and_goes_on_with_them(folder, rows_re
     assert rows_read[1:] == [(1, 1)] * (len(rest.token_ids) - 1)
 
 
-def test_lengths_and_stop_tokens_share_a_batch_and_temperatures_do_not(folder, rows_read):
+def test_lengths_and_stops_share_a_batch_temperatures_do_not(folder, rows_read):
     engine = make(folder)
     settings = [{"max_new_tokens": 2}, {"max_new_tokens": 3, "stop_token_ids": (4,)}, {"temperature": 0.9}]
     rows_read.clear()
@@ -220,9 +220,9 @@ def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypat
     assert sorted(rollout.uid for rollout in again) == sorted(request.uid for request in requests)
 
 
-def test_weights_that_give_no_number_are_reported_with_the_rollout_and_the_version(folder):
+def test_weights_that_give_nan_are_an_error_with_the_version(folder):
     engine = make(folder)
-    weights = {name: tensor.detach().clone() for name, tensor in engine._model.named_parameters()}
+    weights = {name: tensor.detach().clone() for name, tensor in engine._weights.model.named_parameters()}
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
     engine.update_weights(broken.items(), Version(1, 2))
     with pytest.raises(EngineError, match=r"token 0 of victim at Version\(policy=1, rollout_model=2\)"):
@@ -231,7 +231,7 @@ def test_weights_that_give_no_number_are_reported_with_the_rollout_and_the_versi
 
 def test_a_tensor_sent_twice_is_refused(folder):
     engine = make(folder)
-    weights = list(engine._model.named_parameters())
+    weights = list(engine._weights.model.named_parameters())
     with pytest.raises(EngineError, match="1 sent twice"):
         engine.update_weights([*weights, weights[0]], Version(1, 1))
 
@@ -255,7 +255,7 @@ def test_the_cache_and_the_model_go_when_the_engine_closes(folder):
     engine.submit([tiny_request("left", max_new_tokens=30)])
     engine.collect(1, timeout=0.0)
     engine.close()
-    assert engine._model is None and engine._batch is None
+    assert engine._weights is None and engine._batch is None
 
 
 def test_settings_that_cannot_work_are_refused(folder):

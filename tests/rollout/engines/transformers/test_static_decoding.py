@@ -106,7 +106,7 @@ class Recordings(GraphCapture):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_a_step_is_the_same_operators_on_the_same_memory_until_rows_move(name: str) -> None:
+def test_a_step_keeps_operators_and_memory_until_rows_move(name: str) -> None:
     expected = generate(name, eos_token_ids=[])
     engine = make_engine(make_model(name).double(), enforce_eager=False, eos_token_ids=[])
     engine._capture = recordings = Recordings("cpu")
@@ -130,7 +130,7 @@ def test_the_host_waits_once_in_several_tokens() -> None:
     engine.collect(100)
 
 
-def test_memory_shrinks_to_the_rows_that_are_left_and_grows_with_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_follows_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_decoding, "_FEW_ROWS", 2)
     shapes, original = [], StaticBatch._move
 

@@ -184,7 +184,7 @@ class Endless:
         *("a boolean", "texts for ids", "a broken id", "compressed"),
     ],
 )
-def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, server, bad):
+def test_a_failed_request_is_sent_again_and_answered_once(make, server, bad):
     engine = make(server)
     server.script["/v1/completions"] = first(3, bad)
     rollouts = engine.generate(requests(20))
@@ -197,7 +197,7 @@ def test_a_request_that_a_server_fails_at_is_sent_again_and_answered_once(make, 
     assert engine.take_events() == []
 
 
-def test_a_request_that_fails_everywhere_is_an_error_that_names_it(make, server):
+def test_a_request_that_fails_everywhere_is_named(make, server):
     engine = make(server, max_retries=2)
     server.script["/v1/completions"] = always(failure(500))
     with pytest.raises(EngineError, match=r"only failed engine.max_retries = 2 times .*as scripted") as error:
@@ -210,7 +210,7 @@ def test_a_request_that_fails_everywhere_is_an_error_that_names_it(make, server)
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_server_that_does_not_answer_in_time_loses_the_request_to_another(make, server, other, sends):
+def test_a_server_that_is_too_slow_loses_its_request_to_another(make, server, other, sends):
     """Whether it is silent or sends a byte now and then: the time limit is of the whole answer."""
     engine = make(server, other, timeout=1.0)
 
@@ -230,7 +230,7 @@ def test_a_server_that_does_not_answer_in_time_loses_the_request_to_another(make
     assert "longer than 1 seconds" in engine.take_events()[0]["why"]
 
 
-def test_finished_rollouts_can_be_collected_while_another_is_being_written(make, server):
+def test_rollouts_are_collected_while_another_is_generated(make, server):
     engine = make(server)
     go_on = asyncio.Event()
 
@@ -247,7 +247,7 @@ def test_finished_rollouts_can_be_collected_while_another_is_being_written(make,
     assert [rollout.uid for rollout in engine.collect(1)] == ["slow"]
 
 
-def test_a_closed_engine_leaves_nothing_behind_though_a_server_still_writes(make, server, tmp_path):
+def test_closing_while_a_server_writes_leaves_nothing_behind(make, server, tmp_path):
     engine = make(server, timeout=3600.0)
 
     async def never(body: dict, usual: dict) -> Any:
@@ -405,7 +405,7 @@ def test_log_probs_are_sorted_and_minus_infinity_is_restored(make, server):
     assert rollout.rollout_log_probs.tolist() == [-2.0]
 
 
-def test_every_setting_of_sampling_is_sent_so_that_no_default_of_a_server_applies(make, server):
+def test_every_setting_of_sampling_is_sent(make, server):
     make(server).generate(requests(1, temperature=0.7, top_p=0.9, top_k=4))
     [(_, body)] = [asked for asked in server.asked if asked[0] == "/v1/completions"]
     named = {
@@ -429,7 +429,7 @@ def test_every_setting_of_sampling_is_sent_so_that_no_default_of_a_server_applie
 # Weights
 
 
-def test_the_weights_of_the_run_are_sent_before_anything_is_asked(make, server):
+def test_the_weights_of_the_run_are_sent_before_any_request(make, server):
     engine = make(server)
     engine.generate(requests(2))
     paths = [path for path, _ in server.asked]
@@ -445,7 +445,7 @@ def test_the_weights_of_the_run_are_sent_before_anything_is_asked(make, server):
     assert server.weights["lm_head.weight"] == pytest.approx(server.weights["model.embed_tokens.weight"])  # tied
 
 
-def test_new_weights_write_what_comes_next_and_older_files_are_removed(make, server, tmp_path):
+def test_new_weights_generate_and_older_files_are_removed(make, server, tmp_path):
     engine = make(server)
     for number in (1, 2):
         version = Version(number, number)
@@ -456,7 +456,7 @@ def test_new_weights_write_what_comes_next_and_older_files_are_removed(make, ser
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
-def test_servers_of_this_machine_read_weights_from_memory_that_nothing_keeps(make, server, tmp_path, monkeypatch):
+def test_servers_of_this_machine_read_weights_from_memory(make, server, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     engine = make(server, weights_folder=None)
     assert engine.update_weights(weights(0.5), NEW) == weights_digest(weights(0.5), torch.float32)
@@ -468,7 +468,7 @@ def test_servers_of_this_machine_read_weights_from_memory_that_nothing_keeps(mak
     assert not memory.exists() and not list(tmp_path.glob("jackpot-*"))
 
 
-def test_an_unseen_restart_is_noticed_and_the_newest_weights_are_sent_again(make, server):
+def test_after_an_unseen_restart_the_newest_weights_are_sent(make, server):
     engine = make(server)
     engine.update_weights(weights(2.0), NEW)
     server.restart()
@@ -487,7 +487,7 @@ def test_weights_that_another_run_sent_are_an_error(make, server):
         engine.generate(requests(1))
 
 
-def test_a_server_that_an_earlier_run_used_is_taken_over_though_it_fails_at_first(make, server):
+def test_a_server_of_an_earlier_run_is_taken_over(make, server):
     server.tag = "jackpot-earlier-7"
     server.script["/pause"] = first(1, failure(500))
     assert len(make(server).generate(requests(3))) == 3
@@ -502,7 +502,7 @@ def test_a_server_that_keeps_its_old_weights_is_an_error(make, server):
     assert engine.version == OLD
 
 
-def test_a_server_that_keeps_what_it_was_started_with_is_an_error(make, server):
+def test_a_server_that_keeps_its_first_weights_is_an_error(make, server):
     server.load = lambda folder: None
     with pytest.raises(EngineError, match="stale"):
         make(server)
@@ -527,7 +527,7 @@ def keep(server: ScriptedServer, kept: str) -> None:
     server.load = load
 
 
-def test_an_old_tensor_is_noticed_after_an_update_whose_end_failed(make, server, other):
+def test_an_old_tensor_is_noticed_after_a_failed_update(make, server, other):
     """A server that could not be resumed holds the weights that were checked all the same."""
     engine = make(server, other)
     other.script["/resume"] = always(failure(503))
@@ -541,7 +541,7 @@ def test_an_old_tensor_is_noticed_after_an_update_whose_end_failed(make, server,
 
 
 @pytest.mark.parametrize("path", ["reload_weights", "/reset_prefix_cache", "/update_weight_version", "/weight_checker"])
-def test_a_server_that_fails_at_an_update_is_resumed_and_given_the_weights_later(make, server, path):
+def test_a_server_that_fails_at_an_update_gets_weights_later(make, server, path):
     engine = make(server)
     server.script[path] = once_failing(server, path)
     server.script["/health"] = always(failure(503))
@@ -565,7 +565,7 @@ def once_failing(server: ScriptedServer, path: str):
     return script
 
 
-def test_a_server_that_is_well_and_cannot_read_the_file_is_an_error(make, server):
+def test_a_healthy_server_that_cannot_read_the_file_is_an_error(make, server):
     server.script["reload_weights"] = always(failure(500))
     with pytest.raises(EngineError, match=r"cannot load the weights .*as scripted.*engine.weights_folder"):
         make(server)
@@ -603,9 +603,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(make, server, tmp_path):
         ("model_config", "dtype", "torch.bfloat16", "--dtype float32"),
     ],
 )
-def test_a_server_with_other_settings_is_an_error_that_says_what_to_start_it_with(
-    make, server, part, name, value, advice
-):
+def test_a_server_with_other_settings_is_an_error_with_advice(make, server, part, name, value, advice):
     server.settings[part][name] = value
     with pytest.raises(EngineError, match=advice):
         make(server)
@@ -621,7 +619,7 @@ def test_a_server_with_other_settings_is_an_error_that_says_what_to_start_it_wit
         ("in_features=96", "in_features=97", "intermediate_size 97, ours 96"),
     ],
 )
-def test_a_server_of_another_model_is_an_error_that_names_the_difference(make, server, shown, instead, message):
+def test_a_server_of_another_model_is_named_with_the_difference(make, server, shown, instead, message):
     server.structure = server.structure.replace(shown, instead)
     with pytest.raises(EngineError, match=f"another model: {message}"):
         make(server)
@@ -642,7 +640,7 @@ def test_a_tied_model_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
     make(server)
 
 
-def test_a_server_that_drafts_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
+def test_a_server_that_drafts_is_refused_on_a_cpu_alone(make, server):
     server.settings["speculative_config"] = {"method": "draft_model", "num_speculative_tokens": 3}
     with pytest.raises(EngineError, match="without --speculative-config"):
         make(server)
@@ -650,7 +648,7 @@ def test_a_server_that_drafts_is_refused_on_a_cpu_and_not_on_a_gpu(make, server)
     make(server)
 
 
-def test_prompts_read_in_several_steps_are_refused_on_a_cpu_and_not_on_a_gpu(make, server):
+def test_chunked_prefill_is_refused_on_a_cpu_alone(make, server):
     server.settings["scheduler_config"]["enable_chunked_prefill"] = True
     with pytest.raises(EngineError, match="--no-enable-chunked-prefill"):
         make(server)
@@ -667,7 +665,7 @@ def test_what_the_servers_can_do_is_what_all_of_them_can(make, server, other):
     assert make(server).capabilities.max_model_len == CONTEXT
 
 
-def test_a_quantized_server_gets_codes_and_the_digest_is_of_what_these_were_made_from(make, server):
+def test_a_quantized_server_gets_codes_and_the_digest_of_weights(make, server):
     server.settings["model_config"]["quantization"] = "compressed-tensors"
     server.settings["device_config"]["device"] = "cuda"
     engine = make(server, quantization="int8_w8a8")
@@ -681,7 +679,7 @@ def test_a_quantized_server_gets_codes_and_the_digest_is_of_what_these_were_made
 
 
 @pytest.mark.parametrize(("quantization", "method"), [("int8_w8a8", "compressed-tensors"), ("fp8", "fp8")])
-def test_a_server_that_is_not_quantized_as_the_settings_say_is_refused(make, server, quantization, method):
+def test_a_server_of_another_quantization_is_refused(make, server, quantization, method):
     with pytest.raises(EngineError, match=rf"quantization none, and engine.quantization needs {method}.*in that form"):
         make(server, quantization=quantization)
     server.settings["model_config"]["quantization"] = "gptq"
@@ -703,14 +701,14 @@ def test_plain_servers_get_int8_weights_multiplied_out(make, server):
     assert not torch.equal(held, weight) and (steps - steps.round()).abs().max() < 1e-4
 
 
-def test_a_cache_of_another_kind_than_the_settings_say_is_refused_with_the_flag(make, server):
+def test_a_server_whose_cache_is_of_another_kind_is_refused(make, server):
     with pytest.raises(EngineError, match=r"keeps keys and values in auto.*--kv-cache-dtype fp8"):
         make(server, kv_cache_dtype="fp8")
     server.settings["cache_config"]["cache_dtype"] = "fp8_e4m3"
     assert make(server, kv_cache_dtype="fp8").capabilities.quantized
 
 
-def test_an_output_layer_of_another_dtype_than_the_settings_say_is_refused_with_the_flag(make, server):
+def test_a_server_whose_head_has_another_dtype_is_refused(make, server):
     with pytest.raises(EngineError, match=r"output layer in float32, and .*float32.*--hf-overrides '{\"head_dtype"):
         make(server, head_dtype="fp32")
     server.settings["model_config"]["hf_overrides"] = {"head_dtype": "float32"}
@@ -719,19 +717,19 @@ def test_an_output_layer_of_another_dtype_than_the_settings_say_is_refused_with_
         make(server)
 
 
-def test_more_log_probs_than_a_server_was_started_for_are_refused_with_the_flag(make, server):
+def test_more_log_probs_than_a_server_returns_are_refused(make, server):
     server.settings["model_config"]["max_logprobs"] = 5
     with pytest.raises(EngineError, match=r"asks for 6 top log-probs, and a server returns at most 5.*--max-logprobs"):
         make(server).submit(requests(1, num_top_log_probs=6))
 
 
-def test_a_server_without_the_routes_of_development_says_how_to_start_it(make, server):
+def test_a_server_without_development_routes_is_an_error(make, server):
     server.script["/server_info"] = always(failure(404))
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         make(server)
 
 
-def test_the_api_key_comes_from_the_environment_and_goes_to_servers_alone(make, server, monkeypatch, tmp_path):
+def test_the_api_key_of_the_environment_goes_to_servers_alone(make, server, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     engine = make(server)
     engine.generate(requests(1))
@@ -757,7 +755,7 @@ def test_servers_of_other_machines_need_a_key(make, server, monkeypatch, elsewhe
     assert str(error.value).startswith(f"{elsewhere}: not on this machine's loopback interface")
 
 
-def test_servers_that_cannot_be_reached_are_an_error_after_the_patience(make):
+def test_servers_out_of_reach_are_an_error_after_the_patience(make):
     urls = ["http://127.0.0.1:9", "http://127.0.0.1:11"]
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"engine.connect_timeout = 1 seconds") as error:
@@ -792,7 +790,7 @@ def test_a_server_that_comes_later_and_can_do_less_is_an_error(make, server, oth
 # Between two batches, and while weights are on their way
 
 
-def test_a_server_restarted_between_two_batches_is_looked_at_again(make, server):
+def test_a_server_restarted_between_batches_is_inspected_again(make, server):
     engine = make(server)
     engine.generate(requests(2))
     server.restart()
@@ -810,7 +808,7 @@ def test_a_restart_between_two_batches_is_told_and_costs_nothing(make, server):
     assert engine.generate(requests(1))[0].rollout_log_probs[0].item() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
 
 
-def test_a_server_that_another_run_takes_between_two_batches_is_an_error_and_keeps_its_weights(make, server):
+def test_a_server_that_another_run_takes_keeps_its_weights(make, server):
     engine = make(server)
     server.tag = "jackpot-another-3"
     with pytest.raises(EngineError, match="another run updates the weights"):
@@ -840,7 +838,7 @@ def test_a_server_is_never_left_paused(make, server, path):
     assert len(engine.generate(requests(2))) == 2
 
 
-def test_weights_that_a_server_still_reads_stay_though_newer_ones_are_there(make, server, other):
+def test_weights_that_a_server_still_reads_stay(make, server, other):
     engine = make(server, other)
     loading, go_on, is_bad = threading.Event(), threading.Event(), [True]
 
@@ -867,7 +865,7 @@ def test_weights_that_a_server_still_reads_stay_though_newer_ones_are_there(make
     assert values == pytest.approx([-np.log(VOCAB_SIZE) - 1.0] * 40)
 
 
-def test_weights_that_did_not_change_are_stale_at_the_second_try_too(make, server):
+def test_unchanged_weights_are_stale_at_the_second_try_too(make, server):
     engine = make(server)
     old = tiny_model(seed=0).named_parameters()
     norms_as_before = [(name, tensor if "norm" in name else tensor + 1.0) for name, tensor in old]
@@ -884,7 +882,7 @@ def test_a_server_without_a_parameter_of_ours_can_prove_nothing(make, server):
         engine.update_weights(weights(1.0), NEW)
 
 
-def test_a_key_that_cannot_be_sent_is_an_error_that_names_the_variable_and_not_the_key(make, server, monkeypatch):
+def test_a_key_that_cannot_be_sent_is_not_shown_in_the_error(make, server, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", f"{KEY}\n")
     with pytest.raises(EngineError, match="VLLM_API_KEY has a line break") as message:
         make(server)
@@ -904,7 +902,7 @@ def test_a_key_that_cannot_be_sent_is_an_error_that_names_the_variable_and_not_t
         ["http://a:1", "http://a:1/"],
     ],
 )
-def test_addresses_that_are_none_are_refused_before_anything_is_asked(urls):
+def test_what_is_no_address_is_refused(urls):
     with pytest.raises(pydantic.ValidationError, match=r"http://HOST:PORT|more than once"):
         VLLMServerEngineConfig(urls=urls, weights_folder="w")
 

@@ -56,7 +56,7 @@ def largest_gap(rollouts: list[Rollout], reference: Reference) -> float:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_new_weights_reach_prompts_whose_states_were_cached_and_the_output_layer(tmp_path, tied):
+def test_new_weights_reach_cached_prompts_and_the_output_layer(tmp_path, tied):
     """Prompts of more than two cache blocks (128 tokens on a CPU) are sent again after the update."""
     for name, seed in (("old", 0), ("new", 1)):
         model = tiny_model(seed, max_position_embeddings=400, tie_word_embeddings=tied)
@@ -117,7 +117,7 @@ def test_gradients_and_the_default_dtype_stay_the_learners(folder):
 
 
 @pytest.mark.parametrize("temperature", [0.009, 2.1])
-def test_temperatures_at_which_vllm_samples_with_another_one_are_refused(folder, temperature):
+def test_temperatures_that_vllm_replaces_are_refused(folder, temperature):
     engine = make(folder)
     with pytest.raises(EngineError, match="hot or cold has temperature"):
         engine.submit([tiny_request("hot or cold", temperature=temperature)])
@@ -155,7 +155,7 @@ def test_a_whole_context_can_be_scored_and_no_more(folder):
     engine.close()
 
 
-def test_vllm_for_another_kind_of_device_than_the_learners_is_refused(folder):
+def test_vllm_for_another_kind_of_device_is_refused(folder):
     with pytest.raises(EngineError, match=r"training runs on a GPU and vLLM here is for the CPU.*set device: cpu"):
         make_engine(VLLMEngineConfig(), str(folder), torch.device("cuda", 0), OLD)
 
@@ -170,7 +170,7 @@ def test_it_runs_in_this_process_regardless_of_the_environment(folder, monkeypat
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_when_vllm_fails_waiting_callers_get_the_error_and_finished_rollouts_stay(folder, monkeypatch, error):
+def test_when_vllm_fails_finished_rollouts_stay(folder, monkeypatch, error):
     engine = make(folder)
     engine.submit([tiny_request("short", max_new_tokens=1)])
     deadline = time.monotonic() + 30.0
@@ -200,12 +200,12 @@ def test_a_shorter_context_than_the_models_can_be_asked_for(folder):
     engine.close()
 
 
-def test_a_model_that_vllm_cannot_serve_as_asked_is_refused_with_its_reason(folder):
+def test_what_vllm_cannot_serve_is_refused_with_its_reason(folder):
     with pytest.raises(EngineError, match=r"(?s)cannot serve.*max_model_len"):
         make(folder, max_model_len=2 * CONTEXT)
 
 
-def test_a_model_that_vllm_cannot_run_is_reported_with_its_reason(tmp_path):
+def test_a_model_that_vllm_cannot_run_is_an_error(tmp_path):
     tiny_model(0, head_dim=16).save_pretrained(tmp_path)
     engine = make(tmp_path)
     with pytest.raises(EngineError, match=r"cannot go on.*head_dim=16"):
@@ -254,7 +254,7 @@ def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
     assert len(engine.collect(4)) == 4
     engine.close()
 
-    def test_more_prompts_than_fit_into_a_step_of_vllm_are_continued_and_scored(self, folder, reference):
+    def test_more_prompts_than_fit_a_step_of_vllm_are_scored(self, folder, reference):
         """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
         engine = make(folder, max_num_seqs=128)
         try:

@@ -25,7 +25,7 @@ def apart(
     return list(measure_mismatch(config, lambda text: None).pairs)
 
 
-def test_vllm_in_float32_is_transformers_up_to_rounding_and_in_bfloat16_is_not():
+def test_only_float32_vllm_is_transformers_up_to_rounding():
     found = apart([VLLM, VLLM | {"dtype": "bf16"}], [{"dtype": "fp32"}])
     fp32, bf16 = (pair.numbers for pair in found)
     assert [pair.name for pair in found] == ["vllm fp32", "vllm bf16"]
@@ -42,7 +42,7 @@ def test_a_wide_head_of_vllm_is_that_of_transformers():
     assert of.pop("vllm bf16 head fp32 | t bf16 head fp32") < min(of.values()), of
 
 
-def test_vllm_as_a_learner_gives_single_tokens_and_no_whole_distributions():
+def test_vllm_gives_single_tokens_and_no_distributions():
     same, other = apart([VLLM], [VLLM, {"dtype": "bf16"}])
     assert same.numbers.max_gap < 1e-5 and same.numbers.kl is None and same.numbers.by_entropy
     assert other.numbers.gap.value > 1e-4 and other.numbers.kl_is_exact
@@ -53,7 +53,7 @@ def test_a_truncated_vllm_is_compared_on_what_it_can_draw():
     assert pair.numbers.max_gap < 1e-4 and pair.numbers.support.value < 0.999
 
 
-def test_a_server_that_splits_its_tensors_over_two_ranks_is_transformers_up_to_rounding(tmp_path: Path):
+def test_a_server_of_two_ranks_is_transformers_up_to_rounding(tmp_path: Path):
     """Its weights are those that it was sent after it had started, as in a run."""
     folder = save_untied(starter_path("policy"), tmp_path / "untied")
     load_tokenizer("starter:policy").save_pretrained(folder)

@@ -44,7 +44,7 @@ def test_a_response_may_fill_the_context_and_no_more():
     assert sampling_params(length=CONTEXT - 3, max_new_tokens=2)["max_tokens"] == 2
 
 
-def test_seeds_differ_in_the_32_bits_that_a_cpu_keeps_and_fit_a_signed_number():
+def test_seeds_differ_in_the_32_bits_that_a_cpu_keeps():
     seeds = [sampling_params(seed=seed)["seed"] for seed in (0, 1, 2**31, 2**32, 2**33, 2**63, 2**64 - 1)]
     assert len({seed % 2**32 for seed in seeds}) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -75,7 +75,7 @@ def test_only_stop_and_length_are_whole_responses(word, finish):
     assert rollout.versions.shape == (0, 2) and rollout.top_ids.shape == (0, 0)
 
 
-def test_a_score_at_temperature_one_is_one_request_and_fits_a_full_context():
+def test_a_score_at_temperature_one_is_one_request():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
     [request] = logprob_requests(rollout, 1.0)
     assert request.prompt == (*rollout.prompt.token_ids, 5, 6) and request.token == 7
@@ -100,6 +100,6 @@ def test_settings_for_gpus_are_refused_on_a_cpu(folder, settings):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_where_vllm_is_not_installed_the_error_says_how_to_get_it(folder):
+def test_without_vllm_the_error_says_how_to_install_it(folder):
     with pytest.raises(EngineError, match=r"pip install -c constraints\.txt '\.\[vllm\]'"):
         make_engine(VLLMEngineConfig(), str(folder), torch.device("cpu"), Version(0, 0))

@@ -44,9 +44,7 @@ def gap(rollouts: list[Rollout], log_probs: list[torch.Tensor], reference: Refer
 
 
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [("int8_w8a16", None), ("int8_w8a8", None), (None, "fp8")])
-def test_numbers_are_those_of_the_definition_and_after_an_update_those_of_a_fresh_engine(
-    folder, new_folder, quantization, kv_cache_dtype
-):
+def test_quantized_log_probs_after_an_update_are_a_fresh_engines(folder, new_folder, quantization, kv_cache_dtype):
     settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     requests = [tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=16) for i in range(10)]
     engine, fresh = make(folder, **settings), make(new_folder, **settings)

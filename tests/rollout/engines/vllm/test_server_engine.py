@@ -140,7 +140,7 @@ def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder,
     assert "POST /v1/completions" in victim.log().split("Application startup complete")[-1]
 
 
-def test_a_joint_run_goes_on_where_its_only_server_dies_and_comes_back(mortals, folder, new_folder, tmp_path):
+def test_a_joint_run_outlives_the_death_of_its_only_server(mortals, folder, new_folder, tmp_path):
     """A restarted server has the weights of its command line; its next responses must come from the newest ones."""
     [server] = mortals[1:]
     engines = []
@@ -182,7 +182,7 @@ def test_weights_that_another_client_names_are_an_error(servers, folder, tmp_pat
     engine.close()
 
 
-def test_a_server_of_another_vocabulary_is_an_error_before_it_is_given_weights(servers, tmp_path):
+def test_a_server_of_another_vocabulary_gets_no_weights(servers, tmp_path):
     other = save_tiny_model(tmp_path / "other", seed=0, vocab_size=32)
     with pytest.raises(EngineError, match=r"serves another model: vocab_size 24, ours 32"):
         make(other, tmp_path / "weights", servers[0])

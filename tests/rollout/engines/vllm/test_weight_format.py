@@ -46,7 +46,7 @@ def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
     ("quantization", "suffix", "codes"),
     [("int8_w8a8", "_scale", torch.int8), ("fp8", "_scale_inv", torch.float8_e4m3fn)],
 )
-def test_codes_and_scales_have_the_names_of_a_checkpoint_and_stand_for_the_rounded_weights(quantization, suffix, codes):
+def test_codes_and_scales_are_those_of_a_checkpoint(quantization, suffix, codes):
     model = tiny_model(0, hidden_size=160, intermediate_size=192)
     weights = dict(model.named_parameters())
     sent = dict(WeightFormat.of_model(model, quantization).convert(weights.items()))
@@ -82,7 +82,7 @@ def test_without_quantization_the_weights_pass():
     assert form.quantization_config is None and form.events == ()
 
 
-def test_the_output_layer_and_routers_are_named_as_not_quantized_tied_or_not():
+def test_the_output_layer_and_routers_are_named_as_kept():
     for tied in (True, False):
         model = tiny_model(0, tie_word_embeddings=tied)
         assert WeightFormat.of_model(model, "int8_w8a8").quantization_config["ignore"] == ["lm_head"]
@@ -93,7 +93,7 @@ def test_the_output_layer_and_routers_are_named_as_not_quantized_tied_or_not():
     assert WeightFormat.of_model(Reads(), "int8_w8a8").quantization_config["ignore"] == ["lm_head", "down_proj"]
 
 
-def test_models_of_which_vllm_would_quantize_something_else_are_refused():
+def test_models_that_vllm_would_quantize_otherwise_are_refused():
     with pytest.raises(EngineError, match="no linear layer"):
         WeightFormat.of_model(nn.Embedding(3, 4), "int8_w8a16")
     for quantization in ("int8_w8a8", "fp8"):

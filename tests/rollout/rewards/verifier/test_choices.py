@@ -70,19 +70,19 @@ def test_another_letter_two_letters_and_none_are_wrong(answer, option):
         ("= 3", "= 3", "= 4"),
     ],
 )
-def test_the_text_of_the_option_is_right_and_another_is_wrong_even_with_the_letter(option, right, wrong):
+def test_another_text_is_wrong_even_with_the_letter(option, right, wrong):
     reference = choice("C", option)
     assert is_right(right, reference) is is_right(f"C. {right}", reference) is True
     assert is_right(wrong, reference) is is_right(f"C. {wrong}", reference) is False
     assert is_right(f"D. {right}", reference) is False
 
 
-def test_a_letter_is_a_letter_where_the_option_of_another_is_called_by_it():
+def test_a_letter_counts_where_another_option_is_called_so():
     assert is_right("C", choice("B", "C")) is False  # vitamin C, which is option B
     assert is_right("B", choice("B", "C")) is True
 
 
-def test_without_the_text_another_choice_after_the_letter_is_wrong():
+def test_another_choice_after_the_letter_is_wrong():
     assert is_right("(A) 5", "(A)") is True
     assert is_right("(A) 5 (B) 6", "(A)") is False
     assert is_right("A. 5, B", "(A)") is False
@@ -91,7 +91,7 @@ def test_without_the_text_another_choice_after_the_letter_is_wrong():
 
 
 @pytest.mark.parametrize("expression", ["(A)(B)", r"(A) \cup (B)", "(A) + 3"])
-def test_an_expression_that_begins_with_a_letter_in_parentheses_is_no_choice(expression):
+def test_an_expression_with_a_letter_in_front_is_no_choice(expression):
     assert is_right("A", expression) is False
     assert is_right(expression, expression) is True
 

@@ -26,7 +26,7 @@ from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH, final_an
         (r"<think>one</think><think>two \boxed{1}</think>\boxed{3}", "3"),
     ],
 )
-def test_the_answer_is_the_last_box_or_else_what_follows_the_last_hashes(response, answer):
+def test_the_answer_is_the_last_box_or_after_the_last_hashes(response, answer):
     assert final_answer(response, finished=True) == answer
 
 
@@ -53,7 +53,7 @@ def test_nothing_else_is_an_answer(response):
     assert final_answer(response, finished=True) is None
 
 
-def test_a_response_that_was_cut_answers_in_a_closed_box_or_a_finished_line_only():
+def test_a_cut_response_answers_in_a_box_or_a_finished_line():
     assert final_answer(r"\boxed{5} and", finished=False) == "5"
     assert final_answer("#### 12", finished=False) is None
     assert final_answer("#### 12\n", finished=False) == "12"
@@ -99,7 +99,7 @@ def test_ten_megabytes_take_no_time(response):
         (r"<think>\boxed{5}", True, False),
     ],
 )
-def test_the_format_is_one_answer_stated_once_by_a_response_that_ended(response, finished, expected):
+def test_the_format_is_an_answer_that_is_stated_once(response, finished, expected):
     assert is_well_formed(response, finished) is expected
 
 

@@ -3,19 +3,18 @@
 from pathlib import Path
 
 from jackpot.analysis.replay.formats import areal, jsonl, openrlhf, prime_rl, skyrl, slime, trl, verl
-from jackpot.analysis.replay.formats import jackpot as own
+from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.analysis.replay.formats.base import DumpFormat
-from jackpot.analysis.replay.formats.records import ReadLimits
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"
-_MODULES = (own, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # cheap ones first
+_MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # cheap ones first
 FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
-WRITABLE = {name: found.writer for name, found in FORMATS.items() if found.writer}
+WRITABLE = {name: dump.writer for name, dump in FORMATS.items() if dump.writer}
 LOOK_AT = 8  # files whose columns are compared with those of a format
 
 
-def find_format(path: Path, name: str, limits: ReadLimits) -> tuple[DumpFormat, list[Path]]:
+def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
     """Find the format of a path and its files, damaged ones included.
 
     Raises:
@@ -26,18 +25,22 @@ def find_format(path: Path, name: str, limits: ReadLimits) -> tuple[DumpFormat, 
         raise ConfigError(unknown_name("format", name, [AUTO, *FORMATS]))
     if not path.exists():
         raise DataError(f"there is no {path}; give the folder of a run, or a file or folder of saved rollouts")
+
     if name != AUTO:
-        found = FORMATS[name]
-        if not (files := found.files(path)):
-            raise DataError(f"{path} has no saved rollouts of {name}.\n{found.how}")
-        return found, files
-    if (path / "config.yaml").is_file() and not own.files(path):
-        raise DataError(f"{path} is a run that has saved no rollouts yet. {own.HOW}")
+        dump = FORMATS[name]
+        if not (files := dump.files(path)):
+            raise DataError(f"{path} has no saved rollouts of {name}.\n{dump.how}")
+        return dump, files
+
+    if (path / "config.yaml").is_file() and not ours.files(path):
+        raise DataError(f"{path} is a run that has saved no rollouts yet. {ours.HOW}")
+
     problems: list[str] = []
-    for found in FORMATS.values():
-        files = found.files(path)
-        if any(found.recognizes(file, problems.append, limits) for file in files[:LOOK_AT]):
-            return found, files
+    for dump in FORMATS.values():
+        files = dump.files(path)
+        if any(dump.recognizes(file, problems.append) for file in files[:LOOK_AT]):
+            return dump, files
+
     damaged = "".join(f"{problem}\n" for problem in list(dict.fromkeys(problems))[:LOOK_AT])
     raise DataError(
         f"{damaged}{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of "

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from jackpot.analysis.replay.formats.columns import Columns, arranged
-from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, first_line, parquet_rows
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, check_size, first_line, parquet_rows
 from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, response_of
 from jackpot.core.errors import DataError
 
-RecordReader = Callable[[Path, Warn, ReadLimits], Iterator[tuple[int, Any]]]
+RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]
 
 
 class IncompleteDump(DataError):
@@ -32,7 +32,6 @@ class SavedIteration:
     """One saved iteration of a run of ours, for the writers of formats."""
 
     number: int
-    rows: Callable[[Sequence[str]], Iterator[DumpRecord]]  # yields the responses with these columns, in their order
     prompt_width: int  # tokens of the longest prompt
     width: int  # tokens of the longest response
 
@@ -53,11 +52,6 @@ class DumpWriter:
     record: Callable[[SavedIteration, int, DumpRecord], DumpRecord] = lambda saved, number, row: row
     save: Callable[[SavedIteration, Path, Iterator[DumpRecord]], None] = save_lines
 
-    def write(self, saved: SavedIteration, path: Path) -> None:
-        """Write an iteration to a file. Raises DataError where the format cannot hold a response."""
-        rows = enumerate(saved.rows(self.columns))
-        self.save(saved, path, (self.record(saved, number, row) for number, row in rows))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpFormat:
@@ -74,40 +68,44 @@ class DumpFormat:
     batch: tuple[str, ...] = ()  # columns that tell a file from one that repeats the file before; none: no file does
     writer: DumpWriter | None = None  # None: the format is only read
 
-    def recognizes(self, path: Path, warn: Warn, limits: ReadLimits) -> bool:
+    def recognizes(self, path: Path, warn: Warn) -> bool:
         """Tell by the columns of a file whether it is of this format; warn where it is damaged."""
         if not self.marks:
             return True
         if path.suffix == ".parquet":
-            there = _parquet_columns(path, warn)
+            present = _parquet_columns(path, warn)
         else:
-            records = (record for _, record in self.records(path, warn, limits) if isinstance(record, Mapping))
-            there = set(next(records, ()))
-        return any(mark <= there for mark in self.marks)
+            records = (record for _, record in self.records(path, warn) if isinstance(record, Mapping))
+            present = set(next(records, ()))
+        return any(mark <= present for mark in self.marks)
 
-    def read(self, path: Path, warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
+    def read(self, path: Path, warn: Warn) -> Iterator[SavedResponse]:
         """Yield the responses of one file, and warn of records that are damaged, too large or lack a needed column.
 
         Raises:
             IncompleteDump: no record has all needed columns; the message says how to log them.
         """
-        where, lacking, is_whole = self.where(path), [], False
-        for number, record in self.records(path, warn, limits):
-            place = f"{where}, response {number}"
+        where, is_whole = self.where(path), False
+        lacking: list[str] = []
+        for number, record in self.records(path, warn):
+            name = f"{where}, response {number}"
             if not isinstance(record, Mapping):
-                warn(f"{place} is {type(record).__name__}, not columns by name; left out")
+                warn(f"{name} is {type(record).__name__}, not columns by name; left out")
                 continue
-            if missing := [name for name in self.needed if record.get(name) is None]:
-                lacking.append(_lacks(place, missing, record))
+
+            if missing := [column for column in self.needed if record.get(column) is None]:
+                present = ", ".join(sorted(column for column, values in record.items() if values is not None))
+                lacking.append(f"{name} lacks {', '.join(missing)}; it has {present or 'nothing'}")
                 continue
+
             is_whole = True
             try:
-                _check_size(record, limits)
+                _check_sizes(record)
                 response = response_of(arranged(record, self.columns) if self.columns else record, where, number)
             except DamagedRecord as error:
-                warn(f"{error if str(error).startswith(where) else f'{place}: {error}'}; left out")
+                warn(f"{error if str(error).startswith(where) else f'{name}: {error}'}; left out")
             except Exception as error:  # a stranger's file may hold anything in place of lists of numbers
-                warn(f"{place}: {type(error).__name__}: {first_line(error)}; left out")
+                warn(f"{name}: {type(error).__name__}: {first_line(error)}; left out")
             else:
                 yield response
 
@@ -117,7 +115,7 @@ class DumpFormat:
             warn(f"{text}; left out")
 
 
-def read_files(found: DumpFormat, files: Iterable[Path], warn: Warn, limits: ReadLimits) -> Iterator[SavedResponse]:
+def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[SavedResponse]:
     """Yield the responses of all files in their order, and warn of files without a needed column.
 
     A file that repeats the one before it is not read again.
@@ -128,12 +126,13 @@ def read_files(found: DumpFormat, files: Iterable[Path], warn: Warn, limits: Rea
     lacking: list[IncompleteDump] = []
     is_whole, before = False, None
     for file in files:
-        digest = _batch_digest(file, found.batch, limits) if found.batch else None
+        digest = _batch_digest(file, dump.batch) if dump.batch else None
         if digest is not None and digest == before:
             continue
+
         before = digest
         try:
-            for response in found.read(file, warn, limits):
+            for response in dump.read(file, warn):
                 is_whole = True
                 yield response
         except IncompleteDump as error:
@@ -153,29 +152,19 @@ def _parquet_columns(path: Path, warn: Warn) -> set[str]:
         return set()
 
 
-def _batch_digest(path: Path, names: Sequence[str], limits: ReadLimits) -> str | None:
+def _batch_digest(path: Path, names: Sequence[str]) -> str | None:
     """Digest what tells a parquet file's batch from others; None where it is damaged, of which its reader warns."""
     problems: list[str] = []
-    there = _parquet_columns(path, problems.append)
     digest = hashlib.sha256()
-    for _, row in parquet_rows(path, problems.append, limits, [name for name in names if name in there]):
+    for _, row in parquet_rows(path, problems.append, names):
         digest.update(repr(row).encode())
     return None if problems else digest.hexdigest()
 
 
-def _check_size(record: DumpRecord, limits: ReadLimits) -> None:
+def _check_sizes(record: DumpRecord) -> None:
     """Refuse a record with a column that is too large, before anything of it is copied. Raises DamagedRecord."""
-    for name, column in record.items():
+    for column in record.values():
         if isinstance(column, Tensor):
-            limits.check_response(column.numel(), len(column) if column.ndim else 0)
+            check_size(len(column) if column.ndim else 0, column.numel())
         elif isinstance(column, list | tuple):
-            limits.check_response(0, len(column))
-            rows = [len(row) for row in column if isinstance(row, list | tuple | Tensor)]
-            limits.check_response(sum(rows), len(column))
-            if any(isinstance(entry, list | tuple) for row in column if isinstance(row, list | tuple) for entry in row):
-                raise DamagedRecord(f"{name} has lists in lists in a list")
-
-
-def _lacks(where: str, missing: Sequence[str], record: DumpRecord) -> str:
-    there = ", ".join(sorted(name for name, value in record.items() if value is not None)) or "nothing"
-    return f"{where} lacks {', '.join(missing)}; it has {there}"
+            check_size(len(column), sum(len(row) for row in column if isinstance(row, list | tuple | Tensor)))

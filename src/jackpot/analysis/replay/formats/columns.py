@@ -40,10 +40,11 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
         DamagedRecord: columns that do not fit each other. What holds no numbers raises errors of several kinds.
     """
     prompt = record.get(names.prompt) if names.prompt else None
-    own = torch.as_tensor(record[names.ids])
-    ids = own if prompt is None else torch.cat([torch.as_tensor(prompt), own])
+    ids = torch.as_tensor(record[names.ids])
+    sampled = _sampled(record, names, len(ids))
+    if prompt is not None:
+        ids = torch.cat([torch.as_tensor(prompt), ids])
 
-    sampled = _sampled(record, names, len(own))
     first = len(ids) - len(sampled)  # token at which the columns begin
     if first < 0:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
@@ -56,11 +57,11 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
     if names.ends_sampled and present is None:
         end = int(kept[-1]) + 1 if len(kept) else begin
 
-    places = torch.arange(len(ids)) if present is None else present.nonzero().flatten()
-    response = places[(places >= begin) & (places < end)]
-    found = {
+    positions = torch.arange(len(ids)) if present is None else present.nonzero().flatten()
+    response = positions[(positions >= begin) & (positions < end)]
+    columns = {
         "uid": "/".join(str(record[theirs]) for theirs in names.uid if record.get(theirs) is not None),
-        "prompt_ids": None if names.prompt and prompt is None else ids[places[places < begin]],
+        "prompt_ids": None if names.prompt and prompt is None else ids[positions[positions < begin]],
         "token_ids": ids[response],
         "sampled_mask": sampled[response - first],
     }
@@ -71,8 +72,8 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
             if column.ndim:  # else one advantage for all tokens
                 _check_length(theirs, column, len(sampled))
                 column = column[response - first]
-            found[ours] = column
-    return found
+            columns[ours] = column
+    return columns
 
 
 def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:

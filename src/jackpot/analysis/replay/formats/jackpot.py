@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.jsonl import COLUMNS
-from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, parquet_rows
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, parquet_rows
 from jackpot.analysis.replay.responses import NEEDED
 from jackpot.training.run_folder.rollouts import UnreadableRollouts, open_rollout_file
 
@@ -19,14 +19,14 @@ def files(run: Path) -> list[Path]:
     return sorted((run / "rollouts").glob("iteration-*.parquet")) if run.is_dir() else []
 
 
-def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, DumpRecord]]:
+def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield the responses of an iteration, and warn where its footer or its end is damaged."""
     try:
         open_rollout_file(path)
     except UnreadableRollouts as error:
         warn(str(error))
         return
-    yield from parquet_rows(path, warn, limits, _COLUMNS)
+    yield from parquet_rows(path, warn, _COLUMNS)
 
 
 FORMAT = DumpFormat(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.columns import Columns
-from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, batch_rows, matching, torch_file
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, batch_rows, matching, torch_file
 
 HOW = """OpenRLHF saves no rollouts. Train with algo.advantage.is_correction_enable, so that vLLM returns log-probs, and
 add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_maker.make_experience_batch( ... ):
@@ -20,13 +20,14 @@ add to openrlhf/trainer/ppo_trainer.py, after experiences = self.experience_make
 Without action_log_probs, give --model and it is scored (at --temperature)."""
 
 
-def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, DumpRecord]]:
+def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield the responses of all experiences of a file, numbered, and warn of a file without any."""
-    content = torch_file(path, warn, limits)
-    experiences = [one for one in (content if isinstance(content, list) else [content]) if isinstance(one, dict)]
+    content = torch_file(path, warn)
+    parts = content if isinstance(content, list) else [content]
+    experiences = [part for part in parts if isinstance(part, dict)]
     if content is not None and not experiences:
         warn(f"{path.name} has no experiences and is left out")
-    yield from enumerate(row for one in experiences for row in batch_rows(one, path.name, warn, limits))
+    yield from enumerate(row for experience in experiences for row in batch_rows(experience))
 
 
 FORMAT = DumpFormat(

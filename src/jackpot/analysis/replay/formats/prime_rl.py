@@ -12,7 +12,7 @@ from typing import Any
 
 from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter, SavedIteration
 from jackpot.analysis.replay.formats.columns import Columns
-from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, first_line, json_lines, matching
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, first_line, json_lines, matching
 from jackpot.analysis.replay.responses import DamagedRecord
 
 HOW = """Run prime-rl with trainer.enable_token_export = true: token_exports/step_N/rank_R.jsonl has the log-probs of
@@ -22,8 +22,8 @@ give --model, and the policy's are scored (at --temperature)."""
 
 def files(path: Path) -> list[Path]:
     """Find the token exports of a path, or where there are none its traces of training, in their order."""
-    if found := matching(path, "rank_*.jsonl"):
-        return found
+    if exports := matching(path, "rank_*.jsonl"):
+        return exports
     traces = matching(path, "traces.jsonl")
     return traces if path.is_file() else [file for file in traces if file.parts[-3:-1] == ("train", "effective")]
 
@@ -34,9 +34,9 @@ def where(path: Path) -> str:
     return f"{step}/{path.name}"
 
 
-def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, DumpRecord]]:
+def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield the lines of a token export, or the branches of traces with the columns of one."""
-    lines = json_lines(path, warn, limits)
+    lines = json_lines(path, warn)
     return _branches_of(lines, where(path), warn) if path.name == "traces.jsonl" else lines
 
 
@@ -45,15 +45,15 @@ def _branches_of(lines: Iterator[tuple[int, DumpRecord]], where: str, warn: Warn
     number = 0
     for line, episode in lines:
         try:
-            found = [
-                branch | {"uid": f"{episode.get('id')}/{place}/{branch['uid']}"}
-                for place, trace in enumerate(episode["traces"])
+            branches = [
+                branch | {"uid": f"{episode.get('id')}/{index}/{branch['uid']}"}
+                for index, trace in enumerate(episode["traces"])
                 for branch in _branches(trace["nodes"])
             ]
         except Exception as error:  # a stranger's file may hold anything in place of a tree
             warn(f"{where} line {line}: {type(error).__name__}: {first_line(error)}; left out")
             continue
-        for branch in found:
+        for branch in branches:
             yield number, branch
             number += 1
 
@@ -61,15 +61,15 @@ def _branches_of(lines: Iterator[tuple[int, DumpRecord]], where: str, warn: Warn
 def _branches(nodes: Sequence[DumpRecord]) -> Iterator[dict[str, Any]]:
     """Yield the path from the root to each leaf; what several paths share is trained on in the first one only."""
     parents = [node.get("parent") for node in nodes]
-    if any(parent is not None and not 0 <= parent < place for place, parent in enumerate(parents)):
+    if any(parent is not None and not 0 <= parent < index for index, parent in enumerate(parents)):
         raise DamagedRecord("a message stands before the one that it answers")
     trained: set[int] = set()
     for leaf in sorted(set(range(len(nodes))) - set(parents)):
-        path, place = [], leaf
-        while place is not None:
-            path.append(place)
-            place = parents[place]
-        branch = _joined([(nodes[place], place in trained) for place in reversed(path)])
+        path, index = [], leaf
+        while index is not None:
+            path.append(index)
+            index = parents[index]
+        branch = _joined([(nodes[index], index in trained) for index in reversed(path)])
         trained.update(path)
         if any(branch.get("loss_mask") or [True]):
             yield branch | {"uid": leaf}
@@ -119,9 +119,9 @@ def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any
         "advantages": prompt + row["advantages"],
         "inference_logprobs": inference,
         "trainer_logprobs": trainer,
-        "mismatch_kl": [math.expm1(one) - one for one in log_ratio],
+        "mismatch_kl": [math.expm1(value) - value for value in log_ratio],
         "log_importance_ratio": log_ratio,
-        "importance_ratio": [math.exp(one) for one in log_ratio],
+        "importance_ratio": [math.exp(value) for value in log_ratio],
         "prob_delta": [math.exp(new) - math.exp(old) for new, old in zip(trainer, inference, strict=True)],
     } | absent
 

@@ -5,6 +5,7 @@ A file is a pickled `TrainingInputBatch` (skyrl/backends/skyrl_train/training_ba
 without SkyRL, and of all that a pickle can name nothing is imported or called but this module.
 """
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,15 +17,7 @@ from torch import Tensor
 
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.columns import Columns
-from jackpot.analysis.replay.formats.records import (
-    DumpRecord,
-    ReadLimits,
-    Warn,
-    batch_rows,
-    first_line,
-    matching,
-    torch_bytes,
-)
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, batch_rows, first_line, matching
 from jackpot.analysis.replay.responses import DamagedRecord
 
 HOW = """Run SkyRL with trainer.dump_data_batch=true and generator.sampling_params.logprobs not null, so that the engine
@@ -48,37 +41,37 @@ class _Unpickler(pickle.Unpickler):
         return _Inert
 
 
-def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield the responses of a file, numbered, without the copies that fill a batch up."""
-    if (batch := _batch(path, warn, limits)) is not None:
-        yield from enumerate(batch_rows(batch, path.name, warn, limits))
-
-
-def _batch(path: Path, warn: Warn, limits: ReadLimits) -> dict[str, Tensor] | None:
-    """Return the columns of a batch; warn and return None where the file is damaged or too large."""
+def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
+    """Yield the responses of a file, numbered, without the copies that fill a batch up; warn where it is damaged."""
     try:
-        limits.check_file(path.stat().st_size)
-        with path.open("rb") as file:
-            content = _Unpickler(file).load()
-        state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
-        if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
-            raise DamagedRecord("it holds no batch of SkyRL")
-        padding = int((state.get("metadata") or {}).get("pad_size") or 0)
-        columns = {
-            name: _tensor(value, limits)
-            for name, value in state["batch_dict"].items()
-            if isinstance(value, Mapping) and "data" in value
-        }
-        return {name: column[: len(column) - padding] for name, column in columns.items()}
+        batch = _batch(path)
     except Exception as error:  # a damaged pickle may raise anything
         warn(f"{path.name} cannot be read and is left out: {first_line(error)}")
-        return None
+        return
+    yield from enumerate(batch_rows(batch))
 
 
-def _tensor(value: DumpRecord, limits: ReadLimits) -> Tensor:
+def _batch(path: Path) -> dict[str, Tensor]:
+    """Return the columns of a file's batch. Raises DamagedRecord, and whatever a damaged pickle does."""
+    with path.open("rb") as file:
+        content = _Unpickler(file).load()
+    state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
+    if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
+        raise DamagedRecord("it holds no batch of SkyRL")
+
+    padding = int((state.get("metadata") or {}).get("pad_size") or 0)
+    columns = {
+        name: _tensor(value)
+        for name, value in state["batch_dict"].items()
+        if isinstance(value, Mapping) and "data" in value
+    }
+    return {name: column[: len(column) - padding] for name, column in columns.items()}
+
+
+def _tensor(value: DumpRecord) -> Tensor:
     """Make a tensor of its bytes, as numpy has them or as torch.save wrote them."""
     if value.get("format") == "torch":
-        return torch_bytes(value["data"], limits)
+        return torch.load(io.BytesIO(value["data"]), map_location="cpu", weights_only=True)
     return torch.from_numpy(np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy())
 
 

@@ -13,7 +13,7 @@ import torch
 
 from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter, SavedIteration
 from jackpot.analysis.replay.formats.columns import Columns
-from jackpot.analysis.replay.formats.records import DumpRecord, ReadLimits, Warn, matching, torch_file
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, matching, torch_file
 
 HOW = """Run slime with --save-debug-train-data FOLDER/{rollout_id}.pt: it has the engine's and the policy's log-probs
 and advantages. --save-debug-rollout-data has only the engine's: give --model, and the policy's are scored (at
@@ -26,9 +26,9 @@ def files(path: Path) -> list[Path]:
     return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
 
 
-def records(path: Path, warn: Warn, limits: ReadLimits) -> Iterator[tuple[int, Any]]:
+def records(path: Path, warn: Warn) -> Iterator[tuple[int, Any]]:
     """Yield the samples of a file, numbered, and warn of a file without a list of them."""
-    content = torch_file(path, warn, limits)
+    content = torch_file(path, warn)
     samples = content.get("samples") if isinstance(content, dict) else None
     if isinstance(samples, list) and samples:
         yield from enumerate(samples)
@@ -63,7 +63,7 @@ def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any
 def save(saved: SavedIteration, path: Path, records: Iterator[DumpRecord]) -> None:
     """Write the samples of an iteration, groups of a prompt numbered as they come."""
     groups: dict[str, int] = {}
-    samples = [one | {"group_index": groups.setdefault(one["group_index"], len(groups))} for one in records]
+    samples = [{**sample, "group_index": groups.setdefault(sample["group_index"], len(groups))} for sample in records]
     torch.save({"rollout_id": saved.number, "samples": samples}, path)
 
 

@@ -1,9 +1,10 @@
 """Servers that the user has started, in other processes or on other machines: a pool of `Replica`s.
 
 The caller's thread hands over prompts and new weights. It waits for rollouts in `collect`, for log-probs in `score` and
-for the servers in `update_weights`. Everything else is done by the pool (`engines/pool.py`), one job a prompt.
+for the servers in `update_weights`. Everything else is done by the pool (`engines/pool.py`), one request a prompt.
 """
 
+import math
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from jackpot.config.engines import ServerEngineConfig, is_quantized
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
+from jackpot.models.forward import output_layer
 from jackpot.models.load import DTYPES
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Request
@@ -23,8 +25,8 @@ from jackpot.rollout.engines.checks import check_request, check_scores, check_we
 from jackpot.rollout.engines.pool import Pool, PoolLimits
 from jackpot.rollout.engines.servers.http import HTTPClient, open_session
 from jackpot.rollout.engines.servers.protocol import LogProbRequest, join_log_probs, logprob_requests
-from jackpot.rollout.engines.servers.replica import Job, Replica
-from jackpot.rollout.engines.servers.weight_sync import Format, Plain, SavedWeights, WeightsFolder
+from jackpot.rollout.engines.servers.replica import Replica, ServerRequest
+from jackpot.rollout.engines.servers.weight_sync import Format, SavedWeights, WeightsFolder
 
 
 class ServerEngine(BackgroundEngine):
@@ -51,7 +53,7 @@ class ServerEngine(BackgroundEngine):
         """
         super().__init__(version)
         self._settings, self._eos_token_ids = settings, tuple(eos_token_ids)
-        self._dtype, self._vocab_size = DTYPES[settings.dtype], model.get_input_embeddings().weight.shape[0]
+        self._dtype, self._vocab_size = DTYPES[settings.dtype], output_layer(model).out_features
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         # With tied parameters under each of their names: name -> name under which it is sent.
@@ -64,14 +66,14 @@ class ServerEngine(BackgroundEngine):
         self._files = WeightsFolder(settings.weights_folder, self._id, self._dtype, aliases, weight_format)
         self._weight_numbers = count()
         limits = PoolLimits(
-            patience=settings.connect_timeout,
+            patience=settings.connect_timeout or math.inf,
             patience_setting="engine.connect_timeout",
             unreachable="Are they running, and is engine.urls right?",
             attempts=settings.max_retries,
             attempts_setting="engine.max_retries",
             failing="look at the servers' logs",
         )
-        self._pool = Pool(limits, self._save(list(named.items())), thread_name="the servers' thread")
+        self._pool: Pool[Replica] = Pool(limits, self._save(list(named.items())), thread_name="the servers' thread")
         self._pool.on_failure.append(self._fail)
         for event in weight_format.events:
             self._pool.log_event(event)
@@ -90,19 +92,19 @@ class ServerEngine(BackgroundEngine):
             parameters: names of the model's parameters, tied ones under each of their names.
         """
         self._parameters = parameters
-        return Plain()
+        return Format()
 
     @abstractmethod
     def _replica(self, url: str, client: Any) -> Replica:
         """Return what tracks the server at `url`, which `client` calls."""
 
     @abstractmethod
-    def _job(self, request: Request) -> Job:
-        """Return the job that gives the rollout of a request."""
+    def _server_request(self, request: Request) -> ServerRequest:
+        """Return what a server is asked for the rollout of a request."""
 
     @abstractmethod
-    def _score_job(self, request: LogProbRequest, uid: str) -> Job:
-        """Return the job that gives the log-probs of a request, for the rollout `uid`: a list of numbers."""
+    def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
+        """Return what a server is asked for the log-probs of a request, for the rollout `uid`: a list of numbers."""
 
     @abstractmethod
     def _check_temperature(self, temperature: float, what: str) -> None:
@@ -122,7 +124,10 @@ class ServerEngine(BackgroundEngine):
 
     def _begin(self, requests: Sequence[Request]) -> None:
         self._pool.begin(
-            [(request.uid, self._job(request), lambda rollout: self._complete([rollout])) for request in requests]
+            [
+                (request.uid, self._server_request(request), lambda rollout: self._complete([rollout]))
+                for request in requests
+            ]
         )
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
@@ -132,12 +137,12 @@ class ServerEngine(BackgroundEngine):
         for rollout in rollouts:
             self._check_temperature(temperature, f"the score of {rollout.uid}")
         by_rollout = [list(logprob_requests(rollout, temperature)) for rollout in rollouts]
-        jobs = [
-            (rollout.uid, self._score_job(one, rollout.uid))
+        asked = [
+            (rollout.uid, self._score_request(one, rollout.uid))
             for rollout, requests in zip(rollouts, by_rollout, strict=True)
             for one in requests
         ]
-        results = iter(self._pool.results(jobs))
+        results = iter(self._pool.results(asked))
         return [join_log_probs([next(results) for _ in requests]) for requests in by_rollout]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
@@ -172,7 +177,7 @@ class ServerEngine(BackgroundEngine):
         settings = self._settings
         self._session = open_session(settings.urls, self.client_class.api_key_var)
         for url in settings.urls:
-            client = self.client_class(url, self._session, timeout=settings.timeout)
+            client = self.client_class(url, self._session, timeout=settings.timeout or math.inf)
             self._replicas.append(self._replica(url, client))
         await self._pool.join(*self._replicas)
         await self._pool.until_synced()
@@ -192,11 +197,13 @@ class ServerEngine(BackgroundEngine):
 
     def _check_limits(self, replica: Replica) -> None:
         """Raise EngineError for a server that comes later and has smaller limits than `capabilities`."""
+        info = replica.info
+        assert info is not None  # `sync` has read it
         for name in ("max_model_len", "num_top_log_probs"):
-            has, promised = getattr(replica.info, name), getattr(self._capabilities, name)
+            has, promised = getattr(info, name), getattr(self._capabilities, name)
             if has < promised:
                 raise EngineError(
                     f"{replica.name} has {name} {has}, and the others {promised}; start it as the others are"
                 )
-        if replica.info.quantized and not self._capabilities.quantized:
+        if info.quantized and not self._capabilities.quantized:
             raise EngineError(f"{replica.name} is quantized, and the others are not; start it as the others are")

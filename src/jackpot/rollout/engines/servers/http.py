@@ -95,16 +95,32 @@ class HTTPClient(ABC):
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        parse: Callable[[Any], Result] | None = lambda body: body,
-        seconds: float | None = None,
-        most: int = _ANSWER_BYTES,
-        refused: str = "",
-        missing: str = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000",
+        parse: Callable[[Any], Result] = lambda body: body,
+        **limits: Any,
     ) -> Result:
         """Send a request and return its parsed JSON.
 
         Args:
-            parse: function of the response's JSON; None: the body is not parsed.
+            parse: function of the response's JSON.
+            limits: further arguments of `_request`.
+        """
+        data = await self._request(method, path, body, **limits)
+        return await asyncio.to_thread(_parse, path, data, parse) if len(data) > _LARGE else _parse(path, data, parse)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        seconds: float | None = None,
+        most: int = _ANSWER_BYTES,
+        refused: str = "",
+        missing: str = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000",
+    ) -> bytes:
+        """Send a request and return the body of the response.
+
+        Args:
             most: largest size of the response, bytes.
             refused: advice where the server calls the request a bad one.
             missing: advice where the route does not exist.
@@ -122,9 +138,7 @@ class HTTPClient(ABC):
             raise PeerLost(f"{type(error).__name__}: {error}") from error
         if status != 200:
             self._raise_for_status(path, status, data, {400: refused, 404: missing, 405: missing})
-        if parse is None:
-            return None
-        return await asyncio.to_thread(_parse, path, data, parse) if len(data) > _LARGE else _parse(path, data, parse)
+        return data
 
     def _raise_for_status(self, path: str, status: int, data: bytes, advices: Mapping[int, str]) -> None:
         reply = f"HTTP {status} to {path}: {_error_message(data)}"

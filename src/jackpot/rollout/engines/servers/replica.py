@@ -7,7 +7,8 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted
@@ -17,39 +18,25 @@ from jackpot.rollout.engines.servers.weight_sync import SavedWeights
 _INITIAL_VERSION = "default"  # a server's name of the weights that it started with
 
 
-class Job(NamedTuple):
+class ServerRequest(NamedTuple):
     """One response, or log-probs, that a server is asked for."""
 
     body: Mapping[str, Any]  # of the request
     parse: Callable[[Any], Any]  # converts the JSON of the answer to the result
 
 
-class Facts(Protocol):
-    """What an engine needs to know about each of its servers."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerInfo:
+    """Facts that one server reports, of which an engine makes its `Capabilities`."""
 
-    @property
-    def num_top_log_probs(self) -> int:
-        """Return the largest number of top log-probs of a token."""
-        raise NotImplementedError
-
-    @property
-    def max_model_len(self) -> int:
-        """Return the largest length of a prompt and its response together, tokens."""
-        raise NotImplementedError
-
-    @property
-    def quantized(self) -> bool:
-        """Return whether it computes with other numbers than weights, keys and values in the engine's dtype."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> str:
-        """Return the kind of device, such as cpu or cuda."""
-        raise NotImplementedError
+    device: str  # kind of device, such as cpu or cuda
+    max_model_len: int  # largest length of a prompt and its response together, tokens
+    num_top_log_probs: int  # largest number of top log-probs of a token
+    quantized: bool = False  # True where weights, keys or values are not in the engine's dtype
 
 
 class Replica(Peer):
-    """Tracks which weights one server holds, updates them, and sends it jobs. A subclass knows the server's routes."""
+    """Tracks which weights one server holds, updates them, and sends it requests. A subclass knows its routes."""
 
     kind = "server"
     made_for: ClassVar[str]  # program and version whose reports it can read
@@ -60,11 +47,11 @@ class Replica(Peer):
 
         Args:
             version_prefix: start of the names of all weights of this engine, unique to it.
-            capacity: jobs that run at once.
+            capacity: requests that run at once.
         """
         super().__init__(url, capacity)
         self._client, self._version_prefix = client, version_prefix
-        self.info: Facts | None = None  # facts in the last report of the server
+        self.info: ServerInfo | None = None  # facts in the last report of the server
         self.loading: SavedWeights | None = None  # weights being sent, whose file must stay
         self._was_updated = False  # True once this engine has sent weights to the server
         self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
@@ -101,7 +88,7 @@ class Replica(Peer):
         self.info = await self._read_facts()
 
     @abstractmethod
-    async def _read_facts(self) -> Facts:
+    async def _read_facts(self) -> ServerInfo:
         """Return the server's facts.
 
         Raises:
@@ -127,7 +114,7 @@ class Replica(Peer):
         """
 
     @abstractmethod
-    async def _ask(self, job: Job) -> Any:
+    async def _ask(self, request: ServerRequest) -> Any:
         """Return the server's parsed answer."""
 
     async def _weight_version(self) -> str:
@@ -159,14 +146,15 @@ class Replica(Peer):
         await self._load(weights)
         self._sent, self._was_updated = weights, True
 
-    async def run(self, job: Job) -> Any:
+    async def run(self, request: ServerRequest) -> Any:
         """Return a parsed answer that was made by `weights`, as `Peer.run` says."""
-        answer = await self._ask(job)
-        await self._confirm_weights()
+        assert self.weights is not None  # a peer without them is given no request
+        answer = await self._ask(request)
+        await self._confirm(self.weights)
         return answer
 
-    async def _confirm_weights(self) -> None:
-        """Return once a check begun after this call finds that the server holds `weights`.
+    async def _confirm(self, weights: SavedWeights) -> None:
+        """Return once a check begun after this call finds that the server holds these weights.
 
         One check serves all calls that wait for it.
         """
@@ -176,5 +164,5 @@ class Replica(Peer):
                 return
             self._checks_begun += 1
             number = self._checks_begun
-            await self._check_version(self.weights)
+            await self._check_version(weights)
             self._checks_passed = number

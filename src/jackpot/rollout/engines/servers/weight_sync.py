@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,25 +21,15 @@ from jackpot.rollout.engines.shared_weights import SharedWeights
 _PACKED = hashlib.sha256().hexdigest()  # checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter
 
 
-class Format(Protocol):
-    """The form of the weights in the files, such as vLLM's `WeightFormat`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """The form of the weights in the files: as they are. vLLM's `WeightFormat` has others."""
 
-    quantized_names: frozenset[str]  # names of the weights that are written as codes
-    events: tuple[dict[str, Any], ...]  # events that report the form
+    quantized_names: frozenset[str] = frozenset()  # names of the weights that are written as codes
+    events: tuple[dict[str, Any], ...] = ()  # events that report the form
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return the tensors of the file for weights in the engine's dtype."""
-        raise NotImplementedError
-
-
-class Plain(Format):
-    """Weights as they are."""
-
-    quantized_names = frozenset()
-    events = ()
-
-    def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Return the tensors themselves."""
         return named_tensors
 
 
@@ -134,7 +124,7 @@ class WeightsFolder:
 
 def _checksum(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, as the servers compute it."""
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _is_start(reported: str, checksum: str) -> bool:

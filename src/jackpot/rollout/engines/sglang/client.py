@@ -1,6 +1,6 @@
 """The HTTP routes of one SGLang server, as SGLang 0.5.23 has them.
 
-Status: never run on its target (SGLang).
+Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on a GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from jackpot.rollout.engines.servers.protocol import answer_bytes
 _VERSION = "this engine was made for SGLang 0.5.23 (docs/vllm.md)"
 
 
-class ServerClient(HTTPClient):
+class SGLangClient(HTTPClient):
     """Calls the HTTP routes of one SGLang server."""
 
     api_key_var = "SGLANG_API_KEY"  # ours; SGLang takes its key from --api-key alone

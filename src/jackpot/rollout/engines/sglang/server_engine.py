@@ -2,11 +2,10 @@
 
 SGLang reports no sizes of its model, so a server of another one is found when it loads the weights.
 
-Status: never run on its target (SGLang).
+Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on a GPU.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,9 @@ from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.servers.engine import ServerEngine
 from jackpot.rollout.engines.servers.protocol import LogProbRequest
-from jackpot.rollout.engines.servers.replica import Job, Replica
+from jackpot.rollout.engines.servers.replica import Replica, ServerInfo, ServerRequest
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded, other_norms, without_rank
-from jackpot.rollout.engines.sglang.client import ServerClient
+from jackpot.rollout.engines.sglang.client import SGLangClient
 from jackpot.rollout.engines.sglang.protocol import (
     check_sampling,
     check_temperature,
@@ -33,27 +32,16 @@ _DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}
 _PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerInfo:
-    """Facts that one SGLang server reports."""
-
-    device: str  # kind of device, such as cpu or cuda
-    max_model_len: int  # largest length of a prompt and its response together, tokens
-    num_top_log_probs: int  # largest number of top log-probs of a token
-    quantized: bool = False  # never: such a server is refused
-
-
 class SGLangReplica(Replica):
     """Tracks one SGLang server."""
 
     made_for = "SGLang 0.5.23"
-    _client: ServerClient
-    info: ServerInfo | None
+    _client: SGLangClient
 
     def __init__(
         self,
         url: str,
-        client: ServerClient,
+        client: SGLangClient,
         version_prefix: str,
         settings: SGLangServerEngineConfig,
         *,
@@ -96,7 +84,7 @@ class SGLangReplica(Replica):
         dtypes, head_is_fp32 = _DTYPES[self._dtype], bool(settings["enable_fp32_lm_head"])
         if str(settings["dtype"]).removeprefix("torch.") not in dtypes:
             return f"computes in {settings['dtype']}; start it with --dtype {dtypes[0]}, as engine.dtype says"
-        if not settings["enable_deterministic_inference"]:
+        if not settings["enable_deterministic_inference"] and settings["device"] != "cpu":
             return (
                 "draws tokens from a generator of its own, not from the seed of a response; start it with "
                 "--enable-deterministic-inference"
@@ -119,21 +107,22 @@ class SGLangReplica(Replica):
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
         # On a GPU they are of a function of SGLang's own.
-        check_loaded(self.name, weights, checksums, self._verified, comparable=self.info.device == "cpu")
+        comparable = self.info is not None and self.info.device == "cpu"
+        check_loaded(self.name, weights, checksums, self._verified, comparable)
         await self._check_version(weights)
         self._verified = (weights, checksums)
 
-    async def _ask(self, job: Job) -> Any:
-        return await self._client.generate(job.body, job.parse)
+    async def _ask(self, request: ServerRequest) -> Any:
+        return await self._client.generate(request.body, request.parse)
 
 
 class SGLangServerEngine(ServerEngine):
     """Decodes with SGLang servers that the user has started, all with the same model."""
 
-    client_class = ServerClient
+    client_class = SGLangClient
     _settings: SGLangServerEngineConfig
 
-    def _replica(self, url: str, client: ServerClient) -> SGLangReplica:
+    def _replica(self, url: str, client: SGLangClient) -> SGLangReplica:
         return SGLangReplica(
             url,
             client,
@@ -151,13 +140,13 @@ class SGLangServerEngine(ServerEngine):
     def _check_temperature(self, temperature: float, what: str) -> None:
         check_temperature(temperature, what)
 
-    def _job(self, request: Request) -> Job:
+    def _server_request(self, request: Request) -> ServerRequest:
         capabilities = self.capabilities
         body = generate_body(request, self._eos_token_ids, capabilities.max_model_len)
         parse = partial(
             parse_answer, request=request, body=body, vocab_size=capabilities.vocab_size, version=self._version
         )
-        return Job(body, parse)
+        return ServerRequest(body, parse)
 
-    def _score_job(self, request: LogProbRequest, uid: str) -> Job:
-        return Job(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))
+    def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
+        return ServerRequest(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))

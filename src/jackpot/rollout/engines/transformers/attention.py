@@ -133,7 +133,7 @@ def set_attention(
                 f"{type(model).__name__} cannot change to eager attention; set engine.attn_implementation=sdpa"
             )
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
-    current, replaceable = model.config._attn_implementation, functions is ALL_ATTENTION_FUNCTIONS
+    current, replaceable = model.config._attn_implementation or "", functions is ALL_ATTENTION_FUNCTIONS
     if fp8_cache and not (replaceable and current in _FP8_VARIANTS):
         raise EngineError(
             f"{type(model).__name__} has an attention of its own ({current}), whose keys and values cannot be rounded "

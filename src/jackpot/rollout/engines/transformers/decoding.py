@@ -20,7 +20,7 @@ from jackpot.models.forward import backbone, head_logits, pad_tokens, position_i
 from jackpot.models.sampling import Draw, draw_tokens
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import ACCEPT_4D_MASKS
-from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, make_cache
+from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, make_cache, reorder_rows
 
 # Architectures that only pass their attention mask on to attention, so that a mask [N, 1, 1, S] made here serves them.
 _PASS_MASKS_ON = frozenset(
@@ -71,7 +71,7 @@ class ModelRunner:
         ids, mask = pad_tokens(list(unique), "left", device)  # [U, P]
         hidden = self._forward(ids, mask, position_ids(mask))[:, -1]
         index = torch.tensor([unique[prompt] for prompt in self._prompts], device=device)
-        self.cache.reorder_cache(index)
+        reorder_rows(self.cache, index)
         self.length = ids.shape[1]  # cached tokens of a row, padding included
         self.positions = mask.sum(dim=1)[index]  # [N], position of the next token
         self._is_token = torch.ones(len(index), self.max_length, dtype=torch.bool, device=device)  # False: padding
@@ -93,7 +93,7 @@ class ModelRunner:
         Args:
             order: [N] int64, on the device of the model.
         """
-        self.cache.reorder_cache(order)
+        reorder_rows(self.cache, order)
         self.positions, self._is_token = self.positions[order], self._is_token[order]
         self._bias = None if self._bias is None else self._bias[order]
 

@@ -25,7 +25,7 @@ from jackpot.models.sampling import Draw, sample_tokens, sampling_log_probs
 from jackpot.objectives.kernels.topk import top_k as largest
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRunner, pack_draw, threads_for
-from jackpot.rollout.engines.transformers.kv_cache import RaggedKVLayer
+from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer
 from jackpot.rollout.engines.transformers.static_decoding import STATIC, layer_masks
 
 _FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # of a row whose number of drafts follows what is accepted
@@ -37,21 +37,25 @@ class RaggedRunner:
 
     def __init__(self, model: PreTrainedModel, prompts: ModelRunner) -> None:
         """Take over the cache of a runner that has read the prompts, for a model that `decodes_statically`."""
-        self._model, self._windows, self._cache = model, layer_windows(model.config), prompts.cache
+        cache = prompts.cache
+        assert isinstance(cache, BatchKVCache)  # of every model that `decodes_statically`
+        self._model, self._windows, self._cache = model, layer_windows(model.config), cache
+        self._layers: list[RaggedKVLayer] = []
         width, padding = prompts.length, prompts.length - prompts.positions  # [N]
         columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)  # [N, S]
-        for number, layer in enumerate(self._cache.layers):
-            states = [
-                one[: len(columns), :, :width].take_along_dim(columns[:, None, :, None], dim=2)
-                for one in (layer.keys, layer.values)
-            ]
-            self._cache.layers[number] = RaggedKVLayer(*states, prompts.max_length)
+        for index, layer in enumerate(cache.layers):
+            keys, values = (
+                states[: len(columns), :, :width].take_along_dim(columns[:, None, :, None], dim=2)
+                for states in (layer.keys, layer.values)
+            )
+            self._layers.append(RaggedKVLayer(keys, values, prompts.max_length))
+            cache.layers[index] = self._layers[-1]  # frees the old one
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run tokens [N, T] at positions [N, T], which are on the CPU; return the hidden states that predict the next
         tokens, [N, T, H]."""
         length, positions = int(positions.max()) + 1, positions.to(tokens.device)
-        for layer in self._cache.layers:
+        for layer in self._layers:
             layer.write_at(positions, length)
         first = torch.zeros_like(positions[:, :1])
         with AttentionSet(self._model.config.get_text_config(), STATIC):
@@ -85,12 +89,13 @@ class DraftedBatch(DecodingBatch):
         super().__init__(*arguments)
         self._draft_model, self._lam, self._counts = draft, settings.lam, counts
         self._follows_acceptance = settings.tokens == "auto"
-        self._wanted = torch.full_like(self._limits, _FIRST_DRAFTS if self._follows_acceptance else settings.tokens)
+        wanted = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
+        self._wanted = torch.full_like(self._limits, wanted)  # [R], drafts of the next call
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
         seeds = [request.seed for request in self._all_requests]
         keys = [key_tensor([fold_in(use, seed) for seed in seeds]) for use in ("draft", "accept draft", "token")]
         self._streams = torch.stack(keys, dim=1)  # [R, 3], of uniforms
-        self._policy: RaggedRunner | None = None  # None before the second call
+        self._is_started = False
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
@@ -102,7 +107,7 @@ class DraftedBatch(DecodingBatch):
                 self._counts.read_alone += int(self._prompt_lengths.sum())
                 self._counts.read_by_policy += int(self._prompt_lengths.sum())
                 return super().step()
-            if self._policy is None:
+            if not self._is_started:
                 self._start()
             room = self._limits[self._rows] - self._lengths[self._rows] - 1
             drafted = torch.minimum(self._wanted[self._rows], room)  # [N]
@@ -116,6 +121,7 @@ class DraftedBatch(DecodingBatch):
         reader.prefill()
         self._last_position = min(self._runner.max_length - 1, self._max_position)
         self._policy, self._draft = RaggedRunner(self._model, self._runner), RaggedRunner(self._draft_model, reader)
+        self._is_started = True
         del self._runner
         self._lengths = torch.ones_like(self._limits)  # [R], generated tokens
         self._tail = torch.stack(
@@ -124,7 +130,7 @@ class DraftedBatch(DecodingBatch):
         self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
 
     def _reorder(self, order: Tensor) -> None:
-        if self._policy is None:
+        if not self._is_started:
             super()._reorder(order)
         elif len(order):
             for runner in (self._policy, self._draft):

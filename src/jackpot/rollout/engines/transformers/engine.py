@@ -79,10 +79,10 @@ class TransformersEngine(Engine):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
-        set_engine_attention(model, settings)
+        set_engine_attention(model.eval(), settings)
         self._settings = settings
-        self._weights: ModelWeights | None = ModelWeights(model, settings)
-        self._model: PreTrainedModel | None = model.eval()
+        weights = ModelWeights(model, settings)
+        self._weights: ModelWeights | None = weights  # with the model; None once the engine is closed
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         self._draft_counts = DraftCounts()
@@ -93,12 +93,12 @@ class TransformersEngine(Engine):
             max_model_len=min(int(context), drafter.capabilities.max_model_len) if drafter else int(context),
             quantized=is_quantized(settings) or is_relaxed,
             number_formats=number_formats(settings) if attends_exactly else None,
-            coded_weights=self._weights.coded_weights,
-            dtype=self._weights.dtype,
+            coded_weights=weights.coded_weights,
+            dtype=weights.dtype,
             device=model.device.type,
             sleeps=settings.enable_sleep_mode,
         )
-        self._events = self._weights.events
+        self._events = weights.events
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
         self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
         self._eos_token_ids = tuple(eos_token_ids)
@@ -151,7 +151,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        model = self._check_awake()
+        model = self._check_awake().model
         check_scores(rollouts, temperature, self.capabilities)
         scores: dict[int, Tensor] = {}
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
@@ -165,9 +165,9 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says, under the names of the model's `named_parameters()`."""
-        self._check_open()
+        weights = self._check_open()
         self._in_flight.check_empty()
-        digest = self._weights.load(named_tensors)
+        digest = weights.load(named_tensors)
         self._version = version
         return digest
 
@@ -176,11 +176,11 @@ class TransformersEngine(Engine):
 
         On a GPU that memory is then free for other processes (not run).
         """
-        self._check_open()
-        if not self._settings.enable_sleep_mode or self._weights.are_released:
+        weights = self._check_open()
+        if not self._settings.enable_sleep_mode or weights.are_released:
             return
         self._in_flight.check_empty()
-        self._weights.release()
+        weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -198,22 +198,22 @@ class TransformersEngine(Engine):
         return counts
 
     def close(self) -> None:
-        self._draft = self._model = self._weights = self._batch = None
+        self._draft = self._weights = self._batch = None
         self._queue.clear()
         self._in_flight.clear()
 
-    def _check_open(self) -> PreTrainedModel:
-        """Return the model, or raise EngineError after `close`."""
-        if self._model is None:
+    def _check_open(self) -> ModelWeights:
+        """Return the model with its weights, or raise EngineError after `close`."""
+        if self._weights is None:
             raise EngineError("the engine is closed; make a new one")
-        return self._model
+        return self._weights
 
-    def _check_awake(self) -> PreTrainedModel:
-        """Return the model, or raise EngineError after `close` and while it sleeps."""
-        model = self._check_open()
-        if self._weights.are_released:
+    def _check_awake(self) -> ModelWeights:
+        """Return the model with its weights, or raise EngineError after `close` and while it sleeps."""
+        weights = self._check_open()
+        if weights.are_released:
             raise EngineError(ASLEEP)
-        return model
+        return weights
 
     def _step(self) -> None:
         """Generate one token in every row of the batch; after an error queue its requests again, from the start."""
@@ -245,7 +245,7 @@ class TransformersEngine(Engine):
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)
-        batch = make(self._check_open(), requests, self._eos_token_ids, max_model_len, self._version)
+        batch = make(self._check_open().model, requests, self._eos_token_ids, max_model_len, self._version)
         for _ in requests:
             self._queue.popleft()
         return batch
@@ -253,7 +253,7 @@ class TransformersEngine(Engine):
 
 def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
     """Return the model of the engine that drafts for `model`, or raise EngineError where it cannot."""
-    draft, settings = drafter._check_open(), drafter._settings
+    draft, settings = drafter._check_open().model, drafter._settings
     if draft.config._attn_implementation in (EXACT, EXACT_FP8):
         raise EngineError(
             f"the engine of the rollout model has engine.quantization={settings.quantization} and no draft, so its "

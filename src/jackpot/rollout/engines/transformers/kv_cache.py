@@ -29,6 +29,9 @@ class BatchKVLayer(DynamicLayer):
     they shrink to the rows that are left.
     """
 
+    keys: Tensor  # None before the first `update`
+    values: Tensor
+
     def __init__(self, max_length: int) -> None:
         super().__init__()
         self._max_length, self._length, self._rows = max_length, 0, 0
@@ -36,7 +39,7 @@ class BatchKVLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [N, heads, 1, D] each; return all, as views that the next call overwrites."""
         start, self._length = self._length, self._length + key_states.shape[-2]
-        if self.keys is None:
+        if not self.is_initialized:
             self.keys, self.values = key_states, value_states  # one row per unique prompt, until `reorder_cache`
             self._rows, self.is_initialized = len(key_states), True
         else:
@@ -81,6 +84,8 @@ class BatchKVCache(Cache):
     It holds 2 x layers x rows x key heads x D x token slots numbers. The slots of a row are at most 1.5 times its
     tokens, or its tokens + `_MIN_GROWTH`. While the cache grows, one layer exists twice.
     """
+
+    layers: list[BatchKVLayer]
 
     def __init__(self, num_layers: int, max_length: int, sliding_window: int | None) -> None:
         super().__init__(layers=[BatchKVLayer(max_length) for _ in range(num_layers)])
@@ -139,6 +144,11 @@ def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | Dyna
         return DynamicCache(config=config)
     windows = layer_windows(config)
     return BatchKVCache(len(windows), max_length, min(filter(None, windows), default=None))
+
+
+def reorder_rows(cache: BatchKVCache | DynamicCache, order: Tensor) -> None:
+    """Replace row i of a cache by the old row `order[i]`; rows not in `order` are dropped."""
+    cache.reorder_cache(order)  # pyright: ignore[reportArgumentType]  transformers asks for a LongTensor, a type of old
 
 
 def _moved_rows(order: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from jackpot.core.prng import uniforms
 from jackpot.core.types import Rollout
@@ -25,7 +24,7 @@ from jackpot.models.packed_attention import AttentionSet, layer_windows
 from jackpot.models.sampling import draw_tokens
 from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_attention
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, pack_draw, threads_for
-from jackpot.rollout.engines.transformers.kv_cache import grown_length
+from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer, grown_length
 
 STEPS = 8  # tokens of a row between two waits
 _FEW_ROWS = 8  # no row leaves a batch of so few: reading the weights takes most of their step
@@ -45,7 +44,8 @@ def static_attention(
 ) -> tuple[Tensor, None]:
     """Compute `grouped_attention` with the mask of the layer, out of `static_masks`, as of `layer_masks`."""
     options.pop("sliding_window", None)  # the mask has it
-    return grouped_attention(module, query, key, value, static_masks[module.layer_idx], **options)
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]  torch has no types of a module's attributes
+    return grouped_attention(module, query, key, value, static_masks[layer], **options)
 
 
 AttentionInterface.register(STATIC, static_attention)
@@ -103,12 +103,12 @@ class GraphCapture:
         return graph.replay
 
 
-class StaticKVLayer(DynamicLayer):
+class StaticKVLayer(RaggedKVLayer):
     """Holds the keys and values of one layer, [N, heads, S, D], of which a step writes one column."""
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self._column, self.is_initialized = keys, values, column, True
+        super().__init__(keys, values, max_length=keys.shape[2])
+        self._column = column
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write new keys and values, [N, heads, 1, D] each; return all columns."""
@@ -125,7 +125,7 @@ class StaticBatch(DecodingBatch):
         super().__init__(*arguments)
         self._capture = capture
         self._windows = layer_windows(self._model.config)
-        self._column: Tensor | None = None  # [1] int64, the next column of the cache; None before the first token
+        self._is_started = False
         self._run: Step | None = None  # one step of the shapes that are; None before it has run once
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class StaticBatch(DecodingBatch):
         if not self._num_generated:
             return super().step()
         unfinished = len(self._rows)
-        if self._column is None:
+        if not self._is_started:
             self._start()
         elif self._length == self._room or _FEW_ROWS < len(self._last_tokens) >= 2 * unfinished:
             self._move()
@@ -160,19 +160,21 @@ class StaticBatch(DecodingBatch):
         return finished
 
     def _reorder(self, order: Tensor) -> None:
-        if self._column is None:
+        if not self._is_started:
             super()._reorder(order)
         else:
             self._slots = self._slots[order]
 
     def _start(self) -> None:
         """Take over the cache of the prompts."""
-        runner = self._runner
-        self._cache, self._max_length = runner.cache, runner.max_length
+        runner, cache = self._runner, self._runner.cache
+        assert isinstance(cache, BatchKVCache)  # of every model that `decodes_statically`
+        self._cache, self._max_length = cache, runner.max_length
         self._prompt_length = self._length = self._room = runner.length  # columns: prompts, written, all
         self._padding = runner.length - runner.positions  # [N]
-        self._column = torch.full_like(runner.positions[:1], runner.length)
+        self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: the row of the model of each unfinished row
+        self._is_started = True
         del self._runner
         self._move()
 
@@ -182,9 +184,9 @@ class StaticBatch(DecodingBatch):
         if self._length == room:
             room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in such pieces
         self._run = None  # frees the memory of the last graph
-        for number, layer in enumerate(self._cache.layers):
-            states = [self._moved(one, order, room) for one in (layer.keys, layer.values)]
-            self._cache.layers[number] = StaticKVLayer(*states, self._column)
+        for index, layer in enumerate(self._cache.layers):
+            keys, values = (self._moved(states, order, room) for states in (layer.keys, layer.values))
+            self._cache.layers[index] = StaticKVLayer(keys, values, self._column)
         self._last_tokens, self._keys = self._last_tokens[order], self._keys[order]
         self._padding, self._room = self._padding[order], room
         self._slots = torch.arange(len(order))

@@ -36,7 +36,7 @@ class ModelWeights:
             widen_head(model)
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
-        self.dtype = dtypes.pop()
+        self.model, self.dtype = model, dtypes.pop()
         self.events: list[dict[str, Any]] = []  # the event that reports the quantization, if there is one
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._quantized: dict[str, QuantizedLinear] = {}  # layer by the name of its weight
@@ -49,7 +49,10 @@ class ModelWeights:
                 raise EngineError(f"{error}; leave engine.quantization out") from error
             sizes = {name: shape.numel() for name, shape in self._shapes.items()}
             self.events.append(quantized_event(quantization, conversion, sizes))
-            self._quantized = {name: model.get_submodule(name.removesuffix(".weight")) for name in conversion.converted}
+            for name in conversion.converted:
+                layer = model.get_submodule(name.removesuffix(".weight"))
+                assert isinstance(layer, QuantizedLinear)  # `quantize_linears` has put it there
+                self._quantized[name] = layer
             self.coded_weights = CodedWeights(conversion.converted, quantization)
             suffix = scales_suffix(self.coded_weights.scheme)
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}

@@ -10,7 +10,7 @@ from jackpot.rollout.engines.servers.protocol import answer_bytes
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
 
-class ServerClient(HTTPClient):
+class VLLMClient(HTTPClient):
     """Calls the HTTP routes of one vLLM server."""
 
     api_key_var = "VLLM_API_KEY"  # vLLM's own
@@ -67,7 +67,7 @@ class ServerClient(HTTPClient):
         try:
             await self._call("POST", "/collective_rpc", body, seconds=self._long, missing=_DEV_MODE)
         except ServerRefused as refused:
-            await self._call("GET", "/health", parse=None)
+            await self._request("GET", "/health")
             raise EngineError(
                 f"{self._url} cannot load the weights in {folder}: {refused}. Every server must see "
                 f"engine.weights_folder under the same path as the trainer, and serve the same model. Where it is "

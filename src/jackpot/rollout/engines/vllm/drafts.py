@@ -9,7 +9,7 @@ or avoided here is what vLLM 0.32 does otherwise:
 - on a CPU without Triton it drops the temperatures of drafted tokens, and samples nonsense (`expand`);
 - where a step has no room for all drafts, or a request has one unread token, responses depend on their batch
   (`draft_arguments`);
-- near the end of the context no request of the batch is drafted for (`reserved_tokens`).
+- near the end of the context no request of the batch is drafted for (`VLLMEngine` leaves it free).
 
 Needs no vLLM.
 
@@ -21,39 +21,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackpot.config.engines import DraftConfig
 from jackpot.rollout.engines.draft_counts import DraftCounts
 
 _STEP_TOKENS = 2048  # that vLLM reads in a step at least, as by its own default
 
 
-def draft_arguments(draft: DraftConfig, folder: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
+def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """Return the keywords of vLLM's `EngineArgs` with which the model in `folder` drafts.
 
     Args:
+        tokens: that are drafted at once.
         max_model_len: context that both models have, tokens.
     """
     return {
         "speculative_config": {
             "method": "draft_model",
             "model": folder,
-            "num_speculative_tokens": draft.tokens,
+            "num_speculative_tokens": tokens,
             # For every size of the batch the same. Without it vLLM pads a request of one unread token with empty drafts
             # and judges the drafts of the whole batch in another way, exact as well, in that step.
-            "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, draft.tokens)],
+            "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, tokens)],
             "draft_sample_method": "probabilistic",
             "rejection_sample_method": "standard",
         },
         "per_request_spec_decode_metrics": "detailed",
         "max_model_len": max_model_len,
         # A step has room for every request: a token, its drafts, and one token that only the draft model reads.
-        "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_num_seqs * (2 + draft.tokens)),
+        "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_num_seqs * (2 + tokens)),
     }
-
-
-def reserved_tokens(draft: DraftConfig) -> int:
-    """Return the tokens at the end of the context that must stay free, so that every request is always drafted for."""
-    return 2 * draft.tokens
 
 
 def repair_sampling(worker: Any) -> None:

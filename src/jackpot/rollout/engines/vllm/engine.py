@@ -37,7 +37,6 @@ from jackpot.rollout.engines.vllm.drafts import (
     count_drafts,
     draft_arguments,
     repair_sampling,
-    reserved_tokens,
 )
 from jackpot.rollout.engines.vllm.library import (
     check_device,
@@ -87,13 +86,15 @@ class VLLMEngine(ThreadEngine):
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
-        self._draft = settings.draft if drafter is not None else None
+        self._num_drafts = 0  # tokens that a draft model proposes at once; 0: there is none
         self._arguments: dict[str, Any] = {"max_model_len": settings.max_model_len}
         if drafter is not None:
             context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
             limit = drafter.capabilities.max_model_len
             limit = min(context or limit, limit)
-            self._arguments = draft_arguments(settings.draft, drafter._folder, settings.max_num_seqs, limit)
+            assert settings.draft is not None and settings.draft.tokens != "auto"  # settings refuse both
+            self._num_drafts = settings.draft.tokens
+            self._arguments = draft_arguments(self._num_drafts, drafter._folder, settings.max_num_seqs, limit)
         self._followers: list[VLLMEngine] = []  # those for which this engine's model drafts
         self._draft_counts: deque[DraftCounts] = deque()  # of finished responses
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
@@ -227,7 +228,7 @@ class VLLMEngine(ThreadEngine):
         enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
         vllm = import_vllm(compiles=not enforce_eager)
         check_device(not on_cpu, vllm.has_gpu)
-        overrides = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
+        overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
         if config := self._weight_format.quantization_config:
             overrides["quantization_config"] = config
         device = self._device.index if settings.device is None else settings.device
@@ -267,7 +268,7 @@ class VLLMEngine(ThreadEngine):
         return Capabilities(
             vocab_size=model.get_vocab_size(),
             num_top_log_probs=model.get_vocab_size(),
-            max_model_len=model.max_model_len - (reserved_tokens(self._draft) if self._draft else 0),
+            max_model_len=model.max_model_len - 2 * self._num_drafts,  # so that every request is always drafted for
             quantized=is_quantized(settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,
             dtype=self._dtype,
@@ -381,9 +382,11 @@ class _TopLogProbs:
 
     def arrays(self, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and log-probs, [length, width] each: the sampled token, then the top ones."""
-        return tuple(
-            np.concatenate(parts).reshape(length, width) if parts else np.empty((0, width))
-            for parts in (self._ids, self._log_probs)
+        if not self._ids:
+            return np.empty((0, width)), np.empty((0, width))
+        return (
+            np.concatenate(self._ids).reshape(length, width),
+            np.concatenate(self._log_probs).reshape(length, width),
         )
 
 

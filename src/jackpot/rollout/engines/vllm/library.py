@@ -119,7 +119,7 @@ def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
         def download_model(self, model_config: Any) -> None:
             """Do nothing: the weights are in this process."""
 
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        def load_weights(self, model: Any, model_config: Any) -> None:
             model.load_weights(iter(weights))
 
     return _LOAD_FORMAT
@@ -140,7 +140,7 @@ def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def pack_tied_head(model: torch.nn.Module) -> None:
     """Pack a tied output layer again, because `reload_weights` does not update vLLM's packed copy of it on a CPU."""
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
@@ -151,7 +151,7 @@ def keep_scales(model: torch.nn.Module) -> None:
     vLLM 0.32 frees that tensor at the end of `reload_weights`.
     """
     for layer in model.modules():
-        kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+        kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)
         if hasattr(kernel, "dnnl_handler"):
             kernel.process_weights_after_loading = partial(_pack_and_keep, kernel)
 

@@ -5,10 +5,10 @@ import contextlib
 from typing import Any
 
 from jackpot.rollout.engines.pool import PeerLost
-from jackpot.rollout.engines.servers.replica import Job, Replica
+from jackpot.rollout.engines.servers.replica import Replica, ServerRequest
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded
-from jackpot.rollout.engines.vllm.client import ServerClient
-from jackpot.rollout.engines.vllm.server_info import ExpectedModel, ServerInfo, check_server, parse_server_info
+from jackpot.rollout.engines.vllm.client import VLLMClient
+from jackpot.rollout.engines.vllm.server_info import ExpectedModel, VLLMServerInfo, check_server, parse_server_info
 
 _RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed update
 
@@ -17,10 +17,10 @@ class VLLMReplica(Replica):
     """Tracks one vLLM server."""
 
     made_for = "vLLM 0.32"
-    _client: ServerClient
+    _client: VLLMClient
 
     def __init__(
-        self, url: str, client: ServerClient, expected: ExpectedModel, version_prefix: str, capacity: int
+        self, url: str, client: VLLMClient, expected: ExpectedModel, version_prefix: str, capacity: int
     ) -> None:
         """Track a server, as `Replica` says.
 
@@ -31,7 +31,7 @@ class VLLMReplica(Replica):
         self._expected = expected
         self._model_name = ""  # name that completions have to give
 
-    async def _read_facts(self) -> ServerInfo:
+    async def _read_facts(self) -> VLLMServerInfo:
         client = self._client
         self._model_name = await client.model_name()
         vllm_config = await client.vllm_config()
@@ -59,5 +59,5 @@ class VLLMReplica(Replica):
             raise
         await client.resume()
 
-    async def _ask(self, job: Job) -> Any:
-        return await self._client.complete({**job.body, "model": self._model_name}, job.parse)
+    async def _ask(self, request: ServerRequest) -> Any:
+        return await self._client.complete({**request.body, "model": self._model_name}, request.parse)

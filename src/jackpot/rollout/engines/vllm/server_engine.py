@@ -12,9 +12,9 @@ from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.servers.engine import ServerEngine
 from jackpot.rollout.engines.servers.protocol import LogProbRequest
-from jackpot.rollout.engines.servers.replica import Job
+from jackpot.rollout.engines.servers.replica import ServerRequest
 from jackpot.rollout.engines.servers.weight_sync import Format
-from jackpot.rollout.engines.vllm.client import ServerClient
+from jackpot.rollout.engines.vllm.client import VLLMClient
 from jackpot.rollout.engines.vllm.protocol import (
     check_temperature,
     completion_body,
@@ -31,7 +31,7 @@ from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 class VLLMServerEngine(ServerEngine):
     """Decodes with vLLM servers that the user has started, all with the same model."""
 
-    client_class = ServerClient
+    client_class = VLLMClient
     _settings: VLLMServerEngineConfig
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
@@ -47,7 +47,7 @@ class VLLMServerEngine(ServerEngine):
         )
         return weight_format
 
-    def _replica(self, url: str, client: ServerClient) -> VLLMReplica:
+    def _replica(self, url: str, client: VLLMClient) -> VLLMReplica:
         return VLLMReplica(url, client, self._expected, self._id, self._settings.max_num_seqs)
 
     def _check(self, request: Request) -> None:
@@ -62,10 +62,10 @@ class VLLMServerEngine(ServerEngine):
     def _check_temperature(self, temperature: float, what: str) -> None:
         check_temperature(temperature, what)
 
-    def _job(self, request: Request) -> Job:
+    def _server_request(self, request: Request) -> ServerRequest:
         capabilities = self.capabilities
         sampling_params = to_sampling_params(request, self._eos_token_ids, capabilities.max_model_len)
-        return Job(
+        return ServerRequest(
             body=completion_body(request.prompt.token_ids, sampling_params),
             parse=partial(
                 parse_completion,
@@ -76,5 +76,5 @@ class VLLMServerEngine(ServerEngine):
             ),
         )
 
-    def _score_job(self, request: LogProbRequest, uid: str) -> Job:
-        return Job(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))
+    def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
+        return ServerRequest(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))

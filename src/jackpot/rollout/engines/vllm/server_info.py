@@ -9,6 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from jackpot.core.errors import EngineError
+from jackpot.models.forward import output_layer
+from jackpot.rollout.engines.servers.replica import ServerInfo
 from jackpot.rollout.engines.servers.weight_sync import other_norms, without_rank
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -17,26 +19,18 @@ _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerInfo:
+class VLLMServerInfo(ServerInfo):
     """Facts that one vLLM server reports about its model and limits."""
 
     sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names; sizes not reported are missing
     parameters: frozenset[str]  # vLLM's names of the parameters
     dtype: str  # dtype of the weights, such as float32
     head_dtype: str | None  # dtype in which the output layer multiplies; None: that of the weights
-    device: str  # kind of device, such as cpu or cuda
     chunked_prefill: bool  # True where a long prompt is read in several steps
     speculative: bool  # True where it verifies drafts of tokens (--speculative-config)
     quantization: str | None  # vLLM's name of the quantization of weights
     cache_dtype: str  # dtype of keys and values; auto: that of the weights
     logprobs_mode: str  # kind of log-probs that the server returns
-    num_top_log_probs: int  # largest number of top log-probs of a token
-    max_model_len: int  # largest length of a prompt and its response together, tokens
-
-    @property
-    def quantized(self) -> bool:
-        """Return whether weights or keys and values are quantized."""
-        return self.quantization is not None or self.cache_dtype not in ("auto", *_DTYPE_NAMES.values())
 
     @property
     def ties_embeddings(self) -> bool:
@@ -51,16 +45,16 @@ class ExpectedModel:
     sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names
     parameters: frozenset[str]  # names of the parameters, tied ones under each of their names
     dtype: torch.dtype  # dtype of the weights
-    head_dtype: str | None  # as in `ServerInfo`
+    head_dtype: str | None  # as in `VLLMServerInfo`
     quant_method: str | None  # vLLM's name of the quantization; None: any
     kv_cache_dtype: str | None  # `engine.kv_cache_dtype`; None: any
 
 
-def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums: Mapping[str, str]) -> ServerInfo:
+def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums: Mapping[str, str]) -> VLLMServerInfo:
     """Return the facts in three reports of a server.
 
     Args:
-        vllm_config, inspection, checksums: results of `ServerClient.vllm_config`, `.model_inspection`, `.checksums`.
+        vllm_config, inspection, checksums: results of `VLLMClient.vllm_config`, `.model_inspection`, `.checksums`.
 
     Raises:
         LookupError, TypeError, ValueError: a report of another form than that of the vLLM versions known here.
@@ -70,8 +64,8 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         vllm_config["parallel_config"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")
     )
     sizes = _inspected_sizes(inspection, tensor_parallel, has_all_layers=pipeline_parallel == 1)
-    max_log_probs = int(model["max_logprobs"])
-    return ServerInfo(
+    max_log_probs, cache_dtype = int(model["max_logprobs"]), str(vllm_config["cache_config"]["cache_dtype"])
+    return VLLMServerInfo(
         sizes=sizes,
         parameters=frozenset(without_rank(key) for key in checksums),
         dtype=str(model["dtype"]).removeprefix("torch."),
@@ -80,7 +74,8 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         chunked_prefill=bool(vllm_config["scheduler_config"]["enable_chunked_prefill"]),
         speculative=vllm_config.get("speculative_config") is not None,
         quantization=model["quantization"],
-        cache_dtype=str(vllm_config["cache_config"]["cache_dtype"]),
+        cache_dtype=cache_dtype,
+        quantized=model["quantization"] is not None or cache_dtype not in ("auto", *_DTYPE_NAMES.values()),
         logprobs_mode=str(model["logprobs_mode"]),
         num_top_log_probs=sizes["vocab_size"] if max_log_probs < 0 else min(max_log_probs, sizes["vocab_size"]),
         max_model_len=int(model["max_model_len"]),
@@ -112,22 +107,22 @@ def model_sizes(model: PreTrainedModel) -> dict[str, int]:
     config = model.config.get_text_config()
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     named = {name: getattr(config, name, None) for name in names}
-    vocab_size, hidden_size = model.get_input_embeddings().weight.shape
+    head = output_layer(model)
     return {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
+        "vocab_size": head.out_features,
+        "hidden_size": head.in_features,
         **{name: value for name, value in named.items() if isinstance(value, int)},
     }
 
 
-def check_server(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
+def check_server(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
     """Raise EngineError for a server with another model, precision or kind of log-probs than the run needs."""
     _check_model(info, url, expected)
     _check_cpu_limits(info, url)
     _check_quantization(info, url, expected)
 
 
-def _check_model(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
+def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
     if info.logprobs_mode != "processed_logprobs":
         raise EngineError(
             f"{url} returns {info.logprobs_mode}, which are not those of what it samples from; start it "
@@ -157,7 +152,7 @@ def _check_model(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
         )
 
 
-def _check_cpu_limits(info: ServerInfo, url: str) -> None:
+def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
     """Raise EngineError for settings with which vLLM 0.32 generates wrong tokens, or ends, on a CPU."""
     if info.device != "cpu":
         return
@@ -179,7 +174,7 @@ def _check_cpu_limits(info: ServerInfo, url: str) -> None:
         )
 
 
-def _check_quantization(info: ServerInfo, url: str, expected: ExpectedModel) -> None:
+def _check_quantization(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
     method, kv_cache_dtype = expected.quant_method, expected.kv_cache_dtype
     if method and info.quantization != method:
         raise EngineError(

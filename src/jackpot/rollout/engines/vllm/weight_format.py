@@ -16,6 +16,7 @@ from jackpot.core.errors import EngineError
 from jackpot.models.quantization.convert import CodedWeights, quantize_named, quantized_names
 from jackpot.models.quantization.quantizer import BLOCK, SCHEMES, dequantize, quantize
 from jackpot.rollout.engines.base import quantized_event
+from jackpot.rollout.engines.servers.weight_sync import Format
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -43,13 +44,11 @@ _HEAD = "lm_head"  # vLLM's name of the output layer, tied or not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightFormat:
+class WeightFormat(Format):
     """The format in which vLLM gets the weights of one model."""
 
-    quantization: str | None  # key of `SCHEMES`; None: plain weights
-    quantized_names: frozenset[str]  # names of the weights that are quantized
-    quantization_config: Mapping[str, Any] | None  # entry of the checkpoint's config.json; None: plain weights
-    events: tuple[dict[str, Any], ...]  # the event that reports the quantization, if there is one
+    quantization: str | None = None  # key of `SCHEMES`; None: plain weights
+    quantization_config: Mapping[str, Any] | None = None  # entry of the checkpoint's config.json; None: plain weights
 
     @classmethod
     def of_model(cls, model: nn.Module, quantization: str | None) -> "WeightFormat":
@@ -62,7 +61,7 @@ class WeightFormat:
             EngineError: the model has no linear layers, or other weights that vLLM would take for quantized ones.
         """
         if quantization is None:
-            return cls(quantization=None, quantized_names=frozenset(), quantization_config=None, events=())
+            return cls()
         conversion = quantized_names(model)
         if not conversion.converted:
             raise EngineError(f"no linear layer to quantize in {type(model).__name__}; leave engine.quantization out")
@@ -91,14 +90,14 @@ class WeightFormat:
     @property
     def coded_weights(self) -> CodedWeights | None:
         """Return the weights that vLLM takes as codes and scales; None where it takes numbers."""
-        return (
-            CodedWeights(tuple(sorted(self.quantized_names)), self.quantization) if self.quantization_config else None
-        )
+        if self.quantization is None or self.quantization_config is None:
+            return None
+        return CodedWeights(tuple(sorted(self.quantized_names)), self.quantization)
 
     @property
     def quant_method(self) -> str | None:
         """Return vLLM's name of the quantization; None for plain weights."""
-        return self.quantization_config and self.quantization_config["quant_method"]
+        return None if self.quantization_config is None else self.quantization_config["quant_method"]
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that vLLM gets for weights in the engine's dtype."""

@@ -13,11 +13,12 @@ Corrections of `math_verify.verify`:
 
 import logging
 import re
+from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from math_verify import verify
 from math_verify.parser import parse_latex_cached
-from sympy import Basic, Eq, Expr, Float, I, Rational, Symbol
+from sympy import Basic, Eq, Expr, Float, I, N, Rational, Symbol
 
 logging.getLogger("math_verify").disabled = True
 for name in ("grader", "parser"):
@@ -57,13 +58,17 @@ def parse(text: str) -> Basic | None:
     """Parse an expression, equation or inequality with exact numbers; None where math-verify cannot parse it."""
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     try:
-        parsed = parse_latex_cached(normalize_latex(text, config=_STYLE))
-        exact: dict[Basic, Basic] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
-        return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
+        return _exact(parse_latex_cached(normalize_latex(text, config=_STYLE)))
     except MemoryError:
         raise
     except Exception:  # math-verify raises many kinds
         return None
+
+
+def _exact(parsed: Any) -> Basic:
+    """Return what math-verify parsed, a matrix too, with rational numbers for decimals and with `i` as a root of -1."""
+    exact: dict[Basic, Basic] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
+    return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
 
 
 def _letters_differ(one: str, other: str) -> bool:
@@ -75,7 +80,7 @@ def _letters_differ(one: str, other: str) -> bool:
 def _agree(one: Basic, other: Basic) -> bool:
     """Check math-verify's result numerically; inequalities and others without a value pass."""
     if isinstance(one, Eq) and isinstance(other, Eq):
-        pairs = _values(one.lhs - one.rhs, other.lhs - other.rhs)
+        pairs = _values(_difference(one), _difference(other))
         return bool(one.free_symbols) and all(
             a != 0 and b != 0 and _close(a * pairs[0][1], b * pairs[0][0]) for a, b in pairs
         )
@@ -84,18 +89,20 @@ def _agree(one: Basic, other: Basic) -> bool:
     return True
 
 
+def _difference(equation: Any) -> Expr:
+    """Return the left side minus the right one, which sympy types as if nothing could be subtracted from them."""
+    return equation.lhs - equation.rhs
+
+
 def _values(one: Expr, other: Expr) -> list[tuple[Expr, Expr]]:
     """Evaluate both at three points, with symbols matched by name; points without a value are left out."""
-    names = sorted({symbol.name for symbol in one.free_symbols | other.free_symbols})
+    symbols: set[Any] = one.free_symbols | other.free_symbols  # sympy types them as if they had no name
+    names = sorted({symbol.name for symbol in symbols})
     pairs = []
     for primes in _PRIMES:
         point = {name: Rational(primes[index % len(primes)], 7 + index) for index, name in enumerate(names)}
-        values = tuple(
-            side.xreplace({symbol: point[symbol.name] for symbol in side.free_symbols if isinstance(symbol, Symbol)})
-            .doit()
-            .evalf(_DIGITS)
-            for side in (one, other)
-        )
+        at_point = {symbol: point[symbol.name] for symbol in symbols if isinstance(symbol, Symbol)}
+        values = tuple(N(side.xreplace(at_point).doit(), _DIGITS) for side in (one, other))
         if all(value.is_number and value.is_finite for value in values):
             pairs.append(values)
     return pairs

@@ -92,15 +92,16 @@ def split_unit(text: str, is_reference: bool) -> MeasuredExpression | None:
     Return None where other words follow, so that they are not taken for a product of letters.
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
-        return MeasuredExpression(text[: match.start()], read_unit(match[1], symbols=True))
+        return MeasuredExpression(text[: match.start()], read_unit(match[1], symbols=True) or "")
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else MeasuredExpression(text[: match.start()], unit)
     match = _PLAIN_UNIT.search(text)
-    unit = _plain_unit(match[2], bool(match[1]), is_reference) if match else None
-    return MeasuredExpression(text[: match.start()], unit) if unit else MeasuredExpression(text, "")
+    if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
+        return MeasuredExpression(text[: match.start()], unit)
+    return MeasuredExpression(text, "")
 
 
 def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
@@ -113,28 +114,26 @@ def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
 
 
 def _value(groups: dict[str, str | None]) -> Fraction | None:
-    """Return the number of a match of `_NUMBER` without its sign; None for a denominator of zero."""
+    """Return the number of a match of `_NUMBER` without its sign.
+
+    None for a denominator of zero, and for a decimal with a period but no point, or with a huge power of ten.
+    """
 
     def number(name: str) -> Fraction:
         """Return the number of a group, 0 where the group did not match."""
         return Fraction((groups[name] or "0").replace(",", "").replace(" ", ""))
 
-    if groups["plain"] is not None:
-        return _decimal(number("plain"), groups)
+    if (plain := groups["plain"]) is not None:
+        _, point, digits = plain.partition(".")
+        value, power = number("plain"), int(groups["power"] or 0)
+        if (period := groups["repeating"]) and not point:
+            return None
+        if period:
+            value += Fraction(int(period), 10 ** len(digits) * (10 ** len(period) - 1))
+        return value * Fraction(10) ** power if abs(power) <= _MAX_POWER else None
     top = next(name for name in ("mixed_top", "top", "top2", "top3") if groups[name] is not None)
     bottom = number(top.replace("top", "bottom"))
     if bottom == 0:
         return None
     whole = number("whole") + number("whole2")
     return whole + number(top) / bottom
-
-
-def _decimal(value: Fraction, groups: dict[str, str | None]) -> Fraction | None:
-    """Return a decimal with its period and power of ten, None where it has a period without a point or a huge power."""
-    if period := groups["repeating"]:
-        _, point, digits = groups["plain"].partition(".")
-        if not point:
-            return None
-        value += Fraction(int(period), 10 ** len(digits) * (10 ** len(period) - 1))
-    power = int(groups["power"] or 0)
-    return value * Fraction(10) ** power if abs(power) <= _MAX_POWER else None

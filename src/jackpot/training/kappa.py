@@ -1,7 +1,8 @@
-"""Brings a policy gradient that holds the kappa of another step to the kappa of its own step.
+"""Finds the sums over an optimizer step that its correction needs, of which OBRS makes kappa = sum a / sum Z.
 
-kappa = sum a / sum Z is known only after all micro-batches have been read. With weights w(kappa) that are linear in
-kappa but for their caps, S the surrogate and m the acceptance mask, the policy's gradient is
+Where they are not known before the first backward pass (`StepTotals`), the policy gradient that holds the kappa of
+another step is brought to the kappa of its own (`KappaRepair`). With weights w(kappa) that are linear in kappa but for
+their caps, S the surrogate and m the acceptance mask, the policy's gradient is
 
     G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS        s = kappa / kappa_0
     delta    = w(kappa) - s w(kappa_0)                                    0 unless a cap holds w(kappa) or w(kappa_0)
@@ -20,20 +21,97 @@ otherwise; those of parameters, which a token reaches through its h_i alone, are
 hidden states. Without the factor 3 the error came to lie up to 2.4 times above it (docs/corrections.md).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from jackpot.core.metrics import Mean, Sum, Sums, all_gather, all_reduce_sums, max_over_ranks
+from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.core.metrics import Max, Mean, Metric, Sum, Sums, add_sums, all_gather, all_reduce_sums, max_over_ranks
 from jackpot.core.shards import locals_of
 from jackpot.core.types import TokenBatch
+from jackpot.objectives.constants import Kappa
 from jackpot.objectives.corrections import Correction
-from jackpot.objectives.joint import COUNTS, PolicyObjective, PolicyTerms
+from jackpot.objectives.joint import COUNTS, OldLogProbs, PolicyObjective, PolicyTerms, TokenScores, measured_inputs
 from jackpot.training.batching import batch_to, empty_like, regroup
+from jackpot.training.old_policy import MicroBatch, holds_target
+
+ForwardFn = Callable[[TokenBatch, OldLogProbs | None], TokenScores]
+
+
+class BeforeBackward(NamedTuple):
+    """The totals that are known before the first backward pass of an optimizer step, over all ranks."""
+
+    totals: Sums | None  # None: the only micro-batch of each rank gives them in its own forward pass
+    are_provisional: bool  # they are those of a step before; this step's are known after its backward passes
+    seconds: float  # wall-clock of their own forward passes
+
+
+class StepTotals:
+    """Finds the totals of an optimizer step in the cheapest way that its correction allows.
+
+    OBRS estimates kappa = sum of acceptance / sum of Z from them. They cost nothing where the step has a single
+    micro-batch, or where the old log-probs hold them. Elsewhere `kappa: prepass` takes one more forward pass without
+    gradient, unless no rank has more than one micro-batch; `kappa: auto` begins with those of the last step in which
+    the policy moved, none at first, and `KappaRepair` puts the gradient right once this step's are known. The
+    regularizers of the loss do not scale with kappa, so with them `auto` does as `prepass`.
+
+    Which passes run follows from all ranks together, so that all run the same ones, and how kappa is found does not
+    depend on their number.
+
+    Raises:
+        ConfigError: the correction names an unknown `kappa`.
+    """
+
+    def __init__(self, objective: PolicyObjective) -> None:
+        if objective.correction.kappa not in get_args(Kappa):
+            raise ConfigError(unknown_name("kappa", objective.correction.kappa, get_args(Kappa)))
+        self._objective = objective
+        self._last: Sums = {}  # totals of the last step in which the policy moved; none at first
+
+    def before_backward(self, micro_batches: Sequence[MicroBatch], forward: ForwardFn) -> BeforeBackward:
+        """Return what is known of a step before its first backward pass."""
+        wanted = self._objective.correction.kappa
+        if wanted == "none":
+            return BeforeBackward({}, False, 0.0)
+        are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
+        counts: Sums = {
+            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),
+            "rank": Max.number(len(micro_batches)),  # the most of any
+        }
+        counts = all_reduce_sums(counts)
+        if not are_held and counts["step"].value > 1 and wanted == "auto" and not self._objective.is_regularized:
+            return BeforeBackward(self._last, True, 0.0)
+        if not are_held and counts["rank"].value == 1:
+            return BeforeBackward(None, False, 0.0)
+        started = time.perf_counter()
+        totals: Sums = {}
+        with torch.no_grad():
+            for micro in micro_batches:
+                old = micro.old
+                now = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
+                _, measured = measured_inputs(self._objective, micro.tokens, old or now, now)
+                totals = add_sums(totals, measured)
+        return BeforeBackward(all_reduce_sums(totals), False, time.perf_counter() - started)
+
+    def keep(self, totals: Sums) -> None:
+        """Keep the totals of a finished step, in which the policy moved, for the next one."""
+        self._last = totals
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals that were kept, each with its kind, loadable with `weights_only`."""
+        return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        kinds = {kind.__name__: kind for kind in Metric.__subclasses__()}
+        self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
+
 
 ROUNDING = 4e-6  # of float32 weights that are products of an exp, relative
 MARGIN = 3.0  # the factor of the estimate
@@ -104,11 +182,12 @@ class KappaRepair:
         final = [replace(one, correction=self._objective.correction.apply(one.terms.inputs, totals)) for one in passes]
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
+        norms = [old.norms for old in passes if old.norms is not None]  # of all, as no correction was final
         worth = [
-            torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * old.norms)
-            for delta, old in zip(deltas, passes, strict=True)
+            torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * of_pass)
+            for delta, old, of_pass in zip(deltas, passes, norms, strict=True)
         ]
-        error, flags = _to_repair(worth, [old.norms for old in passes], self._objective.kappa_tolerance)
+        error, flags = _to_repair(worth, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
         numbers = torch.cat([torch.stack([scale, any_rank_repairs]), flags]).tolist()  # waits for the device
         torch._foreach_mul_(locals_of(one.grad for one in self._parameters if one.grad is not None), numbers[0])
@@ -171,10 +250,10 @@ def _to_repair(worth: Sequence[Tensor], norms: Sequence[Tensor], tolerance: floa
         The error if none is read again, a scalar, 0 where no cap touches a token; and whether this rank's sequences are
         among the fewest of all ranks that have to be.
     """
-    squares = torch.cat([one.double().sum(-1).square() for one in worth])
+    squares = torch.cat([of_pass.double().sum(-1).square() for of_pass in worth])
     of_all = all_gather(squares).sort().values
-    norm = Sum(sum(one.double().square().sum() for one in norms))
-    unit = MARGIN**2 / all_reduce_sums({"norms": norm})["norms"].total
+    norm = sum((of_pass.double().square().sum() for of_pass in norms), start=squares.new_zeros(()))
+    unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
     errors = torch.where(of_all == 0, 0.0, of_all.cumsum(0) * unit).sqrt()  # if this one and all smaller ones are left
     least = torch.where(errors <= tolerance, torch.inf, of_all).min()
     return errors[-1], ~(squares < least) & (squares != 0)

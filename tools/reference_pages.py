@@ -1,4 +1,7 @@
-"""Makes docs/commands.md from the declarations in `cli.py`."""
+"""Writes docs/commands.md from the declarations of the commands, and docs/settings.md from the classes of settings.
+
+`python -m tools.reference_pages` after a change of either; tests/check_docs holds the pages to the code.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -7,20 +10,35 @@ from typing import Any, get_args, get_origin
 
 import typer
 
-_INTRODUCTION = """\
+from jackpot.config.reference import Setting
+from jackpot.ui.cli import app
+from jackpot.ui.commands.config import notes_on, setting_groups
+
+DOCS = Path(__file__).parents[1] / "docs"
+_COMMANDS = """\
 # Commands
 
 Every command of `jackpot` with its arguments and options. Settings are written `key=value`, without dashes:
-[settings.md](settings.md). `jackpot COMMAND --help` prints the same, and `jackpot --markdown` made this page.
+[settings.md](settings.md). `jackpot COMMAND --help` prints the same, and `python -m tools.reference_pages`
+made this page.
 """
+_SETTINGS = """\
+# Settings
+
+Every setting of `jackpot train`, then what `jackpot eval` and `jackpot mismatch` have in addition. A recipe sets them
+as YAML, the command line as `key=value`. `jackpot config KEY` explains one. "May change": a run or an evaluation that
+continues may have another value; all others decide numbers that were computed before. `python -m tools.reference_pages`
+made this page from the docstrings in `src/jackpot/config`.
+"""
+_COLUMNS = ("setting", "values", "default", "meaning")
 _VALUES = {int: "N", float: "NUMBER", Path: "PATH"}  # what stands for a value of this type; TEXT for others
 
 
-def commands_page(app: typer.Typer) -> str:
+def commands_page() -> str:
     """Return the text of docs/commands.md."""
     commands = sorted((one.name or one.callback.__name__, one) for one in app.registered_commands)
     rows = [f"| [`jackpot {name}`](#jackpot-{name}) | {_paragraphs(one)[0]} |" for name, one in commands]
-    parts = [_INTRODUCTION, "\n".join(["| command | what it does |", "|---|---|", *rows]) + "\n"]
+    parts = [_COMMANDS, "\n".join(["| command | what it does |", "|---|---|", *rows]) + "\n"]
     parts += ["\n".join(_section(name, command)) + "\n" for name, command in commands]
     return "\n".join(parts)
 
@@ -68,3 +86,32 @@ def _form(parameter: inspect.Parameter) -> str:
     if bool in kinds:
         return option
     return f"{option} {next((_VALUES[one] for one in kinds if one in _VALUES), 'TEXT')}"
+
+
+def settings_page() -> str:
+    """Return the text of docs/settings.md."""
+    parts = [_SETTINGS]
+    for group in setting_groups():
+        lines = [f"## {group.title}", "", group.meaning, "", f"| {' | '.join(_COLUMNS)} |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(_cells(setting))} |" for setting in group.settings]
+        if notes := notes_on(group.blocks):
+            lines += ["", *(f"- {note}" for note in notes)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _cells(setting: Setting) -> list[str]:
+    """Return a setting's row of the page."""
+    choice = f" Only with {setting.variants}." if setting.variants else ""
+    default = setting.summary("default")
+    return [
+        f"`{setting.key}`",
+        setting.summary("values"),
+        default if default == "required" else f"`{default}`",
+        setting.summary("meaning") + choice + (" May change." if setting.resume == "may change" else ""),
+    ]
+
+
+if __name__ == "__main__":
+    (DOCS / "commands.md").write_text(commands_page())
+    (DOCS / "settings.md").write_text(settings_page())

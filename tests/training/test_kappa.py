@@ -26,9 +26,8 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.corrections.base import Kappas, measure_overlap
-from jackpot.training.kappa_repair import _delta
+from jackpot.training.kappa import StepTotals, _delta
 from jackpot.training.old_policy import MicroBatch
-from jackpot.training.step_totals import StepTotals
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL, num_top_log_probs=2)  # kappa is about 4
@@ -77,7 +76,7 @@ def own_metrics(result):
         f"{name} {field}": part
         for name, entry in result.metrics.items()
         if name not in own
-        for field, part in zip(entry._fields, entry, strict=True)
+        for field, part in vars(entry).items()
     }
 
 
@@ -99,7 +98,7 @@ def with_prepass(case):
 
 
 @pytest.mark.parametrize(("case", "before"), [*((case, 4.3) for case in CASES), ("obrs", None), ("expected mask", 0.2)])
-def test_the_repaired_step_is_the_one_that_knows_kappa_beforehand(case, before):
+def test_the_repaired_step_is_that_which_knows_kappa_before(case, before):
     wanted, prepass = with_prepass(case)
     found, one_pass = gradient_of_update(learner_of("auto", before=before, **CASES[case]), PARTS)
     assert len(PARTS) > 2 and value(prepass, "obrs/kappa") > 3.5
@@ -109,7 +108,7 @@ def test_the_repaired_step_is_the_one_that_knows_kappa_beforehand(case, before):
     assert 0.0 < value(one_pass, "obrs/repaired_sequences") < 1.0
 
 
-def test_without_a_cap_the_rescaled_gradient_is_exact_and_nothing_is_read_again():
+def test_without_a_cap_the_rescaled_gradient_is_exact():
     wanted, _ = gradient_of_update(learner_of("prepass", **NO_CAP), PARTS)
     found, result = gradient_of_update(learner_of("auto", before=0.7, **NO_CAP), PARTS)
     assert relative(found, wanted) < 1e-6
@@ -117,7 +116,7 @@ def test_without_a_cap_the_rescaled_gradient_is_exact_and_nothing_is_read_again(
 
 
 @pytest.mark.parametrize(("c1", "seed"), [(1.3, 0), (3.0, 0)])
-def test_no_more_sequences_are_repaired_than_take_the_error_below_the_tolerance(c1, seed):
+def test_no_more_is_repaired_than_the_tolerance_needs(c1, seed):
     parts = micro_batches_of(write(ROLLOUT_MODEL, num_top_log_probs=2, seed=seed))
     wanted, prepass = gradient_of_update(learner_of("prepass", c1=c1), parts)
     before = 1.01 * value(prepass, "obrs/kappa")
@@ -151,7 +150,7 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
         return found
 
     monkeypatch.setattr(learner, "_read", keep_gradients)
-    totals = learner._totals.state_dict()
+    totals = learner.state_dict()["totals"]
     result = learner.update(PARTS)
     correction, kappa = learner._objective.correction, value(result, "obrs/kappa")
     assert value(result, "obrs/repaired_sequences") == 0.0
@@ -205,7 +204,7 @@ class Smooth:
 
 
 @pytest.mark.parametrize("before", [None, 4.3])
-def test_a_correction_of_ones_own_that_is_not_linear_in_kappa_is_repaired_as_well(before):
+def test_a_correction_not_linear_in_kappa_is_repaired(before):
     class Beforehand(Smooth):
         kappa = "prepass"
 
@@ -219,7 +218,7 @@ def test_a_correction_of_ones_own_that_is_not_linear_in_kappa_is_repaired_as_wel
     assert relative(*reversed(gradients)) < 1e-6
 
 
-def test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice():
+def test_with_regularizers_auto_reads_twice():
     regularized = replace(policy_objective(kappa="auto"), entropy_coeff=0.1)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=regularized, exact_engines=())
     result = learner.update(PARTS)
@@ -228,20 +227,20 @@ def test_regularizers_do_not_scale_with_kappa_so_auto_reads_twice():
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
-def test_a_token_without_a_finite_log_prob_skips_the_step_and_its_kappa_is_not_carried(kappa):
+def test_the_kappa_of_a_skipped_step_is_not_carried(kappa):
     learner = learner_of(kappa, before=4.3)
-    before = learner._totals.state_dict()
+    before = learner.state_dict()["totals"]
     broken = replace(PARTS[0].tokens, rollout_log_probs=torch.full_like(PARTS[0].tokens.rollout_log_probs, math.nan))
     result = learner.update([replace(PARTS[0], tokens=broken), *PARTS[1:]])
     assert {event["why"] for event in result.events} == {"non-finite gradient"}
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
-    assert learner._totals.state_dict() == before
+    assert learner.state_dict()["totals"] == before
     learner.update(PARTS)
-    assert learner._totals.state_dict()["obrs/z"][1] > 1.0 and learner.version.policy == 1
+    assert learner.state_dict()["totals"]["obrs/z"][1] > 1.0 and learner.version.policy == 1
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
-def test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried(kappa):
+def test_kappa_is_one_where_the_models_do_not_overlap(kappa):
     """No listed token has any mass: Z is 0, so is every weight, and the policy has nothing to learn."""
     nowhere = [
         MicroBatch(
@@ -250,13 +249,13 @@ def test_kappa_is_one_where_the_models_do_not_overlap_and_it_is_not_carried(kapp
         for micro in PARTS
     ]
     learner = learner_of(kappa, before=4.3)
-    before = learner._totals.state_dict()
+    before = learner.state_dict()["totals"]
     result = learner.update(nowhere)
     assert value(result, "obrs/kappa") == 1.0 and value(result, "policy/grad_norm") == 0.0
-    assert learner._totals.state_dict() == before and learner.version.policy == 0
+    assert learner.state_dict()["totals"] == before and learner.version.policy == 0
 
 
-def test_the_first_step_begins_with_one_and_each_later_one_with_that_of_the_step_before():
+def test_each_step_begins_with_the_kappa_of_the_step_before():
     learner = learner_of("auto")
     assert learner._totals.before_backward(PARTS, learner._forward).totals == {}
     result = learner.update(PARTS)
@@ -289,7 +288,7 @@ def test_an_unknown_kappa_of_a_correction_of_ones_own_is_refused():
         StepTotals(replace(policy_objective(), correction=Carried()))
 
 
-def test_the_rollout_models_gradient_does_not_feel_the_kappa_of_the_policy():
+def test_the_rollout_models_gradient_does_not_feel_kappa():
     moves = []
     for kappa in ("prepass", "auto"):
         learner = learner_of(kappa, before=0.3)
@@ -299,7 +298,7 @@ def test_the_rollout_models_gradient_does_not_feel_the_kappa_of_the_policy():
     assert torch.equal(*moves) and moves[0].abs().max() > 1e-3
 
 
-def test_two_ranks_of_which_one_has_a_token_at_a_cap_take_the_step_of_one(tmp_path: Path):
+def test_a_cap_on_one_of_two_ranks_leaves_the_step_of_one(tmp_path: Path):
     """The rank without one runs the passes of the other, with weights of 0."""
     mp.start_processes(run_repair_rank, args=(tmp_path,), nprocs=2, start_method="fork")
     ours = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]

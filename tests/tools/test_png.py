@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.png import write_png
 from jackpot.ui.charts import Chart, Guide, Series
-from jackpot.ui.png import write_png
 
 BAD = "$a^{ and $ b"  # what stands between the dollars is no mathematics
 

@@ -1,10 +1,34 @@
-"""Decides from its evaluations whether a policy has collapsed, for the guard of a run and for `jackpot compare`."""
+"""Limits beyond which a guard stops a run or takes it back. No torch.
+
+They are how far an engine's log-probs may be from those of training, by the number formats of both; and how far the
+accuracy of a policy may fall before it counts as collapsed, for the guard of a run, `jackpot compare` and `diagnose`.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jackpot.config.config import Config
+from jackpot.config.config import Config, Sampling
+
+# Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
+# user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.
+CPU_FP32 = "fp32 on a CPU"
+LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
+
+
+def precisions(engine: str, training: str, device: str, sampling: Sampling) -> list[str]:
+    """Return the keys of `LARGEST_GAPS` for an engine and for training, given as "fp32", "bf16" or "quantized".
+
+    On a CPU both sides in fp32 agree to 1e-6. With top-p or top-k they need not: a token at the limit may be kept by
+    one side and dropped by the other, and then its whole probability is the gap.
+
+    Args:
+        device: kind of device of the engine, as in `Capabilities.device`.
+    """
+    if engine == training == "fp32" and device == "cpu" and not sampling.truncated:
+        return [CPU_FP32]
+    return [engine, training]
+
 
 COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
 IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
@@ -51,13 +75,15 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
     Args:
         problems: number of problems in each evaluation.
     """
-    best, last_good, since = 0.0, -1, []
+    best, last_good = 0.0, -1
+    since: list[tuple[int, float]] = []
     for iteration, accuracy in evaluated:
         by_chance = best - two_errors(problems, best)
         if accuracy < COLLAPSED_BELOW * best and accuracy < by_chance:
             since.append((iteration, accuracy))
             if len(since) == IN_A_ROW:
-                return Fall(*since[0], best, last_good)
+                first_low, fallen_to = since[0]
+                return Fall(first_low, fallen_to, best, last_good)
         else:
             since, best = [], max(best, accuracy)
             last_good = iteration if accuracy >= by_chance else last_good

@@ -1,26 +1,75 @@
-"""Sends the metrics of a run to Weights & Biases (`tracking.wandb`): the only file that imports wandb, when asked to.
+"""Sends the metrics of a run to TensorBoard, and to Weights & Biases (`tracking.wandb`).
 
-A start that continues the run of a folder continues its W&B run, whose id stands in wandb/run_id; a start without lines
-begins another one. A W&B history can only grow, so iterations that are computed again after a kill or a rollback stand
-there twice, at the same `iteration`.
+Records of TensorBoard are made here and appended by `RunFolder`, whose files wait in memory while the disk is full;
+TensorBoard's own writer would lose them.
 
-Status: never run on its target (the service of W&B). It ran offline.
+This is the only file that imports wandb, when asked to. A start that continues the run of a folder continues its W&B
+run, whose id stands in wandb/run_id; a start without lines begins another one. A W&B history can only grow, so
+iterations that are computed again after a kill or a rollback stand there twice, at the same `iteration`.
+
+Status of Weights & Biases: never run on its target (the service of W&B). It ran offline.
 """
 
+import io
 import os
+import platform
+import re
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jackpot.config.changes import settings_of
-from jackpot.config.config import Config
+# tensorboard has no stubs of the classes that protobuf makes when it is imported
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from jackpot.config.tracking import WandbConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.files import write_whole
 from jackpot.core.package import install
+
+_PREFIX = "events.out.tfevents."
+
+
+def event_files(folder: Path) -> list[Path]:
+    """List the event files in a folder in the order in which TensorBoard reads them."""
+    return sorted(folder.glob(f"{_PREFIX}*"))
+
+
+def event_file_name(folder: Path) -> str:
+    """Name a new event file as TensorBoard does: by time, machine and process.
+
+    TensorBoard reads files in the order of their names, so a clock that was set back counts on from the newest file.
+    """
+    names = [path.name.removeprefix(_PREFIX) for path in event_files(folder)]
+    times = [float(match[0]) for name in names if (match := re.match(r"\d{10}", name))]
+    seconds = max([time.time(), *(written + 1.0 for written in times)])
+    return f"{_PREFIX}{seconds:017.6f}.{platform.node()}.{os.getpid()}"
+
+
+def restart_records(iteration: int) -> bytes:
+    """Make the first records of an event file; TensorBoard drops what older files have from `iteration` on."""
+    restart = SessionLog(status=SessionLog.START)
+    return _record(Event(file_version="brain.Event:2")) + _record(Event(step=iteration, session_log=restart))
+
+
+def metrics_record(iteration: int, now: float, values: Mapping[str, float]) -> bytes:
+    """Make the record of the metrics of one iteration; `now` in seconds since 1970."""
+    summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+    return _record(Event(wall_time=now, step=iteration, summary=summary))
+
+
+def _record(event: Event) -> bytes:
+    """Serialize an event between its length and its checksum."""
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
+
 
 _FINISH = 60.0  # seconds that the end of a run waits for the network; `wandb sync` sends the rest
 _NOT_SENT = {  # what W&B collects by itself
@@ -62,7 +111,7 @@ class WandbRun:
     """Begins the W&B run of a run folder, or continues it, and sends it lines of metrics.jsonl.
 
     Args:
-        config: with `tracking.wandb`.
+        settings: all of the run, which W&B shows.
         folder: the run folder; its name is that of the run.
         lines: of metrics.jsonl so far, which a new W&B run gets first.
 
@@ -70,8 +119,10 @@ class WandbRun:
         ConfigError: nobody is logged in, W&B refuses the run, or it cannot be reached.
     """
 
-    def __init__(self, config: Config, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        wandb, tracking = wandb_module(), config.tracking.wandb
+    def __init__(
+        self, tracking: WandbConfig, settings: Mapping[str, Any], folder: Path, lines: Sequence[Mapping[str, Any]]
+    ) -> None:
+        wandb = wandb_module()
         record = folder / "wandb" / "run_id"
         name = record.read_text().strip() if lines and record.exists() else ""
         project = f"{tracking.entity or ''}/{tracking.project}/"
@@ -85,7 +136,7 @@ class WandbRun:
                 id=name.removeprefix(project),
                 name=folder.resolve().name,
                 dir=folder,
-                config=settings_of(config),
+                config=settings,
                 mode="offline" if tracking.mode == "offline" else None,  # None: WANDB_MODE, else online
                 resume="allow",
                 reinit="create_new",
