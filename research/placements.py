@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--kind", choices=GPUS, default="H100")
     parser.add_argument("--response-length", type=float, required=True, help="mean length of responses, tokens")
-    typed = parser.parse_args()
+    typed = parser.parse_intermixed_args()
 
     config = resolve(typed.recipe, typed.arm, typed.overrides)
     plan = Estimator(config, model_sizes(config), prompt_lengths(config), typed.response_length)

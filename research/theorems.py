@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/theorems"))
     given = parser.parse_args()
-    theorems, found = check_theorems([pair for pair, _ in synthetic_measurements(given.seed)[1]], given.seed)
+    theorems, found = check_theorems(synthetic_measurements(given.seed)[1], given.seed)
     sections = {"theorems": theorem_section(theorems), "identity": identity_section(found)}
     numbers = {"seed": given.seed, "theorems": asdict(theorems), "identity": asdict(found)}
     files = write_results(given.out, "theorems", "Theorems 3.3 and 3.4, and the identity", sections, numbers)

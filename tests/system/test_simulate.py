@@ -45,7 +45,7 @@ def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path,
         assert text in printed
     assert "Wrote simulate.html, simulate.json to " in printed
     found = numbers(folder)
-    assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "sources"]
+    assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "ratios"]
     for curve in found["curves"]:
         for mark in curve["marks"]:
             if mark["acceptance"] is not None:

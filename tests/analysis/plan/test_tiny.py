@@ -241,7 +241,6 @@ def lines_of(made: TinyRun, folder: Path) -> list[dict]:
     [
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base"),
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-3B"),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "Qwen/Qwen2.5-1.5B"),
     ],
 )
 def test_every_architecture_loads_generates_and_trains(path: str, other: str, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
 from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs
 from jackpot.analysis.simulate.measurements import PairMeasurement, mean_point, measure_pair, share_below
-from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
 from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
@@ -63,9 +62,6 @@ class Candidate:
     acceptance: float  # mean Z at lam = 1
     acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
-    k: int  # RECIPE_K, or the vocabulary where that is smaller
-    captured: float  # probability under p_inf of the two top-k sets, with the fill-in
-    width: float  # width of the bounds on Z, with the fill-in
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
     answer: dict[str, Any]  # the rule's advice, `Recommendation.numbers`
@@ -101,13 +97,13 @@ class PairBench:
 
     def measure(self, name: str, policy: str, rollout_model: str) -> tuple[Candidate, PairMeasurement]:
         """Measure the models in two folders on the responses of the second one."""
-        sampled = self._answers(rollout_model)
+        sampled = self.answers(rollout_model)
         with closing(self._engine(policy)) as engine:
             of_policy = evaluate(
                 engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1
             )
             scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
-        chosen = _first(sampled.rollouts, MOST_STATES)
+        chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
         lists = TopLists(self._config.sampling.num_top_log_probs)
@@ -120,7 +116,8 @@ class PairBench:
         answer = judged.advice(weights, relative_costs(models[0], models[1]))
         return _candidate(found, sampled, of_policy, scores, parameters, answer), found
 
-    def _answers(self, path: str) -> Evaluation:
+    def answers(self, path: str) -> Evaluation:
+        """Have the model in a folder answer the prompts."""
         with closing(self._engine(path)) as engine:
             return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
@@ -188,7 +185,7 @@ def pair_states(
             yield StatePairs(rollout=log_p.cpu(), target=log_q.cpu(), token_ids=token_ids.cpu())
 
 
-def _first(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
+def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
     """Return the first rollouts that have at most `most` sampled tokens together, one rollout at least."""
     total, chosen = 0, []
     for rollout in rollouts:
@@ -213,7 +210,7 @@ def _candidate(
     ]
     mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
-    means, topk = mean_point(found.numbers), _recipe_row(found.topk)
+    means = mean_point(found.numbers)
     acceptance, after = means.acceptance[RECIPE_LAM], means.kl_after[RECIPE_LAM]
     return Candidate(
         name=found.name,
@@ -232,15 +229,7 @@ def _candidate(
         acceptance=acceptance,
         acceptance_spread=float(found.numbers.acceptance[:, RECIPE_LAM].std(correction=0)),
         low_acceptance=share_below(found.numbers),
-        k=topk.k,
-        captured=topk.captured,
-        width=topk.width,
         sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
         sequence_ess=float(sequences["mismatch/sequence_ess"].value),
         answer=answer.numbers(),
     )
-
-
-def _recipe_row(rows: Sequence[TopKSummary]) -> TopKSummary:
-    """Return the row with the fill-in at RECIPE_K, or at the largest k below it."""
-    return max((row for row in rows if row.fill_in and row.k <= RECIPE_K), key=lambda row: row.k, default=rows[0])

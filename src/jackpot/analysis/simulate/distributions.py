@@ -55,7 +55,6 @@ class StateNumbers:
     reverse_kl: Tensor  # [N] KL(rollout || target)
     acceptance: Tensor  # [N, L] Z
     kl_after: Tensor  # [N, L] KL(target || p~); inf where nothing is ever accepted
-    acceptance_variance: Tensor  # [N] of a(x) at lam = 1, x drawn from p_inf
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
@@ -85,15 +84,11 @@ def measure_states(states: StatePairs) -> StateNumbers:
 
 def _measure_chunk(states: StatePairs) -> StateNumbers:
     rollout, target = states.rollout, states.target
-    accept = obrs.acceptance(rollout, target, 1.0)
-    square = torch.where(rollout > -torch.inf, rollout.exp() * accept.square(), 0.0).sum(-1)
-    acceptance = torch.stack([obrs.exact_z(rollout, target, lam) for lam in LAMS], dim=-1)
     return StateNumbers(
         kl=divergence(target, rollout),
         reverse_kl=divergence(rollout, target),
-        acceptance=acceptance,
+        acceptance=torch.stack([obrs.exact_z(rollout, target, lam) for lam in LAMS], dim=-1),
         kl_after=torch.stack([rejected_divergence(states, lam) for lam in LAMS], dim=-1),
-        acceptance_variance=(square - acceptance[:, RECIPE_LAM].square()).clamp(min=0.0),
     )
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
-from jackpot.analysis.simulate.topk import TopKNumbers, TopKSummary, topk_numbers, topk_summary
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
 from jackpot.objectives import obrs
 
 KEPT = 16  # states whose whole distributions are kept, for the ratios of tokens
@@ -26,9 +25,7 @@ class PairMeasurement:
     """The numbers of all states of one pair of models."""
 
     name: str
-    vocabulary: int
     numbers: StateNumbers
-    topk: tuple[TopKSummary, ...]  # with the fill-in, then without
     kept: StatePairs  # KEPT states, evenly from all
 
 
@@ -86,34 +83,13 @@ class TokenRatios:
 def measure_pair(name: str, chunks: Iterable[StatePairs], total: int) -> PairMeasurement:
     """Measure every state of `chunks`, which hold `total` states together."""
     stride = max(1, total // KEPT)
-    seen, parts, kept, sampled = 0, [], [], []
-    topk: dict[bool, list[TopKNumbers]] = {True: [], False: []}
-    vocabulary = 0
+    seen, parts, kept = 0, [], []
     for states in chunks:
         parts.append(measure_states(states))
-        for fill_in, numbers in topk.items():
-            numbers.append(topk_numbers(states, fill_in))
-        sampled.append(sampled_acceptance(states))
         rows = torch.arange(seen, seen + len(states))
         kept.append(states.pick(rows % stride == 0))
         seen += len(states)
-        vocabulary = states.rollout.shape[1]
-    numbers, drawn = joined(parts), torch.cat(sampled)
-    return PairMeasurement(
-        name=name,
-        vocabulary=vocabulary,
-        numbers=numbers,
-        topk=tuple(
-            row for fill, each in topk.items() for row in topk_summary(joined(each), numbers, drawn, vocabulary, fill)
-        ),
-        kept=joined(kept),
-    )
-
-
-def sampled_acceptance(states: StatePairs) -> Tensor:
-    """Return the acceptance a(x) of the drawn tokens at lam = 1, [N, D]."""
-    ids = states.token_ids
-    return obrs.acceptance(states.rollout.gather(-1, ids), states.target.gather(-1, ids), LAMS[RECIPE_LAM])
+    return PairMeasurement(name=name, numbers=joined(parts), kept=joined(kept))
 
 
 def mean_point(numbers: StateNumbers) -> GapPoint:

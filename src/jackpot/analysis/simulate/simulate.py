@@ -12,6 +12,7 @@ from jackpot.analysis.simulate.candidates import Candidate, PairBench
 from jackpot.analysis.simulate.distributions import LAMS, StatePairs, measure_states
 from jackpot.analysis.simulate.measurements import (
     GapCurve,
+    GapPoint,
     PairMeasurement,
     TokenRatios,
     curve_by_kl,
@@ -21,7 +22,6 @@ from jackpot.analysis.simulate.measurements import (
     token_ratios,
 )
 from jackpot.analysis.simulate.synthetic import FAMILIES, VOCABULARY, GapFamily, sample_states
-from jackpot.analysis.simulate.topk import TopKSummary
 from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
 
@@ -32,25 +32,13 @@ _CHUNK = 32  # states in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedPair:
-    """One pair of models at one gap: the ratios of its tokens and the top-k estimates of Z."""
-
-    name: str
-    text: str  # what the two models are
-    states: int
-    vocabulary: int
-    ratios: TokenRatios
-    topk: tuple[TopKSummary, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationViews:
     """The numbers behind the views that every simulation shows."""
 
     seed: int
     lams: tuple[float, ...]
     curves: tuple[GapCurve, ...]
-    sources: tuple[SimulatedPair, ...]
+    ratios: tuple[TokenRatios, ...]  # of each family's example, or of each candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,28 +55,32 @@ def simulate_families(seed: int, vocabulary: int = VOCABULARY) -> SimulationView
     return _views(seed, curves, pairs)
 
 
-def synthetic_measurements(
-    seed: int, vocabulary: int = VOCABULARY
-) -> tuple[list[GapCurve], list[tuple[PairMeasurement, str]]]:
-    """Measure each family over all its gaps, and many states at the gap nearest to EXAMPLE_KL.
-
-    Returns:
-        The curves, and for each family its measurement at that gap with a sentence on what the gap is.
-    """
+def synthetic_measurements(seed: int, vocabulary: int = VOCABULARY) -> tuple[list[GapCurve], list[PairMeasurement]]:
+    """Measure each family over all its gaps, and many states at the gap of its example."""
     curves, pairs = [], []
     for family in FAMILIES:
-        points = [
-            mean_point(measure_states(sample_states(family, gap, SWEEP_STATES, seed, vocabulary=vocabulary)))
-            for gap in family.gaps
-        ]
+        points = family_points(family, seed, vocabulary)
         curves.append(gap_curve(family.name, points))
-        gap = min(zip(points, family.gaps, strict=True), key=lambda pair: abs(pair[0].kl - EXAMPLE_KL))[1]
-        measured = measure_pair(family.name, _chunks(family, gap, seed, vocabulary), EXAMPLE_STATES)
-        pairs.append((measured, f"{family.text}; here the gap is {gap:.3g}"))
+        states = example_states(family, example_gap(family, points), seed, vocabulary)
+        pairs.append(measure_pair(family.name, states, EXAMPLE_STATES))
     return curves, pairs
 
 
-def _chunks(family: GapFamily, gap: float, seed: int, vocabulary: int) -> Iterator[StatePairs]:
+def family_points(family: GapFamily, seed: int, vocabulary: int) -> list[GapPoint]:
+    """Measure a few states of a family at each of its gaps."""
+    return [
+        mean_point(measure_states(sample_states(family, gap, SWEEP_STATES, seed, vocabulary=vocabulary)))
+        for gap in family.gaps
+    ]
+
+
+def example_gap(family: GapFamily, points: Sequence[GapPoint]) -> float:
+    """Return the gap of a family whose KL is nearest to EXAMPLE_KL."""
+    return min(zip(points, family.gaps, strict=True), key=lambda pair: abs(pair[0].kl - EXAMPLE_KL))[1]
+
+
+def example_states(family: GapFamily, gap: float, seed: int, vocabulary: int) -> Iterator[StatePairs]:
+    """Yield EXAMPLE_STATES states of a family at one gap, a few at a time."""
     for part in range(EXAMPLE_STATES // _CHUNK):
         yield sample_states(family, gap, _CHUNK, seed, part=part, vocabulary=vocabulary)
 
@@ -119,25 +111,10 @@ def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int,
         views=_views(
             seed,
             [curve_by_kl(pair.name, pair.numbers) for _, pair in measured],
-            [(pair, f"policy {config.policy.path}") for _, pair in measured],
+            [pair for _, pair in measured],
         ),
     )
 
 
-def _views(seed: int, curves: Sequence[GapCurve], pairs: Sequence[tuple[PairMeasurement, str]]) -> SimulationViews:
-    return SimulationViews(
-        seed=seed,
-        lams=LAMS,
-        curves=tuple(curves),
-        sources=tuple(
-            SimulatedPair(
-                name=one.name,
-                text=text,
-                states=len(one.numbers.kl),
-                vocabulary=one.vocabulary,
-                ratios=token_ratios(one),
-                topk=one.topk,
-            )
-            for one, text in pairs
-        ),
-    )
+def _views(seed: int, curves: Sequence[GapCurve], pairs: Sequence[PairMeasurement]) -> SimulationViews:
+    return SimulationViews(seed=seed, lams=LAMS, curves=tuple(curves), ratios=tuple(map(token_ratios, pairs)))

@@ -24,7 +24,6 @@ class GapFamily:
     """One kind of gap between policy and rollout model, of any size."""
 
     name: str
-    text: str  # what the gap is
     gaps: tuple[float, ...]  # sizes to measure, from small to large
     pair: Callable[[Tensor, float, Generator], tuple[Tensor, Tensor]]  # (Zipf's, gap, ...) -> log p_inf, log p_target
 
@@ -47,21 +46,25 @@ def sample_states(
 
 
 def _noise(zipf: Tensor, gap: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Add Gaussian noise, whose standard deviation is the gap, to p_inf's logits."""
     noise = torch.randn(zipf.shape, generator=generator, dtype=torch.float64)
     return zipf, torch.log_softmax(zipf + gap * noise, -1)
 
 
 def _sharper(zipf: Tensor, gap: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Take p_inf at the temperature 1 / (1 + gap)."""
     return zipf, torch.log_softmax((1.0 + gap) * zipf, -1)
 
 
 def _moved_mode(zipf: Tensor, gap: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Move the share gap of all mass to one token of rank 21 to 201 in p_inf."""
     low, high = (min(rank, zipf.shape[1] - 1) for rank in _MOVED_RANKS)
     ranks = torch.randint(low, high + 1, (len(zipf), 1), generator=generator)
     return zipf, ((1.0 - gap) * zipf.exp()).scatter_add(1, ranks, torch.full_like(zipf[:, :1], gap)).log()
 
 
 def _leak(zipf: Tensor, gap: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Let p_inf leak the share gap of its mass evenly over the vocabulary."""
     return ((1.0 - gap) * zipf.exp() + gap / zipf.shape[1]).log(), zipf
 
 
@@ -70,28 +73,8 @@ def _steps(low: float, high: float, count: int = 12) -> tuple[float, ...]:
 
 
 FAMILIES = (
-    GapFamily(
-        name="noise",
-        text="p_target's logits are p_inf's plus Gaussian noise whose standard deviation is the gap",
-        gaps=_steps(0.045, 4.0),
-        pair=_noise,
-    ),
-    GapFamily(
-        name="sharper",
-        text="p_target is p_inf at the temperature 1 / (1 + gap)",
-        gaps=_steps(0.025, 6.0),
-        pair=_sharper,
-    ),
-    GapFamily(
-        name="moved mode",
-        text="p_target moves the share gap of all mass to one token of rank 21 to 201 in p_inf",
-        gaps=_steps(5e-4, 0.6),
-        pair=_moved_mode,
-    ),
-    GapFamily(
-        name="leak",
-        text="p_inf leaks the share gap of its mass evenly over the vocabulary; p_target does not",
-        gaps=_steps(1e-3, 0.95),
-        pair=_leak,
-    ),
+    GapFamily(name="noise", gaps=_steps(0.045, 4.0), pair=_noise),
+    GapFamily(name="sharper", gaps=_steps(0.025, 6.0), pair=_sharper),
+    GapFamily(name="moved mode", gaps=_steps(5e-4, 0.6), pair=_moved_mode),
+    GapFamily(name="leak", gaps=_steps(1e-3, 0.95), pair=_leak),
 )

@@ -45,7 +45,7 @@ def simulate(
 ) -> None:
     """Show what OBRS does to the mismatch between two models, without training.
 
-    Three views of the paper's Figure 2, Z from the top k, and for real models how large their mismatch is, which
+    Three views of the paper's Figure 2, and for real models how large their mismatch is, which
     correction jackpot replay would advise, and what rollouts are then worth: that is how to choose a rollout model.
 
     Status: supported. Status of what it says of worth and savings: experimental.

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM
 from jackpot.analysis.simulate.measurements import HIGH_ACCEPTANCE, GapCurve, GapPoint, TokenRatios
-from jackpot.analysis.simulate.simulate import SimulatedPair, SimulationViews
-from jackpot.analysis.simulate.topk import RECIPE_K, TopKSummary
+from jackpot.analysis.simulate.simulate import SimulationViews
 from jackpot.ui.charts import (
     DASHED,
     GRAY,
@@ -26,100 +25,6 @@ from jackpot.ui.charts import (
 )
 from jackpot.ui.numbers import format_number
 
-_COLUMNS: tuple[tuple[str, Callable[[TopKSummary], str]], ...] = (
-    ("fill-in", lambda row: "yes" if row.fill_in else "no"),
-    ("Z_k / Z", lambda row: format_number(row.z_share, ".4f")),
-    ("1 % below", lambda row: format_number(row.z_share_low, ".4f")),
-    ("width", lambda row: format_number(row.width, ".1e")),
-    ("captured", lambda row: format_number(row.captured, ".4f")),
-    ("kappa", lambda row: format_number(row.kappa, ".4f")),
-    ("error", lambda row: format_number(row.kappa_error, ".4f")),
-    ("Z / Z_k", lambda row: format_number(row.kappa_exact, ".4f")),
-)
-
-
-def topk_section(sources: Sequence[SimulatedPair]) -> Section:
-    """Return the section on Z from the top k, for every pair of models and every k."""
-    names = tuple(name for name, _ in _COLUMNS)
-    usual = tuple(_row(source, row) for source in sources for row in source.topk if row.k == RECIPE_K)
-    table = Table(
-        title=f"Z from the top {RECIPE_K}",
-        columns=("source", *names),
-        rows=usual,
-        note="kappa, with its standard error, is what training computes from the sampled tokens; it estimates Z / Z_k. "
-        "It corrects the mean over states, not each state.",
-    )
-    every = Table(
-        title="Z from the top k",
-        columns=("source", *names, "k", "corrected"),
-        rows=tuple(
-            (*_row(source, row), str(row.k), format_number(row.corrected, ".4f"))
-            for source in sources
-            for row in source.topk
-        ),
-        note="corrected: the mean of kappa Z_k over the mean of Z.",
-    )
-    outside = sum(row.outside for source in sources for row in source.topk)
-    vocabulary = sources[0].vocabulary if sources else 0
-    return Section(
-        title="Z from the two top-k sets",
-        intro=f"Appendix C.3 at lam = 1 over a vocabulary of {vocabulary:,}; k is never more than that. The fill-in "
-        f"takes the rollout model's probabilities of the policy's top k. The exact Z lies outside the bounds at "
-        f"{outside} states. " + " ".join(f"{source.name}: {source.text}." for source in sources),
-        items=(table, *_topk_charts([source.name for source in sources], [source.topk for source in sources]), every),
-    )
-
-
-def _row(source: SimulatedPair, row: TopKSummary) -> tuple[str, ...]:
-    return (source.name, *(read(row) for _, read in _COLUMNS))
-
-
-_TOPK_CHARTS: tuple[tuple[str, str, Callable[[TopKSummary], float], str], ...] = (
-    ("Share of Z", "mean of Z_k / Z", lambda row: row.z_share, "Z_k is at most Z and reaches it as k grows."),
-    (
-        "Share of Z at the worst states",
-        "Z_k / Z, 1 % of states are below",
-        lambda row: row.z_share_low,
-        "The mean hides flat states, where the top k hold little.",
-    ),
-    ("Width of the bounds", "upper - lower bound on Z", lambda row: row.width, "The exact Z lies in between."),
-    ("Captured mass", "p_rollout with both known", lambda row: row.captured, "Solid: with the fill-in."),
-    (
-        "The ratio that kappa estimates",
-        "mean Z / mean Z_k",
-        lambda row: row.kappa_exact,
-        "One number for a whole step.",
-    ),
-    (
-        "Z_k corrected by kappa",
-        "kappa x mean Z_k / mean Z",
-        lambda row: row.corrected,
-        "Equal for every k: the rest is noise of the sampled tokens.",
-    ),
-)
-
-
-def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopKSummary]]) -> tuple[Chart, ...]:
-    """Return charts over k: solid with the fill-in, dashed without."""
-    charts = []
-    for title, label, read, note in _TOPK_CHARTS:
-        series = []
-        for order, (name, each) in enumerate(zip(names, rows, strict=True)):
-            for fill_in in (True, False):
-                chosen = [row for row in each if row.fill_in == fill_in]
-                series.append(
-                    Series(
-                        name=name if fill_in else f"{name}, no fill-in",
-                        x=tuple(row.k for row in chosen),
-                        y=finite([read(row) for row in chosen]),
-                        number=order if fill_in else order + DASHED,
-                        style="both",
-                    )
-                )
-        charts.append(Chart(title=title, x_label="k", y_label=label, series=tuple(series), note=note, log_x=True))
-    return tuple(charts)
-
-
 _BEFORE = "KL(policy || rollout model), nats"
 _AFTER = "KL(policy || accepted tokens), nats"
 
@@ -127,20 +32,20 @@ _AFTER = "KL(policy || accepted tokens), nats"
 def view_sections(views: SimulationViews) -> dict[str, Section]:
     """Return the sections of the page by their names."""
     return {
-        "ratios": _ratio_section(views.sources),
+        "ratios": _ratio_section(views.ratios),
         "acceptance": _acceptance_section(views.curves),
-        **as_details({"kl": _kl_section(views.curves), "topk": topk_section(views.sources)}),
+        **as_details({"kl": _kl_section(views.curves)}),
     }
 
 
-def _ratio_section(sources: Sequence[SimulatedPair]) -> Section:
+def _ratio_section(ratios: Sequence[TokenRatios]) -> Section:
     return Section(
         title="Ratios of single tokens",
         intro="View (a) of the paper's Figure 2: p_policy / p_rollout of a token before, p_policy / p~ after, where p~ "
         "is the distribution of accepted tokens at lam = 1. Above lam the ratio is only multiplied by Z; below lam it "
         "is lifted to Z. OBRS removes the small ratios, not the large ones: rejection cannot "
         "add tokens that the rollout model never generates.",
-        items=tuple(_ratio_chart(source.ratios) for source in sources),
+        items=tuple(map(_ratio_chart, ratios)),
     )
 
 

@@ -31,8 +31,6 @@ _ROWS: tuple[_Row, ...] = (
     ("expected acceptance Z, lam = 1", lambda one: format_number(one.acceptance, ".4f")),
     ("standard deviation of Z over states", lambda one: format_number(one.acceptance_spread, ".4f")),
     ("states where Z is below 0.5", lambda one: f"{one.low_acceptance:.1%}"),
-    ("p_rollout captured by the top k", lambda one: format_number(one.captured, ".5f")),
-    ("width of the bounds on Z", lambda one: format_number(one.width, ".1e")),
     (
         "log p_policy / p_rollout of a whole response",
         lambda one: format_number(one.sequence_log_ratio, ".3f"),
@@ -84,5 +82,5 @@ def _side_by_side(found: PairSimulation) -> Table:
         title="Rollout models before training",
         columns=("mean over response tokens", *(one.name for one in found.candidates)),
         rows=tuple((text, *(read(one) for one in found.candidates)) for text, read in _rows(found)),
-        note=f"Top k and bounds at k = {found.candidates[0].k} with the fill-in; responses are sampled.",
+        note="Responses are sampled.",
     )

@@ -1,0 +1,108 @@
+"""Z from the top k as research/topk.py estimates it, against Python loops and numpy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs, measure_states
+from jackpot.analysis.simulate.synthetic import FAMILIES, sample_states
+from research.topk import (
+    TopKNumbers,
+    acceptance_variance,
+    sampled_acceptance,
+    topk_numbers,
+    topk_section,
+    topk_sizes,
+    topk_source,
+    topk_summary,
+)
+
+NAMES = [family.name for family in FAMILIES]
+SMALL = 400  # tokens
+
+
+def states(name: str, gap: float, count: int = 6, vocabulary: int = SMALL) -> StatePairs:
+    family = next(family for family in FAMILIES if family.name == name)
+    return sample_states(family, gap, count, seed=3, vocabulary=vocabulary)
+
+
+def brute_force_z(one: StatePairs, row: int, k: int, fill_in: bool) -> float:
+    p_inf, p_target = one.rollout[row].exp().numpy(), one.target[row].exp().numpy()
+    known = set(np.argsort(-p_inf)[:k]) | (set(np.argsort(-p_target)[:k]) if fill_in else set())
+    return math.fsum(min(p_inf[token], p_target[token]) for token in known)
+
+
+@pytest.mark.parametrize("fill_in", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_z_from_the_top_k_is_a_sum_over_the_two_sets_and_its_bounds_hold_the_exact_z(name: str, fill_in: bool) -> None:
+    one = states(name, 0.6)
+    found, exact = topk_numbers(one, fill_in), measure_states(one).acceptance[:, RECIPE_LAM]
+    for index, k in enumerate(topk_sizes(SMALL)):
+        expected = [brute_force_z(one, row, k, fill_in) for row in range(len(one))]
+        np.testing.assert_allclose(found.value[:, index].numpy(), expected, rtol=1e-11)
+    assert (found.lower <= exact[:, None] + 1e-12).all() and (exact[:, None] <= found.upper + 1e-12).all()
+    assert (found.value.diff(dim=1) >= -1e-12).all() and ((found.upper - found.lower).diff(dim=1) <= 1e-12).all()
+
+
+def test_sizes_stop_at_the_vocabulary() -> None:
+    assert (
+        topk_sizes(32) == (5, 10, 20, 32)
+        and topk_sizes(20) == (5, 10, 20)
+        and topk_sizes(160) == (5, 10, 20, 40, 80, 160)
+    )
+    assert topk_sizes(32_768) == (5, 10, 20, 40, 80, 160)
+    last = topk_numbers(states("noise", 1.0, vocabulary=32), fill_in=False)
+    exact = measure_states(states("noise", 1.0, vocabulary=32)).acceptance[:, RECIPE_LAM]
+    np.testing.assert_allclose(last.value[:, -1].numpy(), exact.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(last.upper[:, -1].numpy(), exact.numpy(), rtol=1e-12)
+
+
+def test_a_summary_has_means_quantiles_and_kappa_with_the_error_that_drawing_tokens_makes() -> None:
+    one = states("noise", 1.5, count=10)
+    numbers, exact = topk_numbers(one, True), measure_states(one)
+    z, z_k = exact.acceptance[:, RECIPE_LAM].numpy(), numbers.value[:, 1].numpy()
+    accept = np.minimum(1.0, one.rho.numpy())
+    kappas = []
+    draw = np.random.default_rng(0)
+    for _ in range(1_500):
+        sampled = np.stack([draw.choice(accept[row], size=4, p=one.rollout[row].exp().numpy()) for row in range(10)])
+        kappas.append(sampled.sum() / (4 * z_k.sum()))
+    row = topk_summary(numbers, exact, acceptance_variance(one), torch.from_numpy(sampled), SMALL, True)[1]
+    assert row.k == 10 and row.fill_in and row.outside == 0
+    assert row.z_share == pytest.approx((z_k / z).mean(), rel=1e-12)
+    assert row.z_share_low == pytest.approx(np.quantile(z_k / z, 0.01), rel=1e-12)
+    assert row.width == pytest.approx((numbers.upper - numbers.lower)[:, 1].numpy().mean(), rel=1e-12)
+    assert row.captured == pytest.approx(numbers.captured[:, 1].numpy().mean(), rel=1e-12)
+    assert row.kappa == pytest.approx(kappas[-1], rel=1e-12)
+    assert row.kappa_exact == pytest.approx(z.sum() / z_k.sum(), rel=1e-12)
+    assert row.corrected == pytest.approx(kappas[-1] * z_k.mean() / z.mean(), rel=1e-12)
+    assert np.mean(kappas) == pytest.approx(row.kappa_exact, abs=4 * row.kappa_error / math.sqrt(1_500))
+    assert np.std(kappas) == pytest.approx(row.kappa_error, rel=0.1)
+
+
+def test_a_state_outside_its_bounds_is_counted() -> None:
+    one = states("noise", 1.0)
+    numbers, exact = topk_numbers(one, True), measure_states(one)
+    wrong = TopKNumbers(value=numbers.value, lower=numbers.lower, upper=numbers.lower, captured=numbers.captured)
+    drawn = exact, acceptance_variance(one), sampled_acceptance(one)
+    assert [row.outside for row in topk_summary(numbers, *drawn, SMALL, True)] == [0] * 6
+    assert [row.outside for row in topk_summary(wrong, *drawn, SMALL, True)] == [6] * 6
+
+
+def test_the_variance_of_the_acceptance_is_a_sum_over_tokens() -> None:
+    one = states("noise", 1.0)
+    p_inf, accept = one.rollout.exp().numpy(), np.minimum(1.0, one.rho.numpy())
+    mean = (p_inf * accept).sum(1, keepdims=True)
+    expected = (p_inf * (accept - mean) ** 2).sum(1)
+    np.testing.assert_allclose(acceptance_variance(one).numpy(), expected, rtol=1e-9)
+
+
+def test_the_estimates_do_not_depend_on_the_chunks_and_are_shown() -> None:
+    one = states("noise", 1.0, count=20)
+    whole = topk_source("a", [one])
+    assert whole == topk_source("a", [one.pick(torch.arange(start, start + 5)) for start in range(0, 20, 5)])
+    assert len(whole.rows) == 12 and whole.vocabulary == SMALL
+    row = next(row for row in whole.rows if row.k == 20 and row.fill_in)
+    assert f"{row.z_share:.4f}" in str(topk_section([whole]))
