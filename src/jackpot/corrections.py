@@ -61,7 +61,7 @@ def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
         ConfigError: a custom correction cannot be imported, or does not take its `kwargs`.
     """
     if isinstance(settings, CustomCorrection):
-        return _own(import_object(settings.import_path, "correction"), settings.kwargs)
+        return _custom(import_object(settings.import_path, "correction"), settings.kwargs)
     formula = dppo_topk if getattr(settings, "divergence", None) == "topk" else CORRECTIONS[settings.name]
     arguments = {name: getattr(settings, name) for name in signature(formula).parameters if name not in TENSORS}
     return ByFormula(formula, arguments, getattr(settings, "lam", LAM), _kappa(settings))
@@ -84,7 +84,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
             that says what stands in `CorrectionInputs` (proximal, target, normalizer, budget).
     """
     if not isinstance(correction, str):
-        return _own(correction, settings)
+        return _custom(correction, settings)
     try:
         refuse_with_proximal(correction)
     except ValueError as error:
@@ -103,7 +103,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
         raise ConfigError(f"correction {correction}: {error}") from None
 
 
-def _own(correction: Callable[..., Any], settings: Mapping[str, Any]) -> CorrectionFn:
+def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> CorrectionFn:
     """Construct a correction of the user's own: an instance of a class, or what a formula defines."""
     is_class = isinstance(correction, type)
     try:
@@ -175,7 +175,7 @@ def correct(
         raise ConfigError(f"settings {settings} were given beside a correction that has its own; leave them out")
     else:
         chosen = correction
-    given = {
+    tensors = {
         "rollout_log_probs": rollout_log_probs,
         "target_log_probs": target_log_probs,
         "z": z.value if isinstance(z, obrs.ZEstimate) else z,
@@ -183,11 +183,11 @@ def correct(
         "proximal_log_probs": proximal_log_probs,
         "uniforms": uniforms,
     }
-    check_tensors(response_mask, given)
+    check_tensors(response_mask, tensors)
     if response_mask.device.type == "cpu":  # elsewhere a look waits for the device
-        check_numbers(response_mask, given, chosen.lam)
+        check_numbers(response_mask, tensors, chosen.lam)
     for needed in sorted(chosen.reads):
-        if given[needed] is None:
+        if tensors[needed] is None:
             raise DataError(f"correction {correction} reads {needed}, which is not given: {_ADVICE[needed]}")
     rollout, target = rollout_log_probs.detach(), target_log_probs.detach()
     estimate = z if isinstance(z, obrs.ZEstimate) else obrs.known_z(torch.ones_like(rollout) if z is None else z)
@@ -196,24 +196,24 @@ def correct(
         target_log_probs=target,
         proximal_log_probs=target if proximal_log_probs is None else proximal_log_probs.detach(),
         response_mask=response_mask,
-        uniforms=_drawn(rollout, response_mask, seed) if uniforms is None else uniforms,
+        uniforms=_uniforms(rollout, response_mask, seed) if uniforms is None else uniforms,
         advantages=torch.zeros_like(rollout) if advantages is None else advantages,
         z=obrs.ZEstimate(*(part.detach() for part in estimate)),
     )
     totals = measured(chosen, inputs)
-    done = chosen.apply(inputs, totals)
-    sums = correction_summary(done, inputs, totals, has_z=z is not None)
-    kappa = {} if z is None else {"obrs/kappa": done.kappa}
-    return Corrected(done.weights, done.accept_mask, {name: one.value for name, one in sums.items()} | kappa)
+    result = chosen.apply(inputs, totals)
+    sums = correction_summary(result, inputs, totals, has_z=z is not None)
+    kappa = {} if z is None else {"obrs/kappa": result.kappa}
+    return Corrected(result.weights, result.accept_mask, {name: metric.value for name, metric in sums.items()} | kappa)
 
 
-def _drawn(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
+def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     """Return a uniform for every token: [B, T] float64 in [0, 1), a hash of the seed, the response and the position.
 
     The bits of its log-probs stand for a response, which has no name here. A position counts from the first column.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
-    own = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
-    rows = torch.where(mask, own, 0).sum(-1)
+    tokens = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
+    rows = torch.where(mask, tokens, 0).sum(-1)
     key = prng.key_tensor([prng.fold_in(seed, "correct")]).to(mask.device)
     return prng.uniforms(prng.bits(rows + key, 0)[:, None], positions)

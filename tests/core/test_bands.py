@@ -5,7 +5,7 @@ import torch
 from jackpot.core.bands import band_masks, band_names
 
 
-def test_bands_of_whole_numbers_are_named_by_their_first_and_last_and_others_by_their_ends():
+def test_bands_are_named_by_their_ends():
     assert band_names((0, 1, 4)) == ["0", "1-3", "4-up"]
     assert band_names((0.0, 0.5)) == ["0-0.5", "0.5-up"]
 

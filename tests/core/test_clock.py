@@ -33,7 +33,7 @@ def test_phases_add_up_to_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert clocked.take() == {"save": Seconds(2.0, 0.0), **inner, "other": Seconds(0.0, 0.0)}
 
 
-def test_an_inner_phase_that_ends_leaves_the_name_of_the_outer_one() -> None:
+def test_an_inner_phase_that_ends_leaves_the_outer_name() -> None:
     said: list[str] = []
     clocked = Clock()
     with listening(said.append), clocked("rollout"):

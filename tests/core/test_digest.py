@@ -93,7 +93,7 @@ def test_it_does_not_depend_on_the_number_of_threads():
     assert found == {plain_digest([("weight", tensor)])}
 
 
-def test_it_is_of_the_values_in_row_major_order_however_they_lie_in_memory():
+def test_it_is_of_row_major_values_however_they_lie_in_memory():
     tensor = normal(30, 7, dtype=BRAIN)
     wide = torch.zeros(30, 20, dtype=BRAIN)
     wide[:, 3:10] = tensor
@@ -206,7 +206,7 @@ def test_two_tensors_that_changed_places_are_noticed():
     assert weights_digest([("a", first), ("b", second)], FLOAT) != weights_digest([("a", second), ("b", first)], FLOAT)
 
 
-def test_watching_hands_every_tensor_on_and_adds_those_that_were_taken():
+def test_watching_hands_tensors_on_and_adds_what_was_taken():
     named = [(f"{number}", normal(4, seed=number)) for number in range(5)]
     sent = WeightsDigest(FLOAT)
     stream = sent.watch(named)

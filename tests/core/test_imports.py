@@ -24,7 +24,7 @@ def test_a_class_is_found_in_the_current_folder(tmp_path, monkeypatch):
         ("math:Task", "AttributeError: module 'math' has no attribute 'Task'"),
     ],
 )
-def test_what_cannot_be_imported_says_why_and_where_it_was_looked_for(path, why, tmp_path, monkeypatch):
+def test_what_cannot_be_imported_says_why_and_where(path, why, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = f"the correction {path!r} cannot be imported: {why}. Its file must lie in the current folder ({tmp_path})"
     with pytest.raises(ConfigError, match=re.escape(text)):

@@ -33,7 +33,7 @@ def sample(seed=0, shape=(3, 5)):
     return values, torch.rand(shape, generator=generator) < 0.6
 
 
-def test_a_mean_and_its_standard_error_are_those_of_the_masked_entries():
+def test_a_mean_and_its_error_are_of_the_masked_entries():
     values, mask = sample()
     inside = values.numpy()[mask.numpy()]
     entry = Mean.of(values, mask)
@@ -42,7 +42,7 @@ def test_a_mean_and_its_standard_error_are_those_of_the_masked_entries():
     assert entry.standard_error.item() == pytest.approx(inside.std() / math.sqrt(len(inside)), rel=1e-12)
 
 
-def test_a_clustered_mean_is_the_ratio_estimator_of_whole_responses_however_they_are_added():
+def test_a_clustered_mean_is_the_ratio_estimator_of_responses():
     values, mask = sample(shape=(40, 7))
     mask[3] = False  # a response without a token counts as none
     values += 3.0 * torch.randn(40, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_a_clustered_mean_is_the_ratio_estimator_of_whole_responses_however_they
     assert entry.estimate == Estimate(entry.value.item(), entry.standard_error.item())
 
 
-def test_a_clustered_mean_of_one_response_has_no_error_and_of_none_no_value():
+def test_a_clustered_mean_of_one_response_has_no_error():
     values, mask = sample(shape=(1, 7))
     entry = ClusteredMean.of(values, mask)
     assert entry.estimate.error is None
@@ -95,7 +95,7 @@ def test_shares_of_a_bool_count_as_means():
     assert entry.value.item() == pytest.approx(2 / 3, rel=1e-15)
 
 
-def test_nothing_counted_is_nan_for_a_mean_and_minus_infinity_for_a_max():
+def test_nothing_counted_is_nan_or_minus_infinity():
     for shape in ((2, 3), (2, 0)):
         values, mask = torch.ones(shape), torch.zeros(shape, dtype=torch.bool)
         assert math.isnan(Mean.of(values, mask).value) and math.isnan(Mean.of(values, mask).standard_error)
@@ -109,7 +109,7 @@ def test_a_metric_carries_no_gradient():
     assert not any(part.requires_grad for part in (*Mean.of(values, mask), *Max.of(values, mask)))
 
 
-def test_sums_of_different_names_are_kept_and_of_equal_names_added():
+def test_sums_are_added_by_name_and_others_kept():
     one, two = Mean(*torch.tensor([1.0, 1.0, 1.0])), Mean(*torch.tensor([4.0, 16.0, 1.0]))
     first, second = {"a": one, "b": two}, {"b": one, "c": Max(torch.tensor(3.0))}
     merged = add_sums(first, second)
@@ -138,7 +138,7 @@ def test_a_total_counts_what_is_true_and_adds():
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 400.0])
-def test_the_effective_size_is_that_of_the_weights_however_large_they_are(scale):
+def test_the_effective_size_is_of_weights_of_any_size(scale):
     values, mask = sample(2, (40, 6))
     inside = scale * values.numpy()[mask.numpy()]
     found = EffectiveSampleSize.of(scale * values, mask)
@@ -148,7 +148,7 @@ def test_the_effective_size_is_that_of_the_weights_however_large_they_are(scale)
     assert parts.value.item() == pytest.approx(found.value.item(), rel=1e-9)
 
 
-def test_equal_weights_are_fully_effective_and_one_heavy_weight_counts_as_one():
+def test_equal_weights_count_fully_and_a_heavy_weight_as_1():
     ones = torch.ones(8, dtype=torch.bool)
     assert EffectiveSampleSize.of(torch.full((8,), 700.0), ones).value.item() == pytest.approx(1.0, rel=1e-12)
     assert EffectiveSampleSize.of(torch.tensor([900.0] + 7 * [0.0]), ones).value.item() == pytest.approx(
@@ -157,7 +157,7 @@ def test_equal_weights_are_fully_effective_and_one_heavy_weight_counts_as_one():
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_what_stands_outside_the_mask_does_not_leak_into_effective_sizes_or_histograms(garbage):
+def test_sizes_and_histograms_ignore_what_is_masked(garbage):
     values, mask = sample()
     dirty = torch.where(mask, values, garbage)
     for kind in (EffectiveSampleSize, Histogram):
@@ -188,7 +188,7 @@ def test_a_single_value_comes_back_within_the_resolution(value):
     assert found == pytest.approx(value, rel=0.015, abs=2e-6)
 
 
-def test_infinite_and_distant_values_are_in_the_outermost_bins_and_nan_is_in_none():
+def test_distant_values_are_in_the_outer_bins_and_nan_in_none():
     values = torch.tensor([math.inf, 1e9, -math.inf, -400.0, math.nan, 0.5], dtype=torch.float64)
     counts = Histogram.of(values, torch.ones(6, dtype=torch.bool)).counts
     assert counts[0] == 2.0 and counts[-1] == 2.0 and counts.sum() == 5.0
@@ -213,7 +213,7 @@ def test_means_of_many_columns_and_masks_are_those_of_each(garbage):
                 torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=0.0)
 
 
-def test_the_host_waits_for_nothing_until_it_reads_all_metrics_at_once():
+def test_the_host_waits_only_to_read_all_metrics_at_once():
     values, mask = sample()
     kinds = (Mean, ClusteredMean, Max, EffectiveSampleSize, Histogram)
     with waits() as found:

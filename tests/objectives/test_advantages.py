@@ -64,7 +64,7 @@ def test_rewards_that_differ_by_more_than_rounding_are_not_equal(name):
         assert found.sign().tolist() == [1.0, -1.0] if rewards[0] > rewards[1] else [-1.0, 1.0]
 
 
-def test_a_standardised_group_has_mean_zero_and_sample_deviation_one():
+def test_a_standardised_group_has_mean_0_and_deviation_1():
     found = compute_advantages("grpo", torch.tensor([0.0, 0.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([0] * 4))
     assert found.mean().item() == pytest.approx(0.0, abs=1e-15)
     assert found.std(unbiased=True).item() == pytest.approx(1.0, rel=1e-12)
@@ -128,7 +128,7 @@ def rewards_groups_lengths(seed, count=14):
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_pp", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("seed", range(6))
-def test_leave_one_out_and_whitened_advantages_are_those_of_numpy_over_tokens(name, seed):
+def test_leave_one_out_and_whitened_advantages_are_numpys(name, seed):
     rewards, groups, lengths = rewards_groups_lengths(seed)
     wanted = by_numpy(name, rewards, groups, lengths)
     found = compute_advantages(

@@ -84,7 +84,7 @@ def table(rule, *world_and_lam):
 
 @pytest.mark.parametrize("lam", LAMS)
 @pytest.mark.parametrize("c2", [0.8, math.inf])
-def test_the_coin_alone_is_target_only_in_expectation_where_the_cap_is_at_least_lam(lam, c2):
+def test_coin_only_is_target_only_if_c1_is_at_least_lam(lam, c2):
     """a max(lam, rho) = rho, and a min(max(lam, rho), c1) = min(rho, c1) only if c1 >= lam."""
     tables = world()
     inputs = inputs_of(*tables, lam)
@@ -102,7 +102,7 @@ def test_the_coin_alone_is_target_only_in_expectation_where_the_cap_is_at_least_
 @pytest.mark.parametrize("lam", LAMS)
 @pytest.mark.parametrize("c1", [1.0, 1.4, math.inf])
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_obrs_is_tis_on_z_rho_in_expectation_and_lam_enters_through_z_alone(lam, c1, mask):
+def test_obrs_is_tis_on_z_rho_in_expectation(lam, c1, mask):
     """DESIGN 3: lam Z <= 1, so a min(Z max(lam, rho), c1) = min(Z rho, c1) for every lam and every c1 >= 1."""
     tables, c2 = world(), 1.2
     inputs = inputs_of(*tables, lam)
@@ -146,7 +146,7 @@ def test_at_equal_models_every_factor_is_one_and_z_is_one():
 
 @pytest.mark.parametrize("lam", LAMS)
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_mask_only_keeps_z_of_the_rollouts_distributed_as_the_post_rejection_model(lam, mask):
+def test_mask_only_keeps_z_distributed_as_after_rejection(lam, mask):
     """E over x ~ p_inf of accept is Z, and E of accept * f is Z times the mean of f over p~, for any f."""
     p_inf, p_target, p_proximal = world()
     inputs = inputs_of(p_inf, p_target, p_proximal, lam)
@@ -161,7 +161,7 @@ def test_mask_only_keeps_z_of_the_rollouts_distributed_as_the_post_rejection_mod
 
 
 @pytest.mark.parametrize("lam", LAMS)
-def test_expectations_over_p_inf_are_those_that_the_docstrings_state(lam):
+def test_expectations_are_those_that_the_docstrings_state(lam):
     """Means over p_inf: target_only 1, coin_only 1, obrs Z, mask_only Z, z_only Z, reweight_only Z E[max(lam, rho)]."""
     tables = world()
     p_inf, p_target, _ = tables
@@ -182,7 +182,7 @@ def test_expectations_over_p_inf_are_those_that_the_docstrings_state(lam):
 
 @pytest.mark.parametrize("lam", LAMS)
 @pytest.mark.parametrize("c1", [0.6, 1.3, math.inf])
-def test_reweight_only_and_z_only_are_their_equations_token_by_token(lam, c1):
+def test_reweight_only_and_z_only_are_their_equations(lam, c1):
     tables, c2 = world(seed=3), 0.9
     inputs = inputs_of(*tables, lam)
     z = z_of(*tables[:2], lam)
@@ -205,7 +205,7 @@ def test_reweight_only_and_z_only_are_their_equations_token_by_token(lam, c1):
 
 
 @pytest.mark.parametrize("c1", [0.8, 3.0])
-def test_target_only_is_tis_where_target_and_proximal_point_are_one(c1):
+def test_target_only_is_tis_at_the_same_target(c1):
     p_inf, p_target, _ = world()
     inputs = inputs_of(p_inf, p_target, p_target, 1.0)
     close(

@@ -74,7 +74,7 @@ def enumeration() -> Enumeration:
     return Enumeration(rollout, target, *(torch.tensor(one, dtype=torch.float64) for one in (values, scores, rewards)))
 
 
-def test_prefix_corrects_the_states_and_a_ratio_of_the_token_alone_does_not():
+def test_prefix_corrects_states_and_a_tokens_ratio_does_not():
     """E_inf of w f(prefix, token) = E_target of f."""
     models = enumeration()
     exact = models.mean(models.values, models.target)
@@ -85,7 +85,7 @@ def test_prefix_corrects_the_states_and_a_ratio_of_the_token_alone_does_not():
     assert found[0] == pytest.approx(exact[0], rel=1e-10) and found[-1] != pytest.approx(exact[-1], rel=0.05)
 
 
-def test_min_prefix_is_unbiased_for_two_tokens_and_gives_later_ones_less_than_their_share():
+def test_min_prefix_is_unbiased_for_two_tokens_only():
     """E_inf of the product is 1 at every token; with the smallest ratio in its place it falls below."""
     models = enumeration()
     weights, _ = models.apply("min_prefix", cap=math.inf)
@@ -124,7 +124,7 @@ def test_f_tis_is_unbiased_for_good_responses_alone():
     assert gradient == pytest.approx([a + b for a, b in zip(unbiased, held, strict=True)], rel=1e-10)
 
 
-def test_dppo_is_unbiased_for_tokens_inside_the_region_and_lets_no_other_leave_it():
+def test_dppo_is_unbiased_for_tokens_inside_the_region():
     """E_inf of w m f given the prefix is the policy's mean of f over the tokens that stay; the others lack both their
     probability and their gradient, and all of these move the policy away from the rollout model."""
     models = enumeration()
@@ -139,7 +139,7 @@ def test_dppo_is_unbiased_for_tokens_inside_the_region_and_lets_no_other_leave_i
 
 @pytest.mark.parametrize(("advantage", "share"), [("rloo", 1.0), ("dr_grpo", 0.5)])
 @pytest.mark.parametrize(("correction", "is_exact"), [({"name": "is"}, True), ({"name": "tis", "cap": 1.0}, False)])
-def test_a_baseline_across_models_adds_no_bias_where_the_correction_has_none(advantage, share, correction, is_exact):
+def test_a_baseline_adds_no_bias_where_the_correction_has_none(advantage, share, correction, is_exact):
     """Groups of a response of each model: E of A w score is E of r w score, or half, where the mean has the own reward.
     Under a cap the mean of w score is not 0, and the baseline's own mean gets into the gradient."""
     models = enumeration()

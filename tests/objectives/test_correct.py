@@ -107,7 +107,7 @@ def test_tokens_are_accepted_as_often_as_they_should_be() -> None:
     assert pairs.abs().max() < 5 / 2000**0.5
 
 
-def test_z_is_the_same_from_logits_and_from_hidden_states_and_lies_within_its_bounds() -> None:
+def test_z_is_the_same_from_logits_and_hidden_states() -> None:
     given = rollouts()
     z = z_of(given, temperature=0.8, lam=1.3)
     lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"]}
@@ -191,7 +191,7 @@ def test_what_z_cannot_be_estimated_from_is_named(change: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("shape", [(K,), (3, K), (3, 0), (2, 3, 1)])
-def test_z_has_the_shape_of_the_positions_from_logits_and_from_hidden_states(shape: tuple[int, ...]) -> None:
+def test_z_has_the_shape_of_the_positions(shape: tuple[int, ...]) -> None:
     given = rollouts()
     hidden = torch.randn(*shape[:-1], H)
     logits = given["head"](hidden).detach()
@@ -204,7 +204,7 @@ def test_z_has_the_shape_of_the_positions_from_logits_and_from_hidden_states(sha
         assert one.shape == two.shape and torch.allclose(one, two, atol=1e-5)
 
 
-def test_places_without_a_token_say_nothing_whatever_id_stands_there() -> None:
+def test_an_id_without_a_token_says_nothing() -> None:
     given = rollouts()
     fill_ins = {"with": lambda ids: given["p_inf"].gather(-1, ids), "without": None}
     exact = obrs.exact_z(given["p_inf"], torch.log_softmax(given["logits"], -1), 1.0)
@@ -222,7 +222,7 @@ def test_places_without_a_token_say_nothing_whatever_id_stands_there() -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("own_point", [False, True])
-def test_a_token_that_the_policy_never_samples_leaves_the_loss_finite(name: str, own_point: bool) -> None:
+def test_a_token_that_is_never_sampled_leaves_the_loss_finite(name: str, own_point: bool) -> None:
     given = rollouts()
     point = given["target_log_probs"] - 0.5 if own_point else None
     given["target_log_probs"][0, 0] = -torch.inf
@@ -235,7 +235,7 @@ def test_a_token_that_the_policy_never_samples_leaves_the_loss_finite(name: str,
 
 
 @pytest.mark.parametrize("fault", ["a token twice", "raw scores"])
-def test_a_list_that_is_no_distribution_has_no_z_and_an_absent_token_harms_nothing(fault: str) -> None:
+def test_a_list_that_is_no_distribution_has_no_z(fault: str) -> None:
     given = rollouts()
     whole, place = z_of(given).value, (0, 0)
     given["top"][1, 0, -2:] = -torch.inf

@@ -172,7 +172,7 @@ def test_a_lam_of_each_token_takes_the_place_of_the_corrections(mask):
     assert correction.measure(inputs)["obrs/acceptance"].total.item() == pytest.approx(accepted, rel=RTOL)
 
 
-def test_the_second_factor_is_exactly_one_where_target_and_proximal_are_the_same():
+def test_the_second_factor_is_1_at_the_same_target():
     inputs = random_inputs()
     same = replace(inputs, proximal_log_probs=inputs.target_log_probs)
     numbers = dict(lam=1.0, c1=3.0, mask="sampled", kappa="none")
@@ -226,7 +226,7 @@ def test_kappa_z_above_one_is_not_capped():
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
-def test_kappa_comes_from_the_sums_it_is_given_and_is_one_without(kappa):
+def test_kappa_comes_from_the_sums_and_is_1_without(kappa):
     inputs, other = random_inputs(), random_inputs(seed=9)
     correction = make_correction("obrs", **OBRS | {"kappa": kappa})
     numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
@@ -273,7 +273,7 @@ def mask_patterns(inputs, lam):
 
 @settings(max_examples=8, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 1000), st.sampled_from([0.3, 1.0, 3.0]))
-def test_the_expected_mask_is_the_mean_over_all_masks_with_no_variance_left(seed, lam):
+def test_the_expected_mask_is_the_mean_over_all_masks(seed, lam):
     inputs = random_inputs(seed=seed, shape=(1, 6), spread=1.5)
     numbers = dict(lam=lam, c1=2.0, c2=3.0, kappa="none")
     factors = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).expand(1, 6)
@@ -294,7 +294,7 @@ def test_the_expected_mask_is_the_mean_over_all_masks_with_no_variance_left(seed
 # What is measured
 
 
-def test_measure_reports_acceptance_z_and_how_much_the_top_k_captured():
+def test_measure_reports_acceptance_z_and_captured_mass():
     inputs, lam = random_inputs(), 0.8
     rows = list(tokens(inputs))
     a = [min(1.0, target / inf / lam) for _, inf, target, *_ in rows]

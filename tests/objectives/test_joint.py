@@ -132,7 +132,7 @@ def surrogate(ratio, advantage, low, high):
 # The scores
 
 
-def test_scores_lie_where_their_tokens_are_and_are_zero_elsewhere():
+def test_scores_lie_at_their_tokens_and_are_zero_elsewhere():
     case = Case()
     scores = case.scores(distill="reverse")
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
@@ -156,7 +156,7 @@ def test_scores_lie_where_their_tokens_are_and_are_zero_elsewhere():
         assert (found[~case.mask] == 0).all(), name
 
 
-def test_z_uses_fill_ins_only_where_the_writing_weights_are_still_in_training():
+def test_z_uses_fill_ins_only_of_weights_still_in_training():
     case = Case()
     current = torch.zeros(B, T, dtype=torch.bool)
     current[0] = True
@@ -179,7 +179,7 @@ def test_the_exact_normaliser_is_the_sum_over_the_vocabulary():
     assert torch.equal(z.lower, z.upper)
 
 
-def test_the_exact_normaliser_refuses_tokens_of_other_weights_and_counts_them():
+def test_the_exact_normaliser_counts_tokens_of_other_weights():
     case = Case()
     current = torch.ones(B, T, dtype=torch.bool)
     current[0, 1] = current[1, 1] = False  # the second is masked and does not count
@@ -189,7 +189,7 @@ def test_the_exact_normaliser_refuses_tokens_of_other_weights_and_counts_them():
     check_exact(current, case.mask)
 
 
-def test_the_exact_normaliser_refuses_a_head_that_was_not_asked_for_it():
+def test_the_exact_normaliser_refuses_a_head_without_z():
     case = Case()
     head = replace(case.head(), exact_z=None)
     with pytest.raises(ValueError, match="give lam to the joint head"):
@@ -197,7 +197,7 @@ def test_the_exact_normaliser_refuses_a_head_that_was_not_asked_for_it():
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0, 4.0])
-def test_a_policy_that_writes_for_itself_is_its_own_rollout_model(lam):
+def test_a_policy_alone_is_its_own_rollout_model(lam):
     case = Case(lam=lam)
     alone = linear_head(
         Head(hidden=case.hidden["policy"], weight=case.weight["policy"]),
@@ -233,7 +233,7 @@ def reported(objective, loss, totals=None):
 @pytest.mark.parametrize("target", ["old", "new"])
 @pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_the_policys_loss_and_gradient_are_the_equation_token_by_token(target, proximal, mask):
+def test_the_policys_loss_and_gradient_are_the_equation(target, proximal, mask):
     case = Case(seed=3)
     scores, anchor, lam, c1, c2 = case.scores(), case.anchor(), case.lam, 1.1, 1.2
     scores.log_probs.retain_grad()
@@ -281,7 +281,7 @@ def token_slopes(name, case, ratios):
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo"])
 @pytest.mark.parametrize("correction", [*CORRECTIONS, "obrs expected"])
-def test_every_surrogate_takes_every_corrections_weight_token_by_token(name, correction):
+def test_every_surrogate_takes_every_corrections_weight(name, correction):
     case = Case(seed=3)
     case.batch.rollout_log_probs[:] += 0.5 * case.normal(B, T) * case.mask
     scores, anchor = case.scores(), case.anchor()
@@ -366,7 +366,7 @@ def test_the_anchor_of_untouched_weights_is_their_own_scores():
 
 @pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
 @pytest.mark.parametrize("distill", ["forward", "reverse"])
-def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7_over_all_response_tokens(proximal, distill):
+def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7(proximal, distill):
     case = Case(seed=6)
     scores, anchor = case.scores(distill=distill), case.anchor()
     scores.rollout_model_log_probs.retain_grad()
@@ -414,7 +414,7 @@ def test_distillation_never_reaches_the_policy(distill):
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_the_rollout_model_divides_by_proposed_tokens_whatever_the_policy_counts(aggregate):
+def test_the_rollout_model_divides_by_proposed_tokens(aggregate):
     case = Case()
     loss = loss_of(
         objective(count="accepted"),
@@ -428,7 +428,7 @@ def test_the_rollout_model_divides_by_proposed_tokens_whatever_the_policy_counts
     assert loss.metrics["rollout_model/loss"].count.item() == expected
 
 
-def test_without_a_rollout_model_in_training_there_is_no_loss_and_no_metric_of_it():
+def test_a_rollout_model_out_of_training_has_no_loss_or_metric():
     case = Case()
     loss = loss_of(objective(), None, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
     assert loss.rollout_model.item() == 0.0 and not loss.rollout_model.requires_grad
@@ -438,7 +438,7 @@ def test_without_a_rollout_model_in_training_there_is_no_loss_and_no_metric_of_i
 # What is reported
 
 
-def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction():
+def test_the_mismatch_is_of_all_tokens_before_any_correction():
     case = Case(seed=7)
     scores, anchor = case.scores(), case.anchor()
     metrics = loss_of(objective(lam=1e6), None, case.batch, scores, anchor, MAX_LENGTH).metrics
@@ -461,7 +461,7 @@ def test_the_mismatch_is_reported_over_all_response_tokens_before_any_correction
     assert {name: metrics[name].value.item() for name in expected} == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_largest_advantage_is_reported_before_and_after_rejection():
+def test_the_largest_advantage_is_of_before_and_after_rejection():
     case = Case(seed=8)
     advantages = case.batch.advantages.abs()
     places = list(map(tuple, case.mask.nonzero().tolist()))
@@ -479,7 +479,7 @@ def test_the_largest_advantage_is_reported_before_and_after_rejection():
     assert none["policy/largest_advantage"].value.item() == largest
 
 
-def test_the_clipped_share_counts_tokens_whose_gradient_ppo_removed():
+def test_the_clipped_share_counts_tokens_without_gradient():
     case = Case(seed=9)
     scores, anchor = case.scores(), case.anchor()
     loss = loss_of(objective(), None, case.batch, scores, anchor, MAX_LENGTH)
@@ -508,7 +508,7 @@ def test_the_trace_holds_what_the_loss_used():
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
 @pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
-def test_what_the_engine_says_of_tokens_that_nobody_sampled_changes_nothing(garbage, proximal):
+def test_what_is_said_of_tokens_not_sampled_changes_nothing(garbage, proximal):
     """Padding and tool tokens are ignored in top-k lists, uniforms and Z."""
     case, anchor = Case(seed=11), Case(seed=11).anchor()
 

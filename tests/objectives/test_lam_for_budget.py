@@ -46,7 +46,7 @@ def test_lam_for_budget_at_every_boundary_between_two_ratios():
                         assert enumerated(*pair, lam)[1] == pytest.approx(close, rel=1e-9, abs=2e-14)
 
 
-def test_a_budget_that_meets_the_mass_above_a_ratio_is_not_lost_to_rounding():
+def test_a_budget_at_the_mass_above_a_ratio_survives_rounding():
     """budget = P_inf(rho > rho_1), to the last bit: the difference that lam divides by is 0 in floats."""
     generator = np.random.default_rng(0)
     for _ in range(100):
@@ -57,12 +57,12 @@ def test_a_budget_that_meets_the_mass_above_a_ratio_is_not_lost_to_rounding():
         assert enumerated(*pair, lam)[1] == pytest.approx(budget, abs=2e-14)
 
 
-def test_lam_for_the_largest_budget_is_the_smallest_positive_ratio():
+def test_the_largest_budget_has_the_smallest_positive_ratio():
     log_inf, log_target = tensors(np.log([0.5, 0.3, 0.2]), np.log([0.1, 0.3, 0.6]))
     assert obrs.lam_for_budget(log_inf, log_target, 1.0).item() == pytest.approx(0.2, rel=RTOL)
 
 
-def test_lam_for_budget_counts_tokens_that_the_rollout_model_never_writes():
+def test_lam_for_budget_counts_tokens_that_are_never_sampled():
     """p_target on tokens of p_inf = 0 is out of reach: it must not enter the sum."""
     log_inf, log_target = tensors([math.log(0.5), math.log(0.5), -math.inf], np.log([0.1, 0.2, 0.7]))
     lam = obrs.lam_for_budget(log_inf, log_target, 0.3).item()
@@ -87,7 +87,7 @@ def test_a_budget_outside_zero_to_one_is_refused(budget):
         obrs.lam_for_budget(torch.zeros(1), torch.zeros(1), budget)
 
 
-def test_a_budget_above_the_reachable_mass_is_refused_and_says_what_is_reachable():
+def test_a_budget_above_the_reachable_mass_is_refused():
     log_inf, log_target = tensors([math.log(0.25), math.log(0.75)], [0.0, -math.inf])
     assert obrs.lam_for_budget(log_inf, log_target, 0.25).item() == pytest.approx(4.0, rel=RTOL)
     with pytest.raises(ValueError, match=r"only 0\.25 of p_inf"):
@@ -95,7 +95,7 @@ def test_a_budget_above_the_reachable_mass_is_refused_and_says_what_is_reachable
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_obrs_at_the_budgets_lam_is_the_best_rule_with_that_budget(seed):
+def test_obrs_at_the_budgets_lam_is_the_best_rule(seed):
     """Theorem 3.4: min over a in [0, 1]^V of KL(p_target || p_inf a / sum p_inf a), subject to sum p_inf a = budget."""
     generator = np.random.default_rng(seed)
     size = int(generator.integers(2, 6))

@@ -33,7 +33,7 @@ def surrogate_and_slope(ratio, advantage, clip_low=0.2, clip_high=0.3):
         (0.5, -2.0, -1.6, 0.0),  # below and bad: stop at (1 - 0.2) A
     ],
 )
-def test_the_surrogate_stops_only_where_the_policy_has_gone_far_enough(ratio, advantage, value, slope):
+def test_the_surrogate_stops_where_the_policy_has_gone_far(ratio, advantage, value, slope):
     found_value, found_slope = surrogate_and_slope(ratio, advantage)
     assert found_value == pytest.approx(value, rel=RTOL)
     assert found_slope == pytest.approx(slope, rel=RTOL)
@@ -41,7 +41,7 @@ def test_the_surrogate_stops_only_where_the_policy_has_gone_far_enough(ratio, ad
 
 @few
 @given(st.floats(0.01, 100.0), st.floats(-5.0, 5.0))
-def test_without_a_clip_the_surrogate_is_the_ratio_times_the_advantage(ratio, advantage):
+def test_without_a_clip_the_surrogate_is_ratio_times_advantage(ratio, advantage):
     found = surrogate_and_slope(ratio, advantage, math.inf, math.inf)
     assert found == pytest.approx((ratio * advantage, ratio * advantage), rel=1e-11)
 
@@ -63,7 +63,7 @@ def test_no_gradient_reaches_the_proximal_point():
 
 @few
 @given(st.floats(0.1, 3.0), st.sampled_from([-2.0, 0.0, 2.0]))
-def test_the_clip_share_marks_where_the_clip_takes_the_gradient_away(ratio, advantage):
+def test_the_clip_share_marks_where_the_gradient_is_gone(ratio, advantage):
     _, slope = surrogate_and_slope(ratio, advantage)
     marked = clip_share(
         torch.tensor([[math.log(ratio)]], dtype=torch.float64),
@@ -114,7 +114,7 @@ def sequence_objective(name, new, old, advantage, low, high):
 
 @pytest.mark.parametrize(("low", "high"), [(LOW, HIGH), (math.inf, math.inf), (1.5, 0.0)])
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "cispo"])
-def test_the_mean_of_a_response_has_value_and_gradient_of_the_papers_equation(name, low, high):
+def test_the_mean_of_a_response_is_the_papers_equation(name, low, high):
     log_probs, proximal, advantages = responses()
     found = SURROGATES[name](log_probs, proximal, advantages, MASK, low, high)
     means = torch.where(MASK, found.value, 0.0).sum(-1) / MASK.sum(-1).clamp(min=1)
@@ -133,7 +133,7 @@ def test_the_mean_of_a_response_has_value_and_gradient_of_the_papers_equation(na
 
 
 @pytest.mark.parametrize("name", list(SURROGATES))
-def test_a_tokens_surrogate_has_the_gradient_of_its_own_log_prob_alone(name):
+def test_a_tokens_surrogate_has_the_gradient_of_its_log_prob(name):
     """So a correction weighs and rejects single tokens under every surrogate."""
     log_probs, proximal, advantages = responses()
     value = SURROGATES[name](log_probs, proximal, advantages, MASK, math.inf, math.inf).value
@@ -142,7 +142,7 @@ def test_a_tokens_surrogate_has_the_gradient_of_its_own_log_prob_alone(name):
 
 
 @pytest.mark.parametrize("name", list(SURROGATES))
-def test_every_surrogate_is_reinforce_where_the_policy_stands_at_the_proximal_point(name):
+def test_every_surrogate_is_reinforce_at_the_proximal_point(name):
     log_probs, _, advantages = responses()
     value = SURROGATES[name](log_probs, log_probs.detach(), advantages, MASK, 0.0, 0.0).value
     (gradient,) = torch.autograd.grad(value.sum(), log_probs)
@@ -195,7 +195,7 @@ def test_numerators_and_denominators_add_up_over_micro_batches(name):
 
 
 @pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_nothing_counted_gives_a_zero_numerator_and_a_finite_gradient(name):
+def test_nothing_counted_gives_zero_and_a_finite_gradient(name):
     losses = torch.zeros(2, 3, requires_grad=True)
     numerator, denominator = LOSS_AGG_MODES[name](losses, torch.zeros(2, 3), 4)
     numerator.backward()

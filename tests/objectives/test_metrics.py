@@ -66,7 +66,7 @@ def test_bands_of_positions_end_names_as_documented():
     assert [f"at_{name}" for name in band_names(POSITIONS)] == NAMES
 
 
-def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_tokens():
+def test_every_column_is_averaged_by_sign_and_position():
     inputs, advantages, clipped = scene()
     correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="none").apply(inputs, {})
     found = correction_metrics(correction, inputs, LAM, clipped, {})
@@ -95,7 +95,7 @@ def test_every_column_is_averaged_by_sign_and_by_position_over_all_response_toke
     assert len(groups["_positive"]) + len(groups["_negative"]) < len(groups[""])  # zero advantages are in neither
 
 
-def test_the_largest_weight_and_advantage_and_kappa_are_over_the_right_tokens():
+def test_largest_weight_and_advantage_are_of_the_right_tokens():
     inputs, advantages, clipped = scene()
     correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="prepass")
     totals = correction.measure(inputs)
@@ -126,7 +126,7 @@ def effective(log_weights):
     return math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
 
 
-def test_effective_sample_sizes_are_of_tokens_prefixes_and_whole_responses():
+def test_effective_sizes_are_of_tokens_prefixes_and_responses():
     inputs, advantages, _ = scene()
     ratios, mask = log_ratios(inputs), inputs.response_mask
     found = mismatch(ratios, mask)
@@ -145,7 +145,7 @@ def test_effective_sample_sizes_are_of_tokens_prefixes_and_whole_responses():
     assert found["mismatch/prefix_ess_at_0"].value.item() == 1.0  # nothing stands before the first token
 
 
-def test_the_ratio_is_described_by_its_mean_tails_and_both_estimates_of_the_kl():
+def test_the_ratio_is_described_by_mean_tails_and_kls():
     inputs, *_ = scene()
     spread = 4.0 * log_ratios(inputs)
     found = mismatch(spread, inputs.response_mask)
@@ -165,7 +165,7 @@ def test_the_ratio_is_described_by_its_mean_tails_and_both_estimates_of_the_kl()
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.95, 0.999])
-def test_quantiles_of_the_log_ratio_are_those_of_numpy_within_the_bins(share):
+def test_quantiles_of_the_log_ratio_are_numpys_within_bins(share):
     draw = torch.Generator().manual_seed(1)
     values = 0.3 * torch.randn(50, 400, generator=draw, dtype=torch.float64)
     mask = torch.rand(50, 400, generator=draw) < 0.5
@@ -182,7 +182,7 @@ def test_sums_of_two_micro_batches_are_those_of_both_together():
         assert added[name].value.item() == pytest.approx(entry.value.item(), rel=1e-10, abs=1e-14, nan_ok=True), name
 
 
-def test_ratios_of_e_to_the_400_leave_every_effective_size_finite():
+def test_ratios_of_e_to_the_400_leave_effective_sizes_finite():
     """The plain sum of squares overflows even in float64."""
     ratios = torch.tensor([[400.0, 400.0, -400.0], [0.0, -400.0, 400.0]])
     found = mismatch(ratios, torch.ones(2, 3, dtype=torch.bool))
@@ -191,7 +191,7 @@ def test_ratios_of_e_to_the_400_leave_every_effective_size_finite():
     assert found["mismatch/prefix_ess_at_1-3"].value.item() == pytest.approx(0.25, rel=1e-9)
 
 
-def test_a_batch_without_tokens_measures_nothing_and_fails_nowhere():
+def test_a_batch_without_tokens_measures_nothing():
     inputs, _, clipped = scene()
     empty = torch.zeros_like(inputs.response_mask)
     inputs = replace(inputs, response_mask=empty)
@@ -202,7 +202,7 @@ def test_a_batch_without_tokens_measures_nothing_and_fails_nowhere():
     assert found["mismatch/ratio"].count == 0.0
 
 
-def test_health_counts_tokens_that_are_not_finite_and_responses_without_tokens():
+def test_health_counts_bad_tokens_and_empty_responses():
     inputs, *_ = scene()
     ours, theirs, mask = (x.clone() for x in (inputs.rollout_log_probs, inputs.target_log_probs, inputs.response_mask))
     at = mask.nonzero().tolist()

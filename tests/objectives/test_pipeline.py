@@ -104,7 +104,7 @@ def test_the_enumeration_itself_is_complete():
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
 @pytest.mark.parametrize("lam", [0.4, 1.0, 2.5])
 @pytest.mark.parametrize(("horizon", "seed"), [(2, 0), (3, 1)])
-def test_the_pipeline_follows_the_target_at_the_states_of_the_rollout_model_up_to_z(horizon, seed, lam, mask):
+def test_the_pipeline_follows_the_target_up_to_z(horizon, seed, lam, mask):
     setting = Setting(horizon, seed)
     gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, mask=mask))
     z = setting.z(setting.policy, lam)
@@ -114,7 +114,7 @@ def test_the_pipeline_follows_the_target_at_the_states_of_the_rollout_model_up_t
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_with_one_token_responses_it_is_the_on_policy_gradient_up_to_z(mask):
+def test_with_one_token_it_is_the_on_policy_gradient_up_to_z(mask):
     setting = Setting(1, seed=2)
     gradient, _, _ = setting.expected_gradient(make_objective(lam=1.3, mask=mask))
     table = torch.from_numpy(setting.policy.copy()).requires_grad_()
@@ -137,7 +137,7 @@ def test_longer_responses_are_not_the_on_policy_gradient():
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_after_an_update_the_old_policy_is_the_target_and_the_ratio_leads_on_to_the_new_one(mask):
+def test_after_an_update_the_ratio_leads_on_to_the_new_policy(mask):
     """Target old, proximal old, no clip: the target's weight times p_new / p_old is the weight of the new policy."""
     setting = Setting(2, seed=3, is_stale=True)
     gradient, _, _ = setting.expected_gradient(make_objective(lam=0.8, mask=mask))
@@ -148,7 +148,7 @@ def test_after_an_update_the_old_policy_is_the_target_and_the_ratio_leads_on_to_
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-def test_with_target_and_proximal_new_the_new_policy_is_the_target_and_its_z_counts(mask):
+def test_with_target_and_proximal_new_its_z_counts(mask):
     setting = Setting(2, seed=4, is_stale=True)
     gradient, _, _ = setting.expected_gradient(make_objective(target="new", proximal="new", lam=0.8, mask=mask))
     z = setting.z(setting.policy, 0.8)
@@ -158,7 +158,7 @@ def test_with_target_and_proximal_new_the_new_policy_is_the_target_and_its_z_cou
     )
 
 
-def test_with_target_new_and_proximal_old_the_second_factor_carries_the_weight_over():
+def test_the_second_factor_carries_new_over_to_old():
     """p_target / p~ times p_old / p_new times the ratio p_new / p_old: the same expectation, by another route."""
     setting = Setting(2, seed=4, is_stale=True)
     gradient, _, _ = setting.expected_gradient(make_objective(target="new", proximal="old", lam=0.8))
@@ -189,7 +189,7 @@ def test_truncated_importance_sampling_is_the_same_without_z():
     np.testing.assert_allclose(gradient, setting.formula(p_inf * np.minimum(p / p_inf, cap)), rtol=0, atol=ATOL)
 
 
-def test_without_correction_the_gradient_is_that_of_the_rollout_models_own_actions():
+def test_without_correction_the_gradient_is_of_the_actions_taken():
     setting = Setting(2, seed=6)
     gradient, _, _ = setting.expected_gradient(make_objective("none"))
     np.testing.assert_allclose(gradient, setting.formula(tabular.probabilities(setting.rollout)), rtol=0, atol=ATOL)
@@ -201,7 +201,7 @@ def test_ppo_is_starts_its_ratio_at_the_rollout_model():
     np.testing.assert_allclose(gradient, setting.formula(tabular.probabilities(setting.policy)), rtol=0, atol=ATOL)
 
 
-def test_a_z_from_the_top_k_alone_scales_each_state_by_what_it_saw():
+def test_a_z_of_the_top_k_scales_each_state_by_what_it_saw():
     setting = Setting(2, seed=7)
     gradient, _, _ = setting.expected_gradient(make_objective(), num_top=1)
     z = setting.z(setting.policy, 1.0, num_top=1)
@@ -212,7 +212,7 @@ def test_a_z_from_the_top_k_alone_scales_each_state_by_what_it_saw():
 
 
 @pytest.mark.seconds
-def test_the_denominators_are_expected_tokens_proposed_or_accepted():
+def test_the_denominators_are_tokens_proposed_or_accepted():
     setting, lam = Setting(3, seed=1), 1.5
     d, p_inf = tabular.visits(setting.world, setting.rollout), tabular.probabilities(setting.rollout)
     tokens = d.sum()
@@ -246,7 +246,7 @@ def rollout_objective(name="tis", *, distill="forward", ppo_weight=1.0, distill_
     )
 
 
-def test_the_rollout_model_follows_its_own_policy_gradient_over_all_tokens():
+def test_the_rollout_model_follows_its_own_policy_gradient():
     """Eq. 6 with rollouts of the very weights in training is REINFORCE, rejected tokens included."""
     setting = Setting(2, seed=8)
     _, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), rollout_objective(ppo_weight=0.7))
@@ -261,7 +261,7 @@ def test_the_rollout_model_follows_its_own_policy_gradient_over_all_tokens():
 
 
 @pytest.mark.parametrize("distill", ["forward", "reverse"])
-def test_distillation_is_the_kl_at_every_state_that_the_rollout_model_visits(distill):
+def test_distillation_is_the_kl_at_every_visited_state(distill):
     setting = Setting(2, seed=9)
     objective = rollout_objective(distill=distill, ppo_weight=0.0, distill_weight=0.3)
     policy_gradient, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), objective)

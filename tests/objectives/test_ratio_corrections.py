@@ -84,7 +84,7 @@ def assert_is(found, wanted):
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.9, 1.1), (0.0, 2.0), (1.0, 1.0)])
-def test_icepop_weighs_by_the_ratio_inside_its_band_and_drops_the_rest(low, high):
+def test_icepop_weighs_by_the_ratio_inside_its_band(low, high):
     inputs = spread_inputs()
     wanted = by_token(inputs, band(low, high))
     assert_is(make_correction("icepop", low=low, high=high).apply(inputs, {}), wanted)
@@ -92,7 +92,7 @@ def test_icepop_weighs_by_the_ratio_inside_its_band_and_drops_the_rest(low, high
 
 
 @pytest.mark.parametrize("cap", [0.7, 1.0, 2.0])
-def test_drop_removes_tokens_above_the_cap_and_leaves_the_others_their_ratio(cap):
+def test_drop_removes_tokens_above_the_cap(cap):
     inputs = spread_inputs()
     wanted = by_token(inputs, band(0.0, cap))
     assert_is(make_correction("drop", cap=cap).apply(inputs, {}), wanted)
@@ -108,7 +108,7 @@ def test_a_ratio_on_the_edge_of_the_band_is_inside():
 
 
 @pytest.mark.parametrize("cap", [0.5, 1.0, 2.0])
-def test_sequence_tis_weighs_every_token_by_the_capped_product_over_its_response(cap):
+def test_seq_tis_weighs_by_the_capped_product_of_a_response(cap):
     inputs = spread_inputs()
     wanted = by_response(inputs, lambda log_r, n: (min(exp(log_r), cap), 1.0, exp(log_r) > cap))
     assert_is(make_correction("seq_tis", cap=cap).apply(inputs, {}), wanted)
@@ -116,13 +116,13 @@ def test_sequence_tis_weighs_every_token_by_the_capped_product_over_its_response
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (0.3, 1.2), (1.05, math.inf)])
-def test_sequence_mask_drops_whole_responses_by_the_product_and_weighs_by_it(low, high):
+def test_seq_mask_drops_whole_responses_by_the_product(low, high):
     inputs = spread_inputs()
     wanted = by_response(inputs, lambda log_r, n: band(low, high)(exp(log_r)))
     assert_is(make_correction("seq_mask", low=low, high=high).apply(inputs, {}), wanted)
 
 
-def test_a_lower_end_of_zero_drops_no_response_however_small_its_product():
+def test_a_lower_end_of_zero_drops_no_response():
     """R = e^-40 is usual in a long response."""
     inputs = inputs_of(torch.full((1, 4), -10.0, dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool))
     correction = make_correction("seq_mask", low=0.0, high=3.0).apply(inputs, {})
@@ -142,7 +142,7 @@ def test_geometric_mask_drops_whole_responses_by_their_mean(low, high):
     assert_is(make_correction("geo_mask", low=low, high=high).apply(inputs, {}), wanted)
 
 
-def test_the_geometric_mean_divides_by_the_tokens_of_the_model_and_not_by_the_width():
+def test_the_geometric_mean_divides_by_sampled_tokens():
     """Two sampled tokens with rho = 2 among ten: a mean over ten would be 1.15 and inside."""
     mask = torch.zeros(1, 10, dtype=torch.bool)
     mask[0, [2, 7]] = True
@@ -162,7 +162,7 @@ def by_smallest_before(inputs, rule):
 
 
 @pytest.mark.parametrize("cap", [0.5, 1.0, math.inf])
-def test_min_prefix_weighs_by_the_ratio_times_the_smallest_one_before_it(cap):
+def test_min_prefix_weighs_by_the_smallest_ratio_before(cap):
     inputs = spread_inputs()
     wanted = by_smallest_before(inputs, lambda log_w: (min(exp(log_w), cap), 1.0, exp(log_w) > cap))
     assert_is(make_correction("min_prefix", cap=cap).apply(inputs, {}), wanted)
@@ -195,7 +195,7 @@ def huge_outcomes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "numbers", "rule"), huge_outcomes(), ids=[name for name, *_ in huge_outcomes()])
-def test_a_ratio_of_e_to_the_400_overflows_to_nothing_but_its_limit(name, numbers, rule, dtype):
+def test_a_ratio_of_e_to_the_400_becomes_its_limit(name, numbers, rule, dtype):
     """exp(400) is infinite in float32, and a product of two also in float64."""
     inputs = inputs_of(torch.tensor(HUGE, dtype=torch.float64), torch.ones(3, 3, dtype=torch.bool), dtype)
     correction = make_correction(name, **numbers).apply(inputs, {})
@@ -228,7 +228,7 @@ def test_a_cap_that_is_not_above_zero_is_refused(name, cap):
 
 
 @pytest.mark.parametrize("name", ["icepop", "seq_mask", "geo_mask"])
-def test_a_lower_end_above_the_default_upper_end_is_refused_by_name(name):
+def test_a_lower_end_above_the_upper_one_is_refused(name):
     with pytest.raises(ConfigError, match=rf"correction {name}: low is 9\.0 and high is"):
         make_correction(name, low=9.0)
     with pytest.raises(ConfigError, match=f"correction {name}: low"):

@@ -75,7 +75,7 @@ def unpulled(items):
 
 @pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_the_loss_and_the_policys_gradient_hold_the_kl_to_the_reference(estimate, budget):
+def test_the_loss_and_gradient_hold_the_kl_to_the_reference(estimate, budget):
     learner, frozen = learner_with(estimate, kl_loss_coef=0.7)
     (result,) = train(learner, batches(WRITTEN, budget=budget))
     loss, policy = unpulled(WRITTEN)
@@ -92,7 +92,7 @@ def test_the_loss_and_the_policys_gradient_hold_the_kl_to_the_reference(estimate
     assert not any(one.requires_grad or one.grad is not None for one in frozen.parameters())
 
 
-def test_the_entropy_bonus_is_taken_from_the_loss_and_lifts_the_entropy():
+def test_the_entropy_bonus_lifts_the_entropy():
     learner, _ = learner_with(None, entropy_coeff=0.4)
     (result,) = train(learner, batches(WRITTEN, budget=60))
     loss, policy = unpulled(WRITTEN)
@@ -106,7 +106,7 @@ def test_the_entropy_bonus_is_taken_from_the_loss_and_lifts_the_entropy():
 
 
 @pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
-def test_without_any_advantage_the_regularized_policy_still_steps_and_gets_nearer(estimate):
+def test_without_advantages_a_regularized_policy_gets_nearer(estimate):
     """Equal rewards skip the policy's step only where the loss has no regularizer."""
     items = without_advantage(WRITTEN)
     slow = LINEAR.model_copy(update={"learning_rate": 0.05})
@@ -121,7 +121,7 @@ def test_without_any_advantage_the_regularized_policy_still_steps_and_gets_neare
     assert learner.version.policy == 3
 
 
-def test_without_any_advantage_an_entropy_bonus_raises_the_entropy():
+def test_without_advantages_a_bonus_raises_the_entropy():
     learner, _ = learner_with(None, entropy_coeff=1.0)
     entropies = [
         train(learner, batches(without_advantage(WRITTEN)))[0].metrics["policy/entropy"].value for _ in range(3)
@@ -129,7 +129,7 @@ def test_without_any_advantage_an_entropy_bonus_raises_the_entropy():
     assert entropies == sorted(entropies) and entropies[0] < entropies[-1]
 
 
-def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
+def test_a_weight_of_zero_is_the_step_without_a_reference():
     """With coefficient 0 the reference is measured and has no gradient."""
     plain, _ = learner_with(None)
     measured, _ = learner_with("exact")
@@ -145,7 +145,7 @@ def test_a_weight_of_zero_is_the_step_without_a_reference_bit_by_bit():
     assert result.metrics["policy/skipped_steps"].value == 1.0 and skipped.version.policy == 0
 
 
-def test_the_regularizer_stands_on_all_tokens_and_is_not_rejected():
+def test_the_regularizer_acts_on_all_tokens():
     """With lam so large that every token is rejected, the gradient is the regularizer's alone."""
     objective = replace(policy_objective(lam=1e6, kappa="none"), kl_loss_coef=0.5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
@@ -168,7 +168,7 @@ def test_a_run_continues_beside_its_own_reference_alone(tmp_path):
         learner.load(tmp_path, saved)
 
 
-def test_the_gradient_of_k2_and_k3_on_the_policys_own_rollouts_is_that_of_the_kl():
+def test_the_gradient_of_k2_and_k3_on_policy_is_that_of_the_kl():
     """By enumeration: E_p[d k2] = dKL(policy || reference), E_p[d k3] = dKL(reference || policy)."""
     logits = torch.tensor([0.3, -1.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     q = torch.log_softmax(torch.tensor([-0.4, 0.2, 0.5, 1.1], dtype=torch.float64), 0)

@@ -72,7 +72,7 @@ def test_prefix_weighs_by_the_product_inside_a_growing_band(low, high):
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_prefix_towards_the_current_policy_has_the_gradient_of_ctpos_clipped_loss(advantage):
+def test_prefix_has_the_gradient_of_ctpos_clipped_loss(advantage):
     """Its loss: the larger of -R A and -clip(R) A, and for A < 0 at most -e^(high sqrt t) A; R's gradient is its own
     token's."""
     low, high = 0.2, 0.3
@@ -94,7 +94,7 @@ def test_prefix_towards_the_current_policy_has_the_gradient_of_ctpos_clipped_los
 
 
 @pytest.mark.parametrize(("cap", "max_kl"), [(1.1, 0.3), (math.inf, 0.0001), (2.0, math.inf)])
-def test_f_tis_is_tis_that_drops_bad_responses_far_from_the_policy(cap, max_kl):
+def test_f_tis_is_tis_without_bad_responses_far_away(cap, max_kl):
     inputs, wanted = random_inputs([-1.0, -1.0, 1.0, -1.0, -0.5], spread=0.3), {}
     for row in rows_of(inputs):
         far = -math.fsum(log_ratio for _, log_ratio, _ in row) > max_kl
@@ -110,7 +110,7 @@ def test_f_tis_is_tis_that_drops_bad_responses_far_from_the_policy(cap, max_kl):
 
 
 @pytest.mark.parametrize(("max_tv", "cap"), [(0.1, 1.2), (0.15, 20.0), (math.inf, math.inf)])
-def test_dppo_drops_what_verl_calls_invalid_by_the_probability_of_the_sampled_token(max_tv, cap):
+def test_dppo_drops_what_verl_calls_invalid(max_tv, cap):
     inputs, wanted = random_inputs(), {}
     for row in rows_of(inputs):
         for at, log_ratio, advantage in row:
@@ -145,7 +145,7 @@ def assert_threshold_is(inputs, variations):
 
 
 @pytest.mark.parametrize("fills", [False, True])
-def test_dppo_measures_the_variation_over_the_top_k_and_all_others_as_one(fills):
+def test_dppo_measures_the_variation_over_the_top_k(fills):
     """With fill-ins, over the policy's top k too. It is a lower bound on the total variation."""
     rollout, target = distributions()
     top, target_top = rollout.topk(3), target.topk(3)
@@ -169,7 +169,7 @@ def test_dppo_measures_the_variation_over_the_top_k_and_all_others_as_one(fills)
     assert_threshold_is(outward(rollout, target, z), wanted)
 
 
-def test_dppo_measures_the_whole_variation_where_z_is_of_the_whole_vocabulary():
+def test_dppo_measures_the_whole_variation_of_a_whole_z():
     rollout, target = distributions()
     z = exact_z(rollout, target, 1.0)
     exact = ((rollout.exp() - target.exp()).abs().sum(-1) / 2.0).tolist()
@@ -184,7 +184,7 @@ def outward(rollout, target, z):
     return replace(inputs, rollout_log_probs=rows[0], target_log_probs=rows[1], z=type(z)(*(part[None] for part in z)))
 
 
-def test_dppo_keeps_what_leads_back_to_the_rollout_model_however_far_away_it_is():
+def test_dppo_keeps_what_leads_back_to_the_rollout_model():
     rollout, target = distributions()
     inputs = outward(rollout, target, known_z(torch.zeros(len(rollout))))  # a total variation of 1
     correction = make_correction("dppo", divergence="topk")

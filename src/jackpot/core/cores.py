@@ -22,10 +22,10 @@ def free_cores() -> int:
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     try:
-        before, own, since = _STAT.read_text(), time.process_time(), time.perf_counter()
+        before, spent, since = _STAT.read_text(), time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
-        own = (time.process_time() - own) / (time.perf_counter() - since)
-        busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - own)
+        mine = (time.process_time() - spent) / (time.perf_counter() - since)
+        busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - mine)
     except OSError:
         busy = os.getloadavg()[0]
     return max(1, min(len(cores) - round(busy), _quota()))

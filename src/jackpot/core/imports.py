@@ -25,12 +25,12 @@ def import_object(path: str, kind: str) -> Any:
     if here not in sys.path:
         sys.path.append(here)
     try:
-        found = getattr(import_module(module), name)
+        item = getattr(import_module(module), name)
     except Exception as error:  # the user's own code may raise anything
         raise ConfigError(
             f"the {kind} {path!r} cannot be imported: {type(error).__name__}: {error}. Its file must lie in the "
             f"current folder ({here}) or where Python finds modules (PYTHONPATH)"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"the {kind} {path!r} is a {type(found).__name__}; name a class or a function")
-    return found
+    if not callable(item):
+        raise ConfigError(f"the {kind} {path!r} is a {type(item).__name__}; name a class or a function")
+    return item

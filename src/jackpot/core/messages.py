@@ -23,7 +23,7 @@ from jackpot.core.types import (
 )
 
 _KNOWN = (AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch, TrainingSample)
-_CLASSES = {one.__name__: one for one in _KNOWN}
+_CLASSES = {kind.__name__: kind for kind in _KNOWN}
 _ALIGNED = 8  # bytes; every tensor begins at a multiple of them, so that no copy is needed to read it
 
 
@@ -38,10 +38,13 @@ def pack(value: Any) -> Tensor:
     """
     tensors: list[Tensor] = []
     plain = _plain(value, tensors)
-    text = json.dumps([plain, [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in tensors]]).encode()
+    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    text = json.dumps([plain, kinds]).encode()
+
     head = len(text).to_bytes(_ALIGNED, "little") + text
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    parts += [one.detach().cpu().contiguous().as_strided((one.numel(),), (1,)).view(torch.uint8) for one in tensors]
+    flat = [tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
+    parts += [tensor.view(torch.uint8) for tensor in flat]
     return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
 
 
@@ -53,15 +56,17 @@ def unpack(message: Tensor) -> Any:
     """
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
     plain, kinds = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
-    place, tensors = _ALIGNED + size, []
+
+    tensors: list[Tensor] = []
+    start = _ALIGNED + size
     for name, shape in kinds:
-        place += -place % _ALIGNED
+        start += -start % _ALIGNED
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a message between ranks has a tensor of {name!r}, which is no number format of torch")
-        end = place + math.prod(shape) * dtype.itemsize
-        tensors.append(message[place:end].view(dtype).view(shape))
-        place = end
+        end = start + math.prod(shape) * dtype.itemsize
+        tensors.append(message[start:end].view(dtype).view(shape))
+        start = end
     return _value(plain, tensors)
 
 
@@ -74,31 +79,31 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
         return {"tensor": len(tensors) - 1}
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
-        values = [getattr(value, one.name) for one in fields(value)] if is_dataclass(value) else list(value)
-        return {name: [_plain(one, tensors) for one in values]}
+        parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else list(value)
+        return {name: [_plain(part, tensors) for part in parts]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(one, tensors) for key, one in value.items()}}
+        return {"dict": {key: _plain(part, tensors) for key, part in value.items()}}
     if type(value) is tuple:
-        return {"tuple": [_plain(one, tensors) for one in value]}
+        return {"tuple": [_plain(part, tensors) for part in value]}
     if type(value) is list:
-        return [_plain(one, tensors) for one in value]
+        return [_plain(part, tensors) for part in value]
     raise TypeError(f"a message between ranks holds a {name}, which is none of {', '.join(_CLASSES)} and plain values")
 
 
 def _value(plain: Any, tensors: list[Tensor]) -> Any:
     if isinstance(plain, list):
-        return [_value(one, tensors) for one in plain]
+        return [_value(part, tensors) for part in plain]
     if not isinstance(plain, dict):
         return plain
     ((name, held),) = plain.items()
     if name == "tensor":
         return tensors[held]
     if name == "dict":
-        return {key: _value(one, tensors) for key, one in held.items()}
-    values = [_value(one, tensors) for one in held]
+        return {key: _value(part, tensors) for key, part in held.items()}
+    values = [_value(part, tensors) for part in held]
     if name == "tuple":
         return tuple(values)
-    known = _CLASSES[name]
-    if not is_dataclass(known):
-        return known(*values)
-    return known(**dict(zip((one.name for one in fields(known)), values, strict=True)))
+    kind = _CLASSES[name]
+    if not is_dataclass(kind):
+        return kind(*values)
+    return kind(**dict(zip((field.name for field in fields(kind)), values, strict=True)))

@@ -23,17 +23,18 @@ def process_rank() -> ProcessRank:
     Raises:
         ConfigError: the variables do not fit each other.
     """
-    given = {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
-    if given.get("WORLD_SIZE", "1") == "1":
+    variables = {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
+    if variables.get("WORLD_SIZE", "1") == "1":
         return ProcessRank(0, 1, 0, 1)
+
     try:
-        found = ProcessRank(*(int(given[name]) for name in _NAMES))
+        rank = ProcessRank(*(int(variables[name]) for name in _NAMES))
+        if 0 <= rank.rank < rank.size and 0 <= rank.local_rank < rank.local_size <= rank.size:
+            return rank
     except (KeyError, ValueError):
-        found = None
-    if found is None or not (0 <= found.rank < found.size and 0 <= found.local_rank < found.local_size <= found.size):
-        shown = ", ".join(f"{name}={given[name]}" for name in given)
-        raise ConfigError(
-            f"the environment has {shown}, and a run of several processes needs {', '.join(_NAMES)}, as torchrun sets "
-            f"them; start it with torchrun --nproc-per-node N -m jackpot train RECIPE, or unset WORLD_SIZE"
-        )
-    return found
+        pass  # refused as numbers that do not fit each other are
+    shown = ", ".join(f"{name}={value}" for name, value in variables.items())
+    raise ConfigError(
+        f"the environment has {shown}, and a run of several processes needs {', '.join(_NAMES)}, as torchrun sets "
+        f"them; start it with torchrun --nproc-per-node N -m jackpot train RECIPE, or unset WORLD_SIZE"
+    )

@@ -33,7 +33,7 @@ class Prompt:
     Example: Prompt(uid="arithmetic/train/17", text="2+3=", answer="5", token_ids=(5, 11, 6, 12)).
     """
 
-    uid: str  # unique within a run; names the data set and the place in it
+    uid: str  # unique within a run; names the data set and the position in it
     text: str  # the problem as the task states it, before any chat template
     answer: str  # the reference that the task's reward compares with
     token_ids: tuple[int, ...]  # [P] what the model reads
@@ -46,7 +46,7 @@ class Prompt:
 
 
 def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the distinct rows of token ids in order of appearance, and for each given row its place among them.
+    """Return the distinct rows of token ids in order of appearance, and the index among them of each row of `prompts`.
 
     >>> unique_rows([[7, 8], [9], [7, 8]])
     ([(7, 8), (9,)], [0, 1, 0])
@@ -136,7 +136,7 @@ class PackedRow:
     """Holds the tokens of a micro-batch as one row without padding: `S` tokens, each prompt before its responses.
 
     The last token of a response is left out, for it predicts nothing. A prompt with several responses stands once: it
-    attends to itself, and each of its responses to the prompt and to itself. Places count tokens of the row.
+    attends to itself, and each of its responses to the prompt and to itself. An index counts tokens of the row.
 
     Two plans say how attention is computed, equal in results: in blocks of padded rows, which every kernel takes, and
     as sequences of their own lengths one after the other, for kernels of variable lengths. Example as in `TokenBatch`,
@@ -152,15 +152,15 @@ class PackedRow:
 
     token_ids: Tensor  # [S] int64
     positions: Tensor  # [S] int64, counted from the first token of the prompt
-    predicting: Tensor  # [B, T] int64, the place of the token whose state predicts each response token; 0 where padded
+    predicting: Tensor  # [B, T] int64, the index of the token whose state predicts each response token; 0 where padded
     blocks: tuple[AttentionBlock, ...]
-    block_queries: Tensor  # [sum of rows * queries] int64, places of the blocks' queries; padding repeats the last one
-    block_keys: Tensor  # [sum of rows * keys] int64, places of the blocks' keys, padded alike
+    block_queries: Tensor  # [sum of rows * queries] int64, indices of the blocks' queries; padding repeats the last one
+    block_keys: Tensor  # [sum of rows * keys] int64, indices of the blocks' keys, padded alike
     block_positions: Tensor  # [sum of masks * queries] int64, the last key that each query attends to
     block_outputs: Tensor  # [S] int64, where each token stands in block_queries
     cu_queries: Tensor  # [sequences + 1] int32, ends of the sequences of queries, the row cut into pieces
     cu_keys: Tensor  # [sequences + 1] int32, ends of their keys in sequence_keys
-    sequence_keys: Tensor  # [keys of all sequences] int64, places
+    sequence_keys: Tensor  # [keys of all sequences] int64, indices
     longest: tuple[int, int]  # queries and keys of the longest sequence
 
 
@@ -184,7 +184,7 @@ class TokenBatch:
     response_ids: Tensor  # [B, T] int64
     attention_mask: Tensor  # [B, T] bool, False where padded
     response_mask: Tensor  # [B, T] bool, the tokens that the model sampled; a subset of attention_mask
-    response_index: Tensor  # [N] int64, places of the True entries in the flat response_mask [B * T], ascending
+    response_index: Tensor  # [N] int64, indices of the True entries in the flat response_mask [B * T], ascending
     rollout_log_probs: Tensor  # [B, T] float32, 0 where masked
     advantages: Tensor  # [B, T] float32
     uniforms: Tensor  # [B, T] float64 in [0, 1), the random numbers of OBRS's acceptance mask
@@ -201,7 +201,7 @@ class TokenBatch:
         return column.flatten(0, 1).index_select(0, self.response_index)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Put values of the sampled tokens in their places, [N, ...] -> [B, T, ...], else 0; keeps the gradient."""
+        """Put values of the sampled tokens where these stand, [N, ...] -> [B, T, ...], else 0; keeps the gradient."""
         flat = values.new_zeros((self.response_mask.numel(), *values.shape[1:]))
         return flat.index_copy(0, self.response_index, values).unflatten(0, self.response_mask.shape)
 

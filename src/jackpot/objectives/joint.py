@@ -228,9 +228,9 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
     """Let the policy stand for p_inf of the tokens that it sampled itself, [N] bool; the KLs stay those of both."""
-    own = joint.policy.top_log_probs
+    itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
-    return replace(joint, fill_ins=torch.where(by_policy[:, None], own, joint.fill_ins), exact_z=exact_z)
+    return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
@@ -426,7 +426,7 @@ def rollout_model_loss(
     weights = correction.weights * correction.accept_mask
     clips = (objective.clip_low, objective.clip_high)
     losses = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
-    own = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)
+    generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)
     counted = mask.to(losses.dtype)
     ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
     distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
@@ -434,7 +434,7 @@ def rollout_model_loss(
         "rollout_model/loss": _quotient(ppo + distill, count),
         "rollout_model/ppo_loss": _quotient(ppo, count),
         "rollout_model/distill_loss": _quotient(distill, count),
-        "rollout_model/weight": Mean.of(weights, own),
+        "rollout_model/weight": Mean.of(weights, generated),
         "rollout_model/distill_kl": Mean.of(scores.distill_kl, mask),
         "rollout_model/clip_frac": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
     }

@@ -67,7 +67,7 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). Clipped where the gradient is
     removed, that is on all tokens of a response or on none.
     """
-    ratio = _mean((log_probs - proximal).detach(), mask).exp() * _one(log_probs)
+    ratio = _mean((log_probs - proximal).detach(), mask).exp() * _unit_ratio(log_probs)
     return Surrogate(_clipped(ratio, advantages, low, high), _is_clipped(ratio, advantages, low, high))
 
 
@@ -83,7 +83,7 @@ def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     bounded = torch.where(advantages < 0, log_ratio.clamp(min=floor), log_ratio)
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(high)), bounded)
     clipped = bounded != log_ratio
-    ratio = _mean(bounded, mask).exp() * torch.where(clipped, 1.0, _one(log_probs))
+    ratio = _mean(bounded, mask).exp() * torch.where(clipped, 1.0, _unit_ratio(log_probs))
     return Surrogate(ratio * advantages, clipped)
 
 
@@ -118,7 +118,7 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _one(log_probs: Tensor) -> Tensor:
+def _unit_ratio(log_probs: Tensor) -> Tensor:
     """Return 1 with the gradient of log p_new, p_new / SG(p_new): [B, T]."""
     return (log_probs - log_probs.detach()).exp()
 

@@ -104,7 +104,7 @@ def correction_metrics(
     return {
         **{name: entry for name, entry in sums.items() if name not in overlap},
         **means(whole, {"": mask}),
-        **{f"obrs/kappa{model}": Mean.of(whole["obrs/kappa"], own) for model, own in models.items()},
+        **{f"obrs/kappa{model}": Mean.of(whole["obrs/kappa"], sampled) for model, sampled in models.items()},
         "obrs/acceptance_by_response": ClusteredMean.of(acceptance - z, mask),
         "correction/weight_max": Max.of(factor, mask),
         "policy/largest_advantage": Max.of(advantages.abs(), mask),

@@ -74,7 +74,7 @@ def test_only_inputs_and_single_numbers_are_kept_for_backward():
     assert all(tensor.data_ptr() in inputs or tensor.shape == (N,) for tensor in kept)
 
 
-def test_logits_are_formed_once_in_each_direction_and_the_rest_only_in_forward():
+def test_logits_are_formed_once_in_each_direction():
     n, v, tile = 12, 15, (4, 5)
     heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
     options = dict(temperature=1.0, num_top=2, gather_ids=random_ids(n, 3, v=v), tile=tile, options=FORMED_AGAIN)
@@ -87,7 +87,7 @@ def test_logits_are_formed_once_in_each_direction_and_the_rest_only_in_forward()
 
 
 @pytest.mark.parametrize(("tile", "sweeps"), [((4, 15), 1), ((4, 5), 2)])
-def test_the_exact_z_takes_a_second_sweep_only_over_a_vocabulary_of_many_tiles(tile, sweeps):
+def test_the_exact_z_takes_a_second_sweep_over_many_tiles_only(tile, sweeps):
     n, v = 12, 15
     heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
     with Recorder() as recorder:
@@ -97,7 +97,7 @@ def test_the_exact_z_takes_a_second_sweep_only_over_a_vocabulary_of_many_tiles(t
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_that_fit_into_the_memory_are_formed_once_and_give_the_same_numbers_bit_for_bit(temperature, kind):
+def test_kept_logits_are_formed_once_and_give_the_same_bits(temperature, kind):
     n, v, tile = 12, 150, (4, 64)
     heads = random_head(1, kind, n, v), random_head(2, n=n, v=v)
     given, size = dict(temperature=temperature, lam=0.8, num_top=2, tile=tile), 2 * n * v * 8
@@ -116,7 +116,7 @@ def test_logits_that_fit_into_the_memory_are_formed_once_and_give_the_same_numbe
     assert all(one.equal(other) for one, other in zip(found[0][1], found[size][1], strict=True))
 
 
-def test_without_a_gradient_nothing_is_kept_and_of_a_frozen_model_only_what_a_gradient_reads():
+def test_only_logits_that_a_gradient_reads_are_kept():
     trained, size = random_head(1), N * V * 8
     frozen = Head(hidden=trained.hidden.detach(), weight=trained.weight.detach())
 
@@ -130,7 +130,7 @@ def test_without_a_gradient_nothing_is_kept_and_of_a_frozen_model_only_what_a_gr
         assert keeps(size, trained) == (False,)
 
 
-def test_log_probs_alone_leave_out_entropy_and_divergences_and_are_the_same():
+def test_log_probs_alone_are_the_same_without_the_rest():
     heads, ids, gather_ids = (random_head(1), random_head(2, "bias")), random_ids(N), random_ids(N, 2)
     given = dict(temperature=0.7, lam=0.8, num_top=3, gather_ids=gather_ids, tile=(3, 4))
     whole = joint_linear_head(*heads, ids, **given)
@@ -154,7 +154,7 @@ def test_without_lam_there_is_no_exact_z():
     assert output.exact_z is None
 
 
-def test_the_gradient_of_a_weight_is_written_once_however_many_blocks_of_positions_there_are():
+def test_the_gradient_of_a_weight_is_written_once():
     n, v, h = 12, 15, 2
     head = random_head(1, n=n, v=v, h=h, dtype=torch.bfloat16)
     output = linear_head(head, random_ids(n, v=v), temperature=1.0, tile=(4, 5))
@@ -239,7 +239,7 @@ def test_the_module_waits_for_no_number_of_a_gpu(tile):
     assert not WAITING & set(names) and "topk" in names
 
 
-def test_ids_are_checked_for_those_who_call_the_functions_and_not_twice_in_a_run():
+def test_ids_are_checked_in_the_functions_and_not_in_a_run():
     layer, hidden, ids = nn.Linear(H, V), torch.randn(N, H), torch.full((N,), V)
     with pytest.raises(ValueError, match="ids from 11 to 11"):
         linear_head(Head(hidden=hidden, weight=layer.weight), ids, temperature=1.0)
@@ -299,7 +299,7 @@ def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
 
 
 @pytest.mark.parametrize("operands", [torch.float32, torch.bfloat16])
-def test_a_head_in_fp32_computes_under_autocast_what_it_computes_without(operands):
+def test_a_head_in_fp32_does_not_feel_autocast(operands):
     wide = random_head(1, dtype=torch.float32)
     layers = [nn.Linear(H, V, bias=False), Fp32Linear.of(nn.Linear(H, V, bias=False))]
     found = {}

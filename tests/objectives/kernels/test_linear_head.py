@@ -62,7 +62,7 @@ def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile, options):
 
 @pytest.mark.parametrize("tile", [(40, 64), (40, 100), (16, 37), (7, 256), (40, 257)])
 @pytest.mark.parametrize("num_top", [5, 70])
-def test_a_vocabulary_that_no_tile_divides_with_a_top_that_lies_in_several(num_top, tile):
+def test_a_top_in_several_tiles_of_different_widths(num_top, tile):
     n, v = 40, 257
     policy, rollout_model = random_head(1, "bias", n, v), random_head(2, n=n, v=v, h=3)
     ids, gather_ids = random_ids(n, v=v), random_ids(n, 6, v=v)
@@ -83,7 +83,7 @@ def test_a_vocabulary_of_one_token_is_certain():
     assert not any(tensor.grad.any() for tensor in leaves(*heads))
 
 
-def test_tied_tokens_give_distinct_ids_and_each_head_its_own_log_probs_at_them():
+def test_tied_tokens_give_distinct_ids_and_their_log_probs():
     n, v = 9, 130
     policy, rollout_model = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
     flat = Head(hidden=torch.zeros(n, H, dtype=torch.float64), weight=policy.weight)
@@ -233,7 +233,7 @@ def test_mass_outside_the_rollout_model_has_a_finite_gradient():
 
 @pytest.mark.parametrize("tile", [(1, 2), (1, 1), (1, 4)])
 @pytest.mark.parametrize(("later", "is_infinite"), [(300.0, False), (50.0, True)])
-def test_a_token_that_one_bans_counts_by_the_mass_that_the_other_gives_it_in_the_end(later, is_infinite, tile):
+def test_a_banned_token_counts_by_the_mass_of_the_other_head(later, is_infinite, tile):
     """In float32 e^-300 is 0. Token 0 is most of its own tile; only the next tile shows how little that is."""
     hidden, ids = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
     policy = Head(hidden=hidden, weight=torch.tensor([[2.0], [1.0], [later], [later]]))
@@ -266,7 +266,7 @@ def test_a_tile_whose_tokens_are_all_masked_adds_nothing():
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
 
 
-def test_an_infinite_reverse_kl_that_the_loss_leaves_out_harms_nobody():
+def test_an_infinite_kl_that_the_loss_leaves_out_is_harmless():
     policy, rollout_model = banning(random_head(1), 3), random_head(2)
     ids = torch.zeros(N, dtype=torch.int64)
     output = joint_linear_head(policy, rollout_model, ids, temperature=1.0, lam=1.0)
@@ -288,7 +288,7 @@ def test_a_nan_is_passed_on():
 # The module
 
 
-def test_the_module_is_the_function_with_the_layers_own_parameters():
+def test_the_module_is_the_function_of_the_layers_parameters():
     torch.manual_seed(0)
     first, second = nn.Linear(H, V, bias=False).double(), nn.Linear(3, V).double()
     module = LinearHead(first, second, policy_soft_cap=2.0, rollout_model_soft_cap=0.5)

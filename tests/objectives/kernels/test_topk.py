@@ -44,7 +44,7 @@ def test_a_long_row_is_not_searched_as_a_whole(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [5, BLOCK, 3 * BLOCK + 7, 1000])
 @pytest.mark.parametrize("k", [0, 1, 20, 90])
-def test_parts_give_what_the_whole_row_gives_and_what_others_have_there(k, width, kind):
+def test_parts_give_what_the_whole_row_gives(k, width, kind):
     rows = random_rows(9, 1000, kind)
     other = random_rows(9, 1000, "random").flip(1)
     top = RunningTopK(k)
@@ -70,7 +70,7 @@ def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
     assert top.others[0].equal(-top.values)
 
 
-def test_ids_of_a_row_of_nans_are_in_range_and_differ_and_its_neighbours_are_right():
+def test_ids_of_a_row_of_nans_are_in_range_and_differ():
     rows = random_rows(3, 600, "random")
     rows[1] = torch.nan
     top = RunningTopK(8)

@@ -181,8 +181,8 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
     """
     if by_policy is None:
         return {}
-    own = by_policy[:, None]
-    return {"_by_policy": mask & own, "_by_rollout_model": mask & ~own}
+    of_policy = by_policy[:, None]
+    return {"_by_policy": mask & of_policy, "_by_rollout_model": mask & ~of_policy}
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
@@ -199,8 +199,8 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
     """
     mask, z, accepted = inputs.response_mask, inputs.z, inputs.acceptance(lam)
     return {
-        **{f"obrs/acceptance{model}": Mean.of(accepted, own) for model, own in inputs.masks.items()},
-        **{f"obrs/z{model}": Mean.of(z.value, own) for model, own in inputs.masks.items()},
+        **{f"obrs/acceptance{model}": Mean.of(accepted, sampled) for model, sampled in inputs.masks.items()},
+        **{f"obrs/z{model}": Mean.of(z.value, sampled) for model, sampled in inputs.masks.items()},
         "obrs/acceptance_minus_z": Mean.of(accepted - z.value, mask),
         "obrs/z_bound_width": Mean.of(z.upper - z.lower, mask),
         "obrs/rollout_mass": Mean.of(z.rollout_mass, mask),
