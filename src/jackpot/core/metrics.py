@@ -29,10 +29,6 @@ class Metric(ABC):
     added_by: ClassVar[str]
     """How each field adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum."""
 
-    @abstractmethod
-    def __init__(self, *fields: Tensor) -> None:
-        """Take the fields in their order."""
-
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the fields."""
         return iter(vars(self).values())

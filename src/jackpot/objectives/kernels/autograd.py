@@ -254,7 +254,7 @@ class _TiledHeads(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in backward
         saved_values = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of a pair
         tiles = [tile for of_head in kept if of_head is not None for tile in of_head.values()]
-        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)  # pyright: ignore[reportArgumentType]
+        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)  # pyright: ignore[reportArgumentType]  # it takes None
         ctx.plan = plan
         return *values, *constants
 
