@@ -41,8 +41,13 @@ def saved(folder: Path, *columns: str) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_runs_correction_is_replayed_as_it_was_applied(trained):
-    found = as_json(str(trained), cwd=trained.parent)
+@pytest.fixture(scope="module")
+def numbers(trained) -> dict:
+    return as_json(str(trained), cwd=trained.parent)
+
+
+def test_the_runs_correction_is_replayed_as_it_was_applied(trained, numbers):
+    found = numbers
     own = next(one for one in found["corrections"] if one["is_own"])
     columns = saved(trained, "acceptance", "weights", "old_log_probs", "rollout_log_probs")
     factor = columns["acceptance"] * columns["weights"]
@@ -56,7 +61,7 @@ def test_the_runs_correction_is_replayed_as_it_was_applied(trained):
     assert found["run"]["tokens"] == len(ratio) and found["format"] == "jackpot"
 
 
-def test_the_command_begins_with_the_answer(trained):
+def test_the_command_begins_with_the_answer(trained, numbers):
     done = jackpot("replay", str(trained), "--all", cwd=trained.parent)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
@@ -71,8 +76,7 @@ def test_the_command_begins_with_the_answer(trained):
         "obrs kappa=none *",
     ):
         assert text in printed
-    found = as_json(str(trained), cwd=trained.parent)
-    verdict = found["answer"]["sentence"]
+    verdict = numbers["answer"]["sentence"]
     assert 0 <= printed.index(verdict) < printed.index("What a rollout is worth") < printed.index("On the sampled")
     short = " ".join(jackpot("replay", str(trained), cwd=trained.parent).stdout.split())
     assert verdict in short and "What a rollout is worth" in short

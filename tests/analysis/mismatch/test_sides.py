@@ -199,7 +199,7 @@ def test_unified_sides_are_held_to_what_training_allows(sampler, learner, device
 
 
 def test_the_coarser_the_sampler_the_larger_every_number():
-    found = apart({}, samplers=({}, BFLOAT16, INT8), responses=96)
+    found = apart({}, samplers=({}, BFLOAT16, INT8), responses=40)
     assert [pair.name for pair in found] == ["transformers fp32", "transformers bf16", "transformers fp32 int8_w8a8"]
     for read_off in (
         lambda one: one.gap.value,
@@ -274,8 +274,7 @@ def test_every_learner_reads_the_same_text_of_every_sampler():
     assert uids[0] == uids[1] == uids[2] and len(set(uids[0])) == 24
     assert found[0].numbers.tokens == found[1].numbers.tokens and found[2].numbers.tokens == found[3].numbers.tokens
     assert gaps(found)[0] < 1e-6 < gaps(found)[1]
-    again = apart({}, {"autocast": "bf16"}, samplers=({}, BFLOAT16))
-    assert gaps(again) == gaps(found)
+    assert gaps(apart({}, samplers=(BFLOAT16,))) == gaps(found)[2:3]
     assert gaps(apart({}, samplers=(BFLOAT16,), seed=1)) != gaps(found)[2:3]
 
 

@@ -336,7 +336,7 @@ def test_a_file_without_the_added_columns_is_told(tmp_path):
         bare = writer(tmp_path / f"{name} bare", **{SAMPLER[name]: True})
         old = next(path for path in bare.rglob("*.*") if path.is_file())
         shutil.copy(old, file.with_name(file.name.replace("3", "1")))
-        found = replay(folder)
+        found = replay(folder, names=["none"])
         assert float(found.run["responses"].value) == 2, name
         assert found.unreadable == 1 and "; the file is left out" in found.problems[0], name
         assert f"lacks {SAMPLER[name]}" in found.problems[0], name
@@ -354,7 +354,7 @@ def test_responses_without_a_policy_are_left_out_and_told(tmp_path):
     lines = list(records(noise(0.3), responses=60))
     for name in ("old_log_probs", "log_probs"):
         del lines[4][name]
-    found = replay(write(tmp_path / "a.jsonl", iter(lines)))
+    found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
     assert float(found.run["responses"].value) == 59 and found.unreadable == 1
     assert "no log-probs of the policy" in found.problems[0] and "response 4" in found.problems[0]
 
@@ -385,7 +385,7 @@ def test_damaged_lines_are_named_and_the_rest_is_replayed(tmp_path):
     above = json.loads(lines[3]) | {"rollout_log_probs": [0.5] * 20}
     broken = [json.dumps(short), json.dumps(nan), json.dumps(above), lines[4][:100]]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines[10:], *broken]))
-    found = replay(tmp_path)
+    found = replay(tmp_path, names=["none"])
     assert found.unreadable == 4 and float(found.run["responses"].value) == 50
     text = "\n".join(found.problems)
     assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has nan at" in text
@@ -467,7 +467,7 @@ def test_lines_nested_without_end_are_named_and_counted(tmp_path):
     deep = "[" * 100_000
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*lines, *[deep] * 25]))
-    found = replay(path)
+    found = replay(path, names=["none"])
     assert found.unreadable == 25 and float(found.run["responses"].value) == 60
     [problem] = found.problems
     assert "a.jsonl line 61 is no JSON" in problem and problem.endswith("(and 24 more like this)")

@@ -40,41 +40,37 @@ def inputs(setting: CorrectionSetting, states: StateDistributions, uniforms: flo
     return replace(inputs_of(setting, states.rollout, states.new, states.new, mask, known_z(z)), uniforms=coins)
 
 
-def loss_gradient(
-    setting: CorrectionSetting, states: StateDistributions, state: int, token: int, coin: float, advantage: float
-):
-    """d loss / d logits of one state, by autograd through the loss that training has; the ascent direction."""
+def loss_gradients(setting: CorrectionSetting, states: StateDistributions, coin: float) -> torch.Tensor:
+    """d loss / d logits of each state, where each token was sampled with an advantage of 1: [S, V, V].
+
+    By autograd through the loss that training has; the ascent direction.
+    """
     given = inputs(setting, states, coin)
     correction = setting.objective.correction.apply(given, {})
-    logits = states.new[state].clone().requires_grad_()
-    log_prob = logits.log_softmax(-1)[token]
+    logits = states.new.unsqueeze(1).repeat(1, VOCABULARY, 1).requires_grad_()
+    log_probs = logits.log_softmax(-1).diagonal(dim1=1, dim2=2)  # of the token of each row
     clips = (setting.objective.clip_low, setting.objective.clip_high)
-    proximal = given.proximal_log_probs[state, token]
-    surrogate = clipped_surrogate(log_prob, proximal, torch.tensor(advantage, dtype=torch.float64), *clips)
-    (correction.accept_mask * correction.weights)[state, token].mul(surrogate).backward()
+    surrogate = clipped_surrogate(log_probs, given.proximal_log_probs, torch.ones_like(log_probs), *clips)
+    (correction.accept_mask * correction.weights).mul(surrogate).sum().backward()
     return logits.grad
 
 
 def by_hand(setting: CorrectionSetting, states: StateDistributions):
     """Squared norms summed over states, by enumeration of tokens, coins and the signs of every token's advantage."""
-    coins = [(number + 0.5) / 200 for number in range(200)]
+    seen = torch.stack([loss_gradients(setting, states, (number + 0.5) / 200) for number in range(200)])
+    first, second = seen.mean(0), seen.square().sum(-1).mean(0)  # over coins: [S, V, V], [S, V]
+    signs = torch.stack(SIGNS)
     estimator = both = exact = noise = 0.0
     for state in range(STATES):
-        p_inf, p_new, size = states.rollout[state].exp(), states.new[state].exp(), states.advantages[state].abs().item()
-        seen = [  # of an advantage of 1, for every coin
-            torch.stack([loss_gradient(setting, states, state, token, coin, 1.0) for coin in coins])
-            for token in range(VOCABULARY)
-        ]
-        ideal = torch.eye(VOCABULARY, dtype=torch.float64) - p_new
-        for signs in SIGNS:
-            advantages = size * signs
-            mean = sum(p_inf[x] * advantages[x] * seen[x].mean(0) for x in range(VOCABULARY))
-            second = sum(p_inf[x] * advantages[x] ** 2 * seen[x].square().sum(-1).mean() for x in range(VOCABULARY))
-            target = sum(p_new[x] * advantages[x] * ideal[x] for x in range(VOCABULARY))
-            estimator += mean.square().sum() / len(SIGNS)
-            both += (mean * target).sum() / len(SIGNS)
-            exact += target.square().sum() / len(SIGNS)
-            noise += (second - mean.square().sum()) / len(SIGNS)
+        p_inf, p_new, size = states.rollout[state].exp(), states.new[state].exp(), states.advantages[state].abs()
+        advantages = size * signs  # [signs, V]
+        mean = (advantages * p_inf) @ first[state]
+        squares = (advantages.square() * p_inf) @ second[state]
+        target = (advantages * p_new) @ (torch.eye(VOCABULARY, dtype=torch.float64) - p_new)
+        estimator += mean.square().sum(-1).mean()
+        both += (mean * target).sum(-1).mean()
+        exact += target.square().sum(-1).mean()
+        noise += (squares - mean.square().sum(-1)).mean()
     return estimator, both, exact, noise
 
 

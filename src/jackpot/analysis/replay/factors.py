@@ -66,7 +66,11 @@ def factors(
         totals: the step's sums, for kappa.
     """
     ones = torch.ones_like(inputs.rollout_log_probs)
-    up, down = (_of_sign(setting, replace(inputs, advantages=sign * ones), new, totals) for sign in (1.0, -1.0))
+    signed = [replace(inputs, advantages=sign * ones) for sign in (1.0, -1.0)]
+    reads_sign = "advantages" in setting.objective.correction.reads
+    averages = [_averaged_over_mask(setting, given, totals) for given in (signed if reads_sign else signed[:1])]
+    up = _of_sign(setting, signed[0], new, averages[0])
+    down = _of_sign(setting, signed[1], new, averages[-1])
     share = 0.5 * ones if advantages is None else (advantages.sign() + 1.0) / 2.0
 
     def of(name: str) -> Tensor:
@@ -80,20 +84,21 @@ def factors(
     )
 
 
-def _of_sign(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, totals: Sums) -> GradientFactors:
+def _of_sign(
+    setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, average: "_MaskAveraged"
+) -> GradientFactors:
     """Compute the factors at the inputs' advantages of 1 or -1; `either` is that of these alone."""
-    found = _averaged_over_mask(setting, inputs, totals)
     through, clipped = _through_surrogate(setting, inputs, new)
-    kept = found.value * through
+    kept = average.value * through
     return GradientFactors(
-        mean=found.chance * kept,
-        either=found.chance * kept,
-        square=found.chance * kept.square(),
-        weight=found.chance * found.value,
-        accepted=found.accepted,
-        capped=found.correction.capped | found.correction.capped_c2,
+        mean=average.chance * kept,
+        either=average.chance * kept,
+        square=average.chance * kept.square(),
+        weight=average.chance * average.value,
+        accepted=average.accepted,
+        capped=average.correction.capped | average.correction.capped_c2,
         clipped=clipped,
-        scale=_scale(setting, inputs, found.correction),
+        scale=_scale(setting, inputs, average.correction),
     )
 
 
@@ -109,21 +114,16 @@ def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new
     return torch.where(mask, gradient / inputs.advantages, 0.0), torch.where(mask, surrogate.clipped.double(), 0.0)
 
 
-def needs_z(setting: CorrectionSetting) -> bool:
-    """Tell whether the correction reads Z."""
-    return "z" in setting.objective.correction.reads
-
-
-def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, found: Correction) -> Tensor:
+def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Correction) -> Tensor:
     """Return F_s of a state, [B, T], were nothing capped in it."""
     log_ratio = inputs.log_ratio
     if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # weigh by Z; the mask accepts Z of a state
-        return found.kappa * inputs.z.value
+        return correction.kappa * inputs.z.value
     if setting.name == "prefix":
-        return _before(found.weights, 1.0)  # 0 behind a rejected prefix
+        return _before(correction.weights)  # 0 behind a rejected prefix
     if setting.name == "min_prefix":
         lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values
-        return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp(), 1.0)
+        return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
     if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
     return torch.ones_like(inputs.z.value)
@@ -134,9 +134,9 @@ def prefix_ratio(log_ratio: Tensor) -> Tensor:
     return (log_ratio.cumsum(-1) - log_ratio).clamp(max=MOST).exp()
 
 
-def _before(values: Tensor, first: float) -> Tensor:
-    """Return the value at the token before each, [B, T]."""
-    return pad(values[:, :-1], (1, 0), value=first)
+def _before(values: Tensor) -> Tensor:
+    """Return the value at the token before each, 1 before the first: [B, T]."""
+    return pad(values[:, :-1], (1, 0), value=1.0)
 
 
 class _MaskAveraged(NamedTuple):
