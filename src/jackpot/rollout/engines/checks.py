@@ -81,8 +81,8 @@ def check_weights(
             if name in shapes and tensor.shape != shapes[name]
         ],
     }
-    if found := [f"{len(items)} {kind} ({'; '.join(items[:3])})" for kind, items in problems.items() if items]:
+    if wrong := [f"{len(items)} {kind} ({'; '.join(items[:3])})" for kind, items in problems.items() if items]:
         raise EngineError(
-            f"weights that do not fit the engine's model: {', '.join(found)}; nothing was replaced. "
+            f"weights that do not fit the engine's model: {', '.join(wrong)}; nothing was replaced. "
             "Send the named_parameters() of a model of the same architecture"
         )

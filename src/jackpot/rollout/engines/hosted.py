@@ -114,17 +114,18 @@ def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) ->
             uid=uid,
             prompt=Prompt(uid=uid, text="", answer="", token_ids=tuple(ids.tolist())),
             seed=seed,
-            sampling=samplings[number],
+            sampling=samplings[index],
             exact_drafts=exact,
         )
-        for uid, ids, seed, number, exact in ask["requests"]
+        for uid, ids, seed, index, exact in ask["requests"]
     ]
     engine.submit(requests)
-    found: dict[str, Rollout] = {}
-    while len(found) < len(requests):
-        found |= {one.uid: one for one in engine.collect(len(requests) - len(found), timeout=SIGN_SECONDS)}
+    rollouts: dict[str, Rollout] = {}
+    while len(rollouts) < len(requests):
+        rollouts |= {one.uid: one for one in engine.collect(len(requests) - len(rollouts), timeout=SIGN_SECONDS)}
         sign()
-    rows = [(found[one.uid].finish, *(getattr(found[one.uid], name) for name in TOKEN_COLUMNS)) for one in requests]
+    in_order = [rollouts[request.uid] for request in requests]
+    rows = [(rollout.finish, *(getattr(rollout, name) for name in TOKEN_COLUMNS)) for rollout in in_order]
     return {"rollouts": rows, "drafts": asdict(engine.take_draft_counts())}
 
 
@@ -470,13 +471,13 @@ class PooledEngine(BackgroundEngine):
 
     def _host_request(self, chunk: Sequence[Request]) -> HostRequest:
         samplings = list({id(one.sampling): one.sampling for one in chunk}.values())
-        number = {id(one): place for place, one in enumerate(samplings)}
+        indices = {id(one): index for index, one in enumerate(samplings)}
         message = {
             "do": "generate",
             "engine": self._name,
             "samplings": [one.model_dump() for one in samplings],
             "requests": [
-                (one.uid, torch.tensor(one.prompt.token_ids), one.seed, number[id(one.sampling)], one.exact_drafts)
+                (one.uid, torch.tensor(one.prompt.token_ids), one.seed, indices[id(one.sampling)], one.exact_drafts)
                 for one in chunk
             ],
         }
@@ -528,6 +529,6 @@ def _parsed(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[list[Roll
     return rollouts, DraftCounts(**answer["drafts"])
 
 
-def _capabilities(given: dict[str, Any]) -> Capabilities:
-    coded = given["coded_weights"] and CodedWeights(tuple(given["coded_weights"][0]), given["coded_weights"][1])
-    return Capabilities(**given | {"dtype": getattr(torch, given["dtype"]), "coded_weights": coded})
+def _capabilities(facts: dict[str, Any]) -> Capabilities:
+    coded = facts["coded_weights"] and CodedWeights(tuple(facts["coded_weights"][0]), facts["coded_weights"][1])
+    return Capabilities(**facts | {"dtype": getattr(torch, facts["dtype"]), "coded_weights": coded})

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,19 +30,8 @@ _LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # of variables tha
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-class Child(Protocol):
-    """A process as asyncio has it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    async def wait(self) -> int: ...
-
-
-Start = Callable[[socket.socket], Awaitable[Child]]  # starts a process that calls `serve` on its end of a socket
+# Starts a process that calls `serve` on its end of a socket.
+Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
 def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
@@ -53,7 +42,7 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
         environment: variables that differ from those of this process; those that make it a rank are left out.
     """
 
-    async def start(theirs: socket.socket) -> Child:
+    async def start(theirs: socket.socket) -> asyncio.subprocess.Process:
         kept = {name: one for name, one in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK}
         paths = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
@@ -77,7 +66,7 @@ class ProcessLink(Link):
 
     def __init__(self, start: Start, setup: Any, silence: float) -> None:
         self._start, self._setup, self.silence = start, setup, silence
-        self.child: Child | None = None
+        self.child: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:

@@ -55,8 +55,8 @@ def views(memory: Tensor, head: Head) -> Iterator[tuple[str, Tensor]]:
 
 def copy_in(memory: Tensor, head: Head, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors of any device to their places in memory, [bytes] uint8, in the dtypes that they have there."""
-    for name, place in views(memory, head):
-        place.copy_(tensors[name].detach())
+    for name, target in views(memory, head):
+        target.copy_(tensors[name].detach())
 
 
 class SharedWeights:
@@ -79,29 +79,29 @@ class SharedWeights:
         text = json.dumps({"__metadata__": {"format": "pt"}} | head).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNED)
         data = 8 + len(text)
-        number = self._open()
-        weakref.finalize(self, _close, number, os.getpid())
-        os.ftruncate(number, data + end)
-        os.pwrite(number, len(text).to_bytes(8, "little") + text, 0)
-        memory = torch.frombuffer(mmap.mmap(number, data + end), dtype=torch.uint8)
+        descriptor = self._open()
+        weakref.finalize(self, _close, descriptor, os.getpid())
+        os.ftruncate(descriptor, data + end)
+        os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
+        memory = torch.frombuffer(mmap.mmap(descriptor, data + end), dtype=torch.uint8)
         copy_in(memory[data:], head, tensors)
 
     def _open(self) -> int:
         """Open a new file, set `path`, and return its descriptor."""
         if hasattr(os, "memfd_create"):
-            number = os.memfd_create("jackpot-weights", os.MFD_CLOEXEC)
-            self.path = Path(f"/proc/{os.getpid()}/fd/{number}")
-            return number
-        number, name = tempfile.mkstemp(prefix="jackpot-weights-", suffix=".safetensors")
+            descriptor = os.memfd_create("jackpot-weights", os.MFD_CLOEXEC)
+            self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            return descriptor
+        descriptor, name = tempfile.mkstemp(prefix="jackpot-weights-", suffix=".safetensors")
         self.path = Path(name)
         weakref.finalize(self, self.path.unlink, missing_ok=True)
-        return number
+        return descriptor
 
 
-def _close(number: int, process: int) -> None:
+def _close(descriptor: int, process: int) -> None:
     """Close a descriptor, unless this is a fork of the process that opened it."""
     if os.getpid() == process:
-        os.close(number)
+        os.close(descriptor)
 
 
 def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:

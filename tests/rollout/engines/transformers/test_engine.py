@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.engines.conformance import EngineConformance, NumberConformance
+from helpers.engines.conformance import EngineConformance, NumberConformance, RunConformance
 from helpers.engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
@@ -36,7 +36,7 @@ class TestTransformersEngine(EngineConformance):
         return make(folder, torch.float32, version, max_num_seqs=32)
 
 
-class TestTransformersEngineInBfloat16(NumberConformance):
+class TestTransformersEngineInBfloat16(RunConformance, NumberConformance):
     reference_dtype = torch.bfloat16
     tolerance = 0.1
     moved_supports = 0.2

@@ -26,7 +26,7 @@ _LARGEST_MASS = 1.0 + 1e-3  # of the top log-probs of a token; more than roundin
 _SAME = 1e-4  # by which a sampled token's log-prob may differ from its entry among the top ones
 
 
-class Advice(NamedTuple):
+class Remedies(NamedTuple):
     """What to start a server with, for errors about its answers."""
 
     ends: str  # where a response ends elsewhere than was asked for
@@ -72,7 +72,7 @@ def checked_rollout(
     stop_token_ids: Sequence[int],
     vocab_size: int,
     version: Version,
-    advice: Advice,
+    remedies: Remedies,
 ) -> Rollout:
     """Return the rollout of a server's response, after checks that it is what was asked for.
 
@@ -83,7 +83,7 @@ def checked_rollout(
         EngineError: the server is set up in a way that changes what was asked for.
     """
     token_ids = [row[0][0] for row in rows]
-    _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, advice.ends)
+    _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.ends)
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
     ids = np.array([[token for token, _ in row] for row in rows], dtype=np.int64).reshape(shape)
     log_probs = np.array([[value for _, value in row] for row in rows], dtype=np.float64).reshape(shape)
@@ -97,7 +97,7 @@ def checked_rollout(
     if (mass := float(np.exp(log_probs[:, 1:]).sum(axis=1).max())) > _LARGEST_MASS:
         raise EngineError(
             f"{request.uid} came back with top log-probs of a token whose probabilities sum to {mass:.6g}; "
-            f"{advice.log_probs}"
+            f"{remedies.log_probs}"
         )
     return make_rollout(request, token_ids, ids, log_probs, finish_reason, version)
 
@@ -138,15 +138,15 @@ def log_prob_row(
         top: log-probs of the top tokens by id. The sampled token may be one more, where it is not among the top ones.
         advice: what to start the server with where there are too few.
     """
-    own = top.get(token, log_prob)
+    listed = top.get(token, log_prob)
     if len(top) > num_top:
         top = {one: value for one, value in top.items() if one != token}
     if len(top) != num_top:
         raise EngineError(f"{uid} came back with {len(top)} top log-probs of a token in place of {num_top}; {advice}")
-    if abs(log_prob - own) > _SAME:
+    if abs(log_prob - listed) > _SAME:
         raise EngineError(
-            f"{uid} came back with two log-probs of the sampled token {token}: {log_prob:.6g}, and {own:.6g} among the "
-            f"top ones. Is there something between the server and the trainer that changes answers?"
+            f"{uid} came back with two log-probs of the sampled token {token}: {log_prob:.6g}, and {listed:.6g} among "
+            f"the top ones. Is there something between the server and the trainer that changes answers?"
         )
     return [(token, log_prob), *sorted(top.items(), key=lambda entry: -entry[1])]
 
@@ -161,11 +161,22 @@ def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
     return (1 << 20) + 1024 * num_prompt + (512 + 64 * (num_top + 2)) * num_response
 
 
-def checked_token_id(given: Any) -> int:
+def checked_token_id(value: Any) -> int:
     """Return a token id of a server's JSON; raise TypeError for anything else."""
-    if type(given) is not int:
-        raise TypeError(f"the token id {given!r} is no integer")
-    return given
+    if type(value) is not int:
+        raise TypeError(f"the token id {value!r} is no integer")
+    return value
+
+
+def checked_log_prob(value: Any, minus_infinity: float) -> float:
+    """Return a log-prob of a server's JSON, NaN too; raise TypeError for anything else.
+
+    Args:
+        minus_infinity: log-probs up to this one stand for minus infinity, which JSON has not.
+    """
+    if type(value) not in (int, float):
+        raise TypeError(f"the log-prob {value!r} is no number")
+    return -np.inf if value <= minus_infinity else float(value)
 
 
 # Scoring. Servers have log-probs of a prompt's tokens at temperature 1 only; at others each token takes one request.

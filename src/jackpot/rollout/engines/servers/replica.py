@@ -163,6 +163,6 @@ class Replica(Peer):
             if self._checks_passed > begun:
                 return
             self._checks_begun += 1
-            number = self._checks_begun
+            index = self._checks_begun
             await self._check_version(weights)
-            self._checks_passed = number
+            self._checks_passed = index

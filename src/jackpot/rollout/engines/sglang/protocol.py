@@ -14,18 +14,17 @@ Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.servers.protocol import (
     NEUTRAL,
-    Advice,
     LogProbRequest,
+    Remedies,
     check_log_probs,
     check_prompt,
+    checked_log_prob,
     checked_rollout,
     checked_token_id,
     log_prob_row,
@@ -34,7 +33,7 @@ from jackpot.rollout.engines.servers.protocol import (
 MIN_TEMPERATURE = 1e-6  # below, SGLang takes the most probable token
 _MINUS_INFINITY = -1e30
 _SETTINGS = "Start it without --preferred-sampling-params, and from the folder of the run's rollout model"
-_ADVICE = Advice(
+_REMEDIES = Remedies(
     ends=f"a setting of its own, or an end-of-sequence token that the run does not have. {_SETTINGS}",
     few="is there something between the server and the trainer that changes answers?",
     log_probs="start the server without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
@@ -123,7 +122,7 @@ def parse_answer(
     sampled = [_entry(one) for one in meta["output_token_logprobs"]]
     tops = meta["output_top_logprobs"] if num_top else [[]] * len(sampled)
     rows = [
-        log_prob_row(token, value, dict(_entry(one) for one in top), num_top, uid, _ADVICE.few)
+        log_prob_row(token, value, dict(_entry(one) for one in top), num_top, uid, _REMEDIES.few)
         for (token, value), top in zip(sampled, tops, strict=True)
     ]
     return checked_rollout(
@@ -134,7 +133,7 @@ def parse_answer(
         stop_token_ids=sampling["stop_token_ids"],
         vocab_size=vocab_size,
         version=version,
-        advice=_ADVICE,
+        remedies=_REMEDIES,
     )
 
 
@@ -161,9 +160,6 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
     return values
 
 
-def _entry(given: Any) -> tuple[int, float]:
+def _entry(entry: Any) -> tuple[int, float]:
     """Return (token, log-prob) of one entry of SGLang's lists, [log-prob, token, text]."""
-    log_prob, token = given[0], checked_token_id(given[1])
-    if type(log_prob) not in (int, float):
-        raise TypeError(f"the log-prob {log_prob!r} is no number")
-    return token, -np.inf if log_prob <= _MINUS_INFINITY else float(log_prob)
+    return checked_token_id(entry[1]), checked_log_prob(entry[0], _MINUS_INFINITY)

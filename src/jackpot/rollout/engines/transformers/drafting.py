@@ -163,11 +163,11 @@ class DraftedBatch(DecodingBatch):
         tokens = self._tail[self._rows].to(device)
         nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
-        for number in range(int(drafted.max())):
-            hidden = self._draft(tokens, self._positions(number - (number == 0), number))[:, -1]
+        for index in range(int(drafted.max())):
+            hidden = self._draft(tokens, self._positions(index - (index == 0), index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
-            tokens = sample_tokens(distribution, self._uniforms(0, number, number)[:, 0])[:, None]
-            is_drafted = (drafted > number)[:, None].to(device)
+            tokens = sample_tokens(distribution, self._uniforms(0, index, index)[:, 0])[:, None]
+            is_drafted = (drafted > index)[:, None].to(device)
             drafts.insert(-1, tokens)
             probs.insert(-1, torch.where(is_drafted, distribution, nothing))
         return torch.cat(drafts, dim=1), torch.stack(probs, dim=1)
@@ -203,13 +203,13 @@ class DraftedBatch(DecodingBatch):
             records: as of `_verify`, on the CPU.
             drafted: [N], the tokens that each row drafted.
         """
-        rows, places = self._rows, torch.arange(records.shape[1])
+        rows, positions = self._rows, torch.arange(records.shape[1])
         tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
-        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (places <= accepted[:, None])
+        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
         has_stop = is_stop.any(dim=1)
         taken = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N]
-        row, place = (places < taken[:, None]).nonzero(as_tuple=True)
-        draws, at = records[row, place, :-1], self._lengths[rows[row]] + place
+        row, position = (positions < taken[:, None]).nonzero(as_tuple=True)
+        draws, at = records[row, position, :-1], self._lengths[rows[row]] + position
         if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
             first = int(is_finite.int().argmin())
             raise self._no_distribution(int(rows[row[first]]), int(at[first]))

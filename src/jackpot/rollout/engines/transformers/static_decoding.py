@@ -61,11 +61,11 @@ def layer_masks(
         columns: S.
         windows: of each layer, as of `layer_windows`; those with equal windows share one tensor.
     """
-    places, last = torch.arange(columns, device=last.device), last[..., None]
-    hidden = (places < first[..., None]) | (places > last)
+    positions, last = torch.arange(columns, device=last.device), last[..., None]
+    hidden = (positions < first[..., None]) | (positions > last)
     made: dict[int | None, Tensor] = {}
     for window in set(windows):
-        far = hidden if window is None else hidden | (places <= last - window)
+        far = hidden if window is None else hidden | (positions <= last - window)
         made[window] = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)[:, None]
     return [made[window] for window in windows]
 
@@ -93,8 +93,8 @@ class GraphCapture:
             return step
         try:
             graph = torch.cuda.CUDAGraph()
-            own = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves another stream behind
-            with own, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves another stream behind
+            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as error:
             self._captures = False

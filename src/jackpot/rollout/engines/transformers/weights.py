@@ -90,12 +90,12 @@ class ModelWeights:
             tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
             tensor.data = tensor.new_empty(shape)
         self._released = {}
-        places = self._parameters | self._buffers if as_codes else self._parameters
+        targets = self._parameters | self._buffers if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
         for name, tensor in sent:
-            if name in places:
-                places[name].copy_(tensor)
-                digest.add(name, places[name])
+            if name in targets:
+                targets[name].copy_(tensor)
+                digest.add(name, targets[name])
             else:
                 layer = self._quantized[name]
                 source = tensor.to(layer.codes.device, self.dtype)

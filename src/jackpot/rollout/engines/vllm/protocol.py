@@ -9,25 +9,24 @@ Shapes: `T` response tokens, `K` top log-probs.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.servers.protocol import (
     NEUTRAL,
-    Advice,
     LogProbRequest,
+    Remedies,
     check_log_probs,
     check_prompt,
+    checked_log_prob,
     checked_rollout,
     checked_token_id,
     log_prob_row,
 )
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # below, vLLM samples with 0.01; above, it refuses
-_ADVICE = Advice(
+_REMEDIES = Remedies(
     ends="a setting of its own. Start it with --generation-config vllm and without other overrides",
     few="start the server with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs",
     log_probs="start the server with --logprobs-mode processed_logprobs",
@@ -114,7 +113,7 @@ def parse_completion(
     choice = _only_choice(completion, request.prompt.token_ids, request.uid)
     log_probs = choice["logprobs"]
     rows = [
-        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, request.uid, _ADVICE.few)
+        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, request.uid, _REMEDIES.few)
         for token, sampled, top in zip(
             choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True
         )
@@ -127,7 +126,7 @@ def parse_completion(
         stop_token_ids=sampling_params["stop_token_ids"],
         vocab_size=vocab_size,
         version=version,
-        advice=_ADVICE,
+        remedies=_REMEDIES,
     )
 
 
@@ -157,11 +156,8 @@ def _only_choice(completion: Any, prompt: Sequence[int], uid: str) -> Any:
     return choice
 
 
-def _log_prob(given: Any) -> float:
-    """Return a log-prob of vLLM's JSON; NaN stays NaN."""
-    if type(given) not in (int, float):
-        raise TypeError(f"the log-prob {given!r} is no number")
-    return -np.inf if given <= _MINUS_INFINITY else float(given)
+def _log_prob(value: Any) -> float:
+    return checked_log_prob(value, _MINUS_INFINITY)
 
 
 def _by_id(top: Mapping[str, Any]) -> dict[int, float]:

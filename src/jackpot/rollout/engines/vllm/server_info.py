@@ -90,13 +90,13 @@ def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool
         has_all_layers: False where the layers are split among ranks.
     """
     sizes = {}
-    if found := re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", inspection):
-        sizes |= {"hidden_size": int(found[1]), "vocab_size": int(found[2])}
-    if found := re.search(r"Attention\(head_size=(\d+), num_heads=(\d+), num_kv_heads=(\d+)", inspection):
-        sizes |= {"head_dim": int(found[1]), "num_attention_heads": int(found[2]) * tensor_parallel}
-        sizes |= {"num_key_value_heads": int(found[3])} if tensor_parallel == 1 else {}
-    if found := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", inspection):
-        sizes |= {"intermediate_size": int(found[1]) * tensor_parallel}
+    if match := re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", inspection):
+        sizes |= {"hidden_size": int(match[1]), "vocab_size": int(match[2])}
+    if match := re.search(r"Attention\(head_size=(\d+), num_heads=(\d+), num_kv_heads=(\d+)", inspection):
+        sizes |= {"head_dim": int(match[1]), "num_attention_heads": int(match[2]) * tensor_parallel}
+        sizes |= {"num_key_value_heads": int(match[3])} if tensor_parallel == 1 else {}
+    if match := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", inspection):
+        sizes |= {"intermediate_size": int(match[1]) * tensor_parallel}
     if (layers := re.findall(r"\((?:\d+-)?(\d+)\): (?:\d+ x )?\w*DecoderLayer\(", inspection)) and has_all_layers:
         sizes |= {"num_hidden_layers": 1 + max(int(layer) for layer in layers)}
     return sizes
