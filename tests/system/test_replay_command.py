@@ -151,7 +151,6 @@ def test_of_a_mixed_run_the_rollout_models_rollouts_are_judged(finished_run: Fin
     "prices, overrides",
     [
         (True, ()),
-        (False, ("rollout_model.share=0.0",)),
         (False, ("rollout_model.share=0.0", "engine.draft={tokens: 2}")),
     ],
 )

@@ -30,7 +30,12 @@ def states() -> StateDistributions:
     )
     advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
     return StateDistributions(
-        at=torch.ones(1, STATES, dtype=torch.bool), rollout=rollout, new=new, old=new, advantages=advantages
+        at=torch.ones(1, STATES, dtype=torch.bool),
+        held=torch.ones(STATES, dtype=torch.bool),
+        rollout=rollout,
+        new=new,
+        old=new,
+        advantages=advantages,
     )
 
 
@@ -97,9 +102,7 @@ def test_importance_sampling_has_neither_bias_nor_drift(states):
     numbers = exact_numbers(found)
     assert numbers["bias"] == pytest.approx(0.0, abs=1e-7) and numbers["drift"] == pytest.approx(0.0, abs=1e-7)
     assert float(found["both"].value) == pytest.approx(float(found["exact"].value))
-    own = StateDistributions(
-        at=states.at, rollout=states.new, new=states.new, old=states.new, advantages=states.advantages
-    )
+    own = replace(states, rollout=states.new)
     assert exact_numbers(of_states(SETTINGS["is"], own))["variance"] == pytest.approx(1.0)
 
 

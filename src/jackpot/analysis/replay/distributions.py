@@ -26,6 +26,7 @@ class StateDistributions:
     """The distributions of both models at N sampled tokens. float64, nats."""
 
     at: Tensor  # [B, T] bool, True at these N tokens
+    held: Tensor  # [N] bool, True where both lists hold at least CAPTURED of the mass
     rollout: Tensor  # [N, M] log p_inf; the last column is of all tokens that are not in both lists
     new: Tensor  # [N, M] log p_new
     old: Tensor | None  # [N, M] log p_old; None where it is neither p_new nor p_inf
@@ -36,17 +37,23 @@ class StateDistributions:
         log_probs = self.new if target == "new" else self.old
         return None if log_probs is None else exact_z(self.rollout, log_probs, lam)
 
+    @property
+    def known(self) -> "StateDistributions | None":
+        """The distributions at those tokens whose lists hold enough to sum over them; None where there are none."""
+        if not self.held.any():
+            return None
+        return StateDistributions(
+            at=self.at.masked_scatter(self.at, self.held),
+            held=self.held[self.held],
+            rollout=self.rollout[self.held],
+            new=self.new[self.held],
+            old=None if self.old is None else self.old[self.held],
+            advantages=self.advantages[self.held],
+        )
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedDistributions:
-    """Distributions at every sampled token, and at those tokens whose lists hold at least CAPTURED of the mass."""
 
-    everywhere: StateDistributions
-    known: StateDistributions | None
-
-
-def saved_distributions(batch: ResponseBatch) -> SavedDistributions | None:
-    """Match the top-k lists of both models; None where a response lacks one of them."""
+def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
+    """Match the top-k lists of both models, at every sampled token; None where a response lacks one of them."""
     if not all(response.has_lists for response in batch.responses):
         return None
 
@@ -61,30 +68,21 @@ def saved_distributions(batch: ResponseBatch) -> SavedDistributions | None:
     held = torch.minimum(rollout.exp().sum(-1), new.exp().sum(-1)) >= CAPTURED
     rollout, new = _with_rest(rollout), _with_rest(new)
 
-    old = _old(batch, rollout, new)
-    return SavedDistributions(
-        everywhere=_some(batch, torch.ones_like(held), rollout, new, old),
-        known=_some(batch, held, rollout, new, old) if held.any() else None,
-    )
-
-
-def _some(batch: ResponseBatch, chosen: Tensor, rollout: Tensor, new: Tensor, old: Tensor | None) -> StateDistributions:
-    at = batch.mask.clone()
-    at[batch.mask] = chosen
     return StateDistributions(
-        at=at,
-        rollout=rollout[chosen],
-        new=new[chosen],
-        old=None if old is None else old[chosen],
-        advantages=batch.advantages[at],
+        at=batch.mask,
+        held=held,
+        rollout=rollout,
+        new=new,
+        old=_old(batch, rollout, new),
+        advantages=batch.advantages[batch.mask],
     )
 
 
-def z_of(lists: SavedDistributions | None, batch: ResponseBatch, lam: float, target: str) -> ZEstimate | None:
+def z_of(lists: StateDistributions | None, batch: ResponseBatch, lam: float, target: str) -> ZEstimate | None:
     """Return Z for a correction's inputs, [B, T]; None where there are no lists of the target."""
-    if lists is None or (z := lists.everywhere.z(lam, target)) is None:
+    if lists is None or (z := lists.z(lam, target)) is None:
         return None
-    return known_z(torch.ones_like(batch.rollout).masked_scatter(lists.everywhere.at, z))
+    return known_z(torch.ones_like(batch.rollout).masked_scatter(lists.at, z))
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from jackpot.analysis.advice.rule import (
     judge,
 )
 from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, why_not
-from jackpot.analysis.replay.distributions import SavedDistributions, StateDistributions, saved_distributions, z_of
+from jackpot.analysis.replay.distributions import StateDistributions, saved_distributions, z_of
 from jackpot.analysis.replay.factors import factors, inputs_of, prefix_ratio
 from jackpot.analysis.replay.gradient import StateValues, known_states, state_sums, state_values
 from jackpot.analysis.replay.rejected import TopRejected
@@ -168,7 +168,7 @@ class Measured:
             correction.changed.add(batch, sampled, ratio)
 
     def _inputs(
-        self, setting: CorrectionSetting, batch: ResponseBatch, lists: SavedDistributions | None
+        self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
         """Build a correction's inputs at the sampled tokens; None where it needs a Z that is not known."""
         correction, target = setting.objective.correction, setting.objective.target
