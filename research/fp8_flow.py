@@ -379,7 +379,7 @@ def gradients() -> None:
     for backward in ("dequantized", "fp8"):
         torch.manual_seed(0)
         layer, inputs, grad = nn.Linear(1024, 512, bias=False), torch.randn(512, 1024), torch.randn(512, 512)
-        own = CodedLinear(layer, SCHEMES["fp8"], backward, LastRows(FP8_TOKEN_BLOCKS))
+        own = CodedLinear(layer, SCHEMES["fp8"].weights, backward, LastRows(FP8_TOKEN_BLOCKS))
         own(inputs.requires_grad_()).backward(grad)
         wanted = grad.double() @ layer.weight.detach().double(), grad.double().T @ inputs.detach().double()
         errors = [
@@ -412,7 +412,9 @@ def memory() -> None:
                 inputs = torch.randn(tokens, layers[group[0]].in_features, requires_grad=True)
                 for layer in (layers[name] for name in group):
                     with torch.autocast("cpu", torch.bfloat16, enabled=what == "bf16"):
-                        (CodedLinear(layer, SCHEMES["fp8"], "dequantized", rows) if what == "fp8" else layer)(inputs)
+                        (CodedLinear(layer, SCHEMES["fp8"].weights, "dequantized", rows) if what == "fp8" else layer)(
+                            inputs
+                        )
         size = sum(one.untyped_storage().nbytes() for one in kept.values() if len(one) == tokens)  # not of weights
         print(f"| `{what}` | {size / tokens:.0f} |")
 

@@ -43,7 +43,7 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     assert all(line["reward/mean"] > 0.0 and line["reward/errors"] == 0.0 for line in lines[1:])
 
 
-def test_every_example_says_its_command_and_one_runs_as_a_stranger_types_it(tmp_path: Path) -> None:
+def test_every_example_says_its_command_and_one_runs_by_it(tmp_path: Path) -> None:
     for name in EXAMPLES:
         assert f"jackpot train examples/{name}.yaml" in (ROOT / "examples" / f"{name}.yaml").read_text()
     done = jackpot("train", "examples/own_reward.yaml", *SHORT, "--run", str(tmp_path / "run"), cwd=ROOT)
@@ -99,7 +99,7 @@ class Judge(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def test_the_judge_behind_http_is_asked_at_the_same_time_and_again_after_a_failure(monkeypatch) -> None:
+def test_the_judge_is_asked_at_once_and_again_after_a_failure(monkeypatch) -> None:
     prompt = Prompt(uid="p", text="2+3=", answer="5", token_ids=())
     responses = [DecodedResponse(prompt, text, True) for text in ("5", "no", "yes")]
     rewards = [RewardConfig(name="examples.own_judge:judged", timeout=60.0, retries=1)]
@@ -133,7 +133,7 @@ def test_the_correction_is_smooth_and_never_above_its_cap() -> None:
     assert found.accept_mask.eq(1.0).all() and found.capped.tolist() == [[False, False, False, True]]
 
 
-def test_a_replay_of_a_run_with_an_own_correction_has_it_with_its_settings() -> None:
+def test_replay_knows_a_runs_own_correction() -> None:
     [own] = [one for one in settings_of(resolve("examples/own_correction.yaml", None, []), []) if one.is_own]
     assert dict(own.numbers) == {"import_path": "examples.own_correction:soft_cap", "kwargs": {"cap": 3.0}}
     assert own.name == "custom" and own.objective.correction.formula.__name__ == "soft_cap"

@@ -108,7 +108,7 @@ def test_both_gradients_are_those_of_the_papers_objective(loop, clients):
     assert relative(policy.gradients[0], plain) > 0.05  # without the correction it is another one
 
 
-def test_both_models_move_and_the_next_step_samples_the_new_weights(loop, clients):
+def test_both_models_move_and_the_next_step_samples_them(loop, clients):
     policy, rollout_model = clients
     before = [[one.detach().clone() for one in client.model.parameters()] for client in clients]
     prompts, reward = problems(4)

@@ -71,7 +71,7 @@ def test_a_model_without_such_layers_is_refused(model: PreTrainedModel) -> None:
         checkpoint_activations(model)
 
 
-def test_every_model_that_is_trained_is_checkpointed_and_no_other() -> None:
+def test_every_trained_model_is_checkpointed_and_no_other() -> None:
     config = small_config("activation_checkpointing=true", "rollout_model.optimizer=null")
     loaded = {
         role: load_trained(config, role, path, torch.device("cpu"), False)

@@ -77,7 +77,7 @@ def test_full_sequences_put_each_response_behind_its_prompt():
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-def test_hidden_states_predict_each_response_token_whatever_the_padding(model, padding):
+def test_hidden_states_predict_each_token_whatever_the_padding(model, padding):
     batch = token_batch(padding)
     hidden = token_hidden(model, batch, batch.attention_mask.flatten().nonzero()[:, 0])
     assert hidden.shape == (batch.attention_mask.sum(), 32)
@@ -101,7 +101,7 @@ def repeat_prompts(batch: TokenBatch) -> TokenBatch:
 
 
 @pytest.mark.parametrize("padding", [0, 5])
-def test_a_shared_prompt_gives_states_and_gradients_of_one_that_is_read_each_time(model, padding):
+def test_a_shared_prompt_gives_the_same_states_and_gradients(model, padding):
     assert can_share_prompts(model)
     model, batch = model.double(), token_batch(padding)
     grads, states = [], []
@@ -132,7 +132,7 @@ def test_without_padding_masks_change_nothing(model, shared):
     assert torch.allclose(predicting_hidden(model, prompts, None, index, responses, None), masked, atol=2e-5)
 
 
-def test_responses_of_one_token_are_predicted_by_their_prompts_alone(model):
+def test_responses_of_one_token_are_predicted_by_prompts(model):
     batch = token_batch()
     short = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
     first = torch.arange(len(RESPONSES))
@@ -156,7 +156,7 @@ def test_responses_of_one_token_are_predicted_by_their_prompts_alone(model):
         },
     ],
 )
-def test_models_whose_prompts_cannot_be_shared_read_them_each_time(why):
+def test_prompts_that_cannot_be_shared_are_read_each_time(why):
     model = MODELS["Llama"]().eval()
     for name, value in why.items():
         setattr(model.config, name, value)
@@ -206,7 +206,7 @@ def test_logits_are_float32_in_a_bfloat16_model():
     assert head_logits(model, torch.zeros(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
 
 
-def test_a_model_without_a_linear_head_or_without_a_base_is_refused():
+def test_a_model_without_a_linear_head_or_a_base_is_refused():
     model = MODELS["Qwen3"]()
     with pytest.raises(ModelError, match="no causal language model"):
         backbone(model.model)
@@ -216,7 +216,7 @@ def test_a_model_without_a_linear_head_or_without_a_base_is_refused():
 
 
 @pytest.mark.parametrize("mask", [[[True, True], [True, False]], [[True, True], [False, False]]])
-def test_prompts_that_are_empty_or_padded_on_the_right_are_refused(mask):
+def test_prompts_that_are_empty_or_padded_right_are_refused(mask):
     ones = torch.ones(2, 2, dtype=torch.int64)
     with pytest.raises(DataError, match=r"prompts \[1\]"):
         full_sequences(ones, torch.tensor(mask), torch.tensor([0, 1]), ones, ones.bool())

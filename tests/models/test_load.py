@@ -74,7 +74,7 @@ def test_a_model_comes_in_its_dtype_and_in_eval_mode(original, dtype):
     assert load_model(str(original), dtype).device == torch.device("cpu")
 
 
-def test_weights_lie_where_torch_puts_its_own_whatever_their_place_in_the_file(tmp_path):
+def test_weights_lie_where_torch_puts_its_own(tmp_path):
     critic = load.load_value_model("starter:rollout_model", torch.float32)
     critic.save_pretrained(tmp_path)  # its bias of 4 bytes comes first, and moves the others
     again = load.load_value_model(tmp_path, torch.float32)
@@ -101,7 +101,7 @@ def maps() -> list[str]:
 
 @pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, "1MB"), (torch.bfloat16, "1MB"), (torch.float32, "10KB")])
-def test_weights_that_stay_in_their_files_are_those_that_one_loads(folder, tmp_path, dtype, size, load_it):
+def test_weights_that_stay_in_files_are_those_that_are_loaded(folder, tmp_path, dtype, size, load_it):
     model = qwen(tie_word_embeddings=False).to(dtype)
     model.generation_config = GenerationConfig(eos_token_id=[3, 4])
     shutil.rmtree(folder)
@@ -114,7 +114,7 @@ def test_weights_that_stay_in_their_files_are_those_that_one_loads(folder, tmp_p
 
 
 @pytest.mark.parametrize(("prefix", "dtype"), [("model.", torch.bfloat16), ("", torch.float64)])
-def test_a_file_with_other_names_or_kinds_than_the_models_is_read(folder, prefix, dtype):
+def test_a_file_with_other_names_or_kinds_is_read(folder, prefix, dtype):
     weights = load_file(folder / "model.safetensors")
     renamed = {name.removeprefix(prefix): one.to(dtype) for name, one in weights.items()}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -215,7 +215,7 @@ def test_corrupt_weights_are_refused(folder):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -2e6])
 @pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_weights_that_are_no_numbers_are_refused_by_path_and_tensor(folder, value, load_it, name, place):
+def test_weights_that_are_no_numbers_are_refused_by_name(folder, value, load_it, name, place):
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights[name][-1, 3] = value  # one of all: the embedding of a token that no text may ever use
@@ -302,7 +302,7 @@ def test_an_unknown_starter_is_refused_with_a_guess():
         resolve_path("starter:polcy")
 
 
-def test_a_hub_name_is_left_to_the_hub_and_a_relative_folder_is_not(original, monkeypatch):
+def test_a_hub_name_goes_to_the_hub_and_no_relative_folder(original, monkeypatch):
     assert resolve_path("Qwen/Qwen3-0.6B-Base") == "Qwen/Qwen3-0.6B-Base"
     monkeypatch.chdir(original.parent.parent)
     relative = f"{original.parent.name}/original"

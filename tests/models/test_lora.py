@@ -86,7 +86,7 @@ def test_a_new_adapter_changes_nothing_and_alone_is_trained(folder: Path) -> Non
     assert trainable(model) and all(".lora_" in name for name in trainable(model))
 
 
-def test_the_seed_alone_decides_a_new_adapter_and_the_random_state_is_left_alone(folder: Path) -> None:
+def test_the_seed_alone_decides_a_new_adapter(folder: Path) -> None:
     torch.manual_seed(0)
     first = trainable(adapted(folder, seed=3, moved=False))
     drawn = torch.rand(4)
@@ -124,9 +124,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         add_adapter(model, SMALL, 0)
 
 
-def test_a_missing_peft_is_named_with_the_command_that_installs_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_peft_is_named_with_its_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     model = load_model(folder, torch.float32)
     assert equal(dict(merged_weights(model)), dict(model.named_parameters()))
@@ -138,7 +136,7 @@ def test_a_missing_peft_is_named_with_the_command_that_installs_it(
 
 
 @pytest.mark.parametrize("config", [SMALL, ATTENTION], ids=["all-linear", "attention"])
-def test_merged_weights_are_those_of_the_model_plus_alpha_over_rank_times_b_a(folder: Path, config: LoraConfig) -> None:
+def test_merged_weights_are_w_plus_alpha_over_rank_times_b_a(folder: Path, config: LoraConfig) -> None:
     model, plain = adapted(folder, config), dict(load_model(folder, torch.float32).named_parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merged, adapter, changed = list(merged_weights(model)), trainable(model), set()
@@ -156,7 +154,7 @@ def test_merged_weights_are_those_of_the_model_plus_alpha_over_rank_times_b_a(fo
     assert equal(before, model.state_dict())
 
 
-def test_the_merged_model_says_what_the_model_with_its_adapter_says(folder: Path) -> None:
+def test_the_merged_model_says_what_the_adapter_says(folder: Path) -> None:
     model, merged = adapted(folder), load_model(folder, torch.float32)
     start = logits(merged)
     merged.load_state_dict(dict(merged_weights(model)), strict=False)
@@ -167,7 +165,7 @@ def test_the_merged_model_says_what_the_model_with_its_adapter_says(folder: Path
 # What is written down
 
 
-def test_a_saved_folder_is_a_plain_model_and_an_adapter_that_peft_reads(folder: Path, tmp_path: Path) -> None:
+def test_a_saved_folder_is_a_plain_model_and_pefts_adapter(folder: Path, tmp_path: Path) -> None:
     model = adapted(folder)
     save_model(model, tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()

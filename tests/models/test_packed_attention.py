@@ -81,7 +81,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_row_without_padding_gives_states_and_gradients_of_the_rectangle(name: str) -> None:
+def test_a_packed_row_gives_what_the_rectangle_gives(name: str) -> None:
     model, batch = model_of(*MODELS[name]), token_batch()
     own = model.config._attn_implementation
     assert can_pack(model)
@@ -243,7 +243,7 @@ def test_flex_attention_gives_what_blocks_give(monkeypatch: pytest.MonkeyPatch) 
         assert torch.allclose(response_hidden(model, batch), blocks, atol=1e-5)
 
 
-def test_whole_blocks_are_listed_as_such_and_those_of_others_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_blocks_are_listed_and_those_of_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_flex, "BLOCK", 4)
     row = pack_row([[3] * 8, [4] * 4], [0, 0, 1], [torch.arange(9), torch.arange(5), torch.arange(5)])
     mask = packed_flex.block_mask(row, None)  # places 0 to 7, 8 to 15 and 16 to 19 behind them; 20 to 27
@@ -277,7 +277,7 @@ def test_other_models_read_the_rectangle(why: str) -> None:
     assert torch.equal(response_hidden(model, packed(batch)), response_hidden(model, batch))
 
 
-def test_what_is_not_computed_is_an_error_and_the_model_keeps_its_attention() -> None:
+def test_what_is_not_computed_is_an_error() -> None:
     model = model_of(*REFUSED["a soft cap"])
     model.config.attn_logit_softcapping = None  # its layers have it still
     with pytest.raises(ModelError, match="Gemma2Attention takes softcap, so it cannot read rows without padding"):

@@ -59,7 +59,7 @@ def before_by_sequence(row: PackedRow) -> dict[int, list[int]]:
 
 @few
 @given(batches)
-def test_every_token_attends_to_all_before_it_in_its_sequence_and_to_nothing_else(groups) -> None:
+def test_every_token_attends_to_its_sequence_before_it_alone(groups) -> None:
     row, prompts, index, responses = row_of(groups)
     expected = {}
     for number, response in zip(index, responses, strict=True):
@@ -92,7 +92,7 @@ def shape(prompts: range, group: int, responses: tuple[int, int], mean: float | 
     return [(draw.choice(prompts), [length() for _ in range(group)]) for _ in range(32)]
 
 
-def test_linear_layers_read_what_exists_and_blocks_of_attention_little_more() -> None:
+def test_layers_read_what_exists_and_attention_little_more() -> None:
     """Quickstart and study (short sums), benchmarks/step.py (64 tokens each), and a long ragged shape."""
     shapes = {
         "short": shape(range(6, 9), 8, (1, 32), 9.0),

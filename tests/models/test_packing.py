@@ -29,9 +29,7 @@ def test_every_row_is_in_one_run_in_its_order(lengths: list[tuple[int, int]], bu
 
 @few
 @given(rows, budgets, st.booleans())
-def test_a_run_is_as_long_as_the_budget_allows_and_has_one_row_at_least(
-    lengths: list[tuple[int, int]], budget: int, pads: bool
-) -> None:
+def test_a_run_is_as_long_as_the_budget_allows(lengths: list[tuple[int, int]], budget: int, pads: bool) -> None:
     runs = list(pack(lengths, budget, lambda row: row, pads))
     assert all(tokens(run, pads) <= budget or len(run) == 1 for run in runs)
     assert all(tokens([*run, after[0]], pads) > budget for run, after in pairwise(runs))
@@ -43,5 +41,5 @@ def test_rows_are_read_no_further_than_the_next_run() -> None:
     assert (first, second) == ([0, 1, 2, 3], [4, 5, 6, 7]) and next(numbers) == 9
 
 
-def test_a_rollout_has_the_lengths_of_its_prompt_and_its_response() -> None:
+def test_a_rollout_has_the_lengths_of_prompt_and_response() -> None:
     assert rollout_lengths(rollout_of(tiny_prompt(4), [3, 2, 5])) == (4, 3)

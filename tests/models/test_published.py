@@ -55,7 +55,7 @@ def test_the_table_has_every_model_of_every_recipe_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_model_of_the_table_has_as_many_parameters_as_the_published_one(name: str) -> None:
+def test_the_table_has_the_published_parameter_counts(name: str) -> None:
     model = load_meta_model(name)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
@@ -79,7 +79,7 @@ def test_the_tokens_that_end_a_text_are_the_familys() -> None:
     assert ends == {"Qwen/Qwen3-4B-Base": (151_643,), "Qwen/Qwen2.5-1.5B-Instruct": (151_645,)}
 
 
-def test_the_table_stands_for_no_weights_no_tokenizer_and_no_other_name() -> None:
+def test_the_table_stands_for_no_weights_and_no_other_name() -> None:
     for load in (load_config, load_meta_model):
         with pytest.raises(ModelError, match="somebody/unknown-8B"):
             load("somebody/unknown-8B")

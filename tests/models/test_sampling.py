@@ -59,7 +59,7 @@ def test_ties_with_the_last_of_top_k_are_kept_as_vllm_keeps_them():
 
 
 @pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 300])
-def test_a_draw_is_the_first_token_whose_running_sum_exceeds_the_uniform(size):
+def test_a_draw_is_the_first_token_above_the_uniform(size):
     """Whole-number weights make the running sums exact, so that every boundary can be tried on both sides."""
     weights = torch.randint(0, 4, (size,), generator=torch.Generator().manual_seed(size))
     weights[size // 2] = 3
@@ -86,7 +86,7 @@ def test_a_token_of_probability_zero_is_never_drawn(size):
     assert (probs.gather(1, sample_tokens(probs, uniforms)[:, None]) > 0).all()
 
 
-def test_a_goal_on_the_border_of_two_blocks_skips_the_zeros_behind_it():
+def test_a_goal_between_two_blocks_skips_the_zeros_behind_it():
     """The sum of the blocks before, once as it was and once as a difference, can differ in its last bit."""
     blocks = torch.rand(200, 40, 128, generator=torch.Generator().manual_seed(0)) ** 6
     blocks[:, 1:, :64] = 0.0
@@ -96,7 +96,7 @@ def test_a_goal_on_the_border_of_two_blocks_skips_the_zeros_behind_it():
         assert (probs.gather(1, drawn[:, None]) > 0).all()
 
 
-def test_rounding_that_leaves_no_running_sum_above_the_goal_gives_the_last_token_with_mass():
+def test_a_goal_that_rounding_leaves_above_all_gives_the_last():
     """Sums of 0.1 inside a block fall short of the block's own sum by more than the largest uniform leaves."""
     for size in range(2, 400):
         probs = torch.zeros(1, size)
@@ -119,7 +119,7 @@ def draw_of(logits: torch.Tensor, uniforms: torch.Tensor, num_top: int = 5, **se
 
 @pytest.mark.parametrize("size", [5, 128, 129, 3000])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 4}, {"top_p": 0.8, "temperature": 1.3}])
-def test_a_draw_from_logits_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
+def test_a_draw_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
     generator = torch.Generator().manual_seed(size)
     rows = 20 if size < 1000 else 4
     logits = 4 * torch.randn(rows, size, generator=generator)
@@ -158,7 +158,7 @@ def test_what_truncation_dropped_stands_last_with_no_probability():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("size", [6, 300])
-def test_a_row_without_a_distribution_gets_a_log_prob_that_is_not_finite_and_spoils_no_other(value, size):
+def test_a_row_without_a_distribution_spoils_no_other(value, size):
     logits = torch.zeros(2, size)
     logits[1, 3] = value
     drawn = draw_of(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), num_top=2)
@@ -176,7 +176,7 @@ def test_log_probs_in_a_large_vocabulary_lose_no_digits():
 @pytest.mark.parametrize("size", [32, 5_000, 152_000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 0.9)])
-def test_the_log_prob_of_a_drawn_token_is_the_same_when_drawn_scored_and_trained_on(size, temperature, top_k, top_p):
+def test_a_tokens_log_prob_is_the_same_drawn_scored_and_trained(size, temperature, top_k, top_p):
     """Scoring has the formula of the draw, the head one of its own that differs in the last bit."""
     draw = torch.Generator().manual_seed(0)
     logits = 4.0 * torch.randn(16, size, generator=draw)

@@ -25,7 +25,7 @@ def plain_logits(model, prompt: tuple[int, ...], response: tuple[int, ...]) -> t
     return model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
 
 
-def test_the_forward_pass_gives_the_states_that_predict_each_token(model):
+def test_a_forward_pass_gives_states_that_predict_each_token(model):
     hidden, ids, mask = forward_responses(model, PROMPTS, RESPONSES)
     assert mask.sum(-1).tolist() == [4, 1, 2, 0] and ids[mask].tolist() == [4, 6, 8, 2, 3, 7, 7]
     logits = torch.cat([part for (part,) in logit_chunks(model, hidden[mask])])
@@ -34,7 +34,7 @@ def test_the_forward_pass_gives_the_states_that_predict_each_token(model):
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 1.0), (0, 0.8)])
-def test_token_log_probs_are_those_of_the_distribution_that_is_sampled_from(model, monkeypatch, top_k, top_p):
+def test_token_log_probs_are_those_of_the_sampled_distribution(model, monkeypatch, top_k, top_p):
     hidden, ids, mask = forward_responses(model, PROMPTS, RESPONSES)
     whole = token_log_probs(model, hidden[mask], ids[mask], 0.7, top_k, top_p)
     expected = []

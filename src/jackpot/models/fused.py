@@ -35,6 +35,7 @@ TOLERANCES = {_WIDE: 1e-5, torch.bfloat16: 0.02}
 """The most by which outputs and gradients may differ from what a module computed before, as a share of the largest
 number of a tensor, by the dtype of its inputs."""
 
+_GATED = {"gate_proj", "up_proj", "down_proj"}  # the linear layers of a gated MLP
 _ROTATE = "apply_rotary_pos_emb"  # transformers' function, of the same name in the modules of most models
 
 
@@ -194,7 +195,7 @@ def _norm(module: nn.Module) -> Forward | None:
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or not isinstance(getattr(module, "variance_epsilon", None), float):
         return None
-    forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.weight))
+    forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.get_parameter("weight")))
     agrees = all(_agree(module.forward, forward, [numbers.to(dtype)], module) for dtype in TOLERANCES)
     return forward if agrees else None
 
@@ -206,22 +207,22 @@ def _run_norm(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
 
 
 def _mlp(module: nn.Module) -> Forward | None:
-    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and all(
-        type(part) is nn.Linear for part in parts
-    )
+    parts = {name: part for name, part in module.named_children() if type(part) is nn.Linear}
+    is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and parts.keys() == _GATED
     if not is_known or len(list(module.parameters())) != 3:
         return None
-    forward = partial(_run_mlp, module, module.forward)
-    return forward if _agree(module.forward, forward, [_numbers(4, parts[0].in_features)], module) else None
+    forward, numbers = partial(_run_mlp, module, module.forward), _numbers(4, parts["gate_proj"].in_features)
+    return forward if _agree(module.forward, forward, [numbers], module) else None
 
 
 def _run_mlp(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
-    last = module.down_proj
+    last = module.get_submodule("down_proj")
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
         return own(x)
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    return last(module.act_fn(gate) * up) if gate.dtype != up.dtype else GatedProduct.apply(gate, up, last.weight)
+    gate, up = module.get_submodule("gate_proj")(x), module.get_submodule("up_proj")(x)
+    if gate.dtype != up.dtype:
+        return last(module.get_submodule("act_fn")(gate) * up)
+    return GatedProduct.apply(gate, up, last.weight)
 
 
 def _attention(module: nn.Module) -> Forward | None:

@@ -54,7 +54,7 @@ class Gathered(nn.Module):
         the current ones. So they are freed here.
         """
         result = super().__call__(work)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and isinstance(self, FSDPModule):  # which `shard` makes of it
             self.reshard()
         return result
 
@@ -74,7 +74,7 @@ class Gathered(nn.Module):
         return work()
 
 
-def check_layers(name: str, model: PreTrainedModel) -> list[nn.Module]:
+def check_layers(name: str, model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     """Return the layers of a model, by which it is sharded.
 
     Raises:
@@ -110,16 +110,19 @@ def shard(
     device = torch.device(mesh.device_type)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     before = {name: _ties(model) for name, model in models.items()}
+    root, parts = Gathered(models, device, sends_from), []
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
-        shared = {one for names in before[name] for one in names}
-        alone = [
-            module for one, module in model.named_modules() if module is embedding and f"{one}.weight" not in shared
+        shared = {path for paths in before[name] for path in paths}
+        parts += [
+            module for path, module in model.named_modules() if module is embedding and f"{path}.weight" not in shared
         ]
-        for module in (*alone, *layers):
-            fully_shard(_in_memory(module), mesh=mesh, offload_policy=policy)
-    root = fully_shard(_in_memory(Gathered(models, device, sends_from)), mesh=mesh, offload_policy=policy)
+        parts += layers
+
+    for module in (*parts, root):
+        _read_into_memory(module)
+        fully_shard(module, mesh=mesh, offload_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):  # each setting is of one module
             module.set_gradient_divide_factor(1.0)  # numerators add up
@@ -150,7 +153,7 @@ def gather(
             continue
         rank = rank_of(name, tensor.nbytes)
         bucket = buckets.setdefault(rank, [])
-        if bucket and sum(one.nbytes for _, one in bucket) + tensor.nbytes > BUCKET:
+        if bucket and sum(other.nbytes for _, other in bucket) + tensor.nbytes > BUCKET:
             yield from _gathered(bucket, rank)
             bucket.clear()
         bucket.append((name, tensor))
@@ -165,8 +168,8 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
     lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]
     parts = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
     mine = torch.zeros(sum(lengths), dtype=torch.uint8, device=parts[0].device)
-    for place, part in zip(mine.split(lengths), parts, strict=True):
-        place[: len(part)] = part
+    for room, part in zip(mine.split(lengths), parts, strict=True):
+        room[: len(part)] = part
     pieces = [torch.empty_like(mine) for _ in range(ranks)] if dist.get_rank() == rank else None
     dist.gather(mine, pieces, dst=rank)
     if pieces is None:
@@ -175,12 +178,11 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
         yield name, torch.cat(shares)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def _in_memory(module: nn.Module) -> nn.Module:
+def _read_into_memory(module: nn.Module) -> None:
     """Make all weights of a module float32 that are not sharded yet, in place; FSDP copies its part of them."""
     for weight in module.parameters():
         if not is_sharded(weight):
             weight.data = weight.data.float()
-    return module
 
 
 def _ties(model: nn.Module) -> set[frozenset[str]]:
@@ -188,4 +190,4 @@ def _ties(model: nn.Module) -> set[frozenset[str]]:
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    return {frozenset(one) for one in names.values() if len(one) > 1}
+    return {frozenset(group) for group in names.values() if len(group) > 1}

@@ -44,7 +44,7 @@ from jackpot.models.published import is_from_table, published_config
 
 def starter_path(name: str) -> Path:
     """Return the folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
-    names = [one.name for one in (Path(__file__).parent / "starter_weights").iterdir()]
+    names = [folder.name for folder in (Path(__file__).parent / "starter_weights").iterdir()]
     if name not in names:
         raise ModelError(unknown_name("starter", name, names))
     return Path(__file__).parent / "starter_weights" / name
@@ -139,7 +139,8 @@ def _from_pretrained(
     if device is None and (found := _in_files(cls, path, dtype, **options)):
         return found
     model, info = _read(cls, path, dtype, **options)
-    return _aligned(model.to(device or "cpu")).eval(), info
+    model.to(device or "cpu")  # pyright: ignore[reportArgumentType] (transformers wraps `to` as if it were no method)
+    return _aligned(model).eval(), info
 
 
 def _check_named_files(path: str | Path) -> None:

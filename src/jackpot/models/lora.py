@@ -84,8 +84,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
     for layer in model.modules():
-        if _has_delta(layer) and isinstance(layer.base_layer, CodedLinear):
-            layer.forward = partial(_forward_merged, layer)
+        if _has_delta(layer) and isinstance(base := layer.get_submodule("base_layer"), CodedLinear):
+            layer.forward = partial(_forward_merged, layer, base)
 
 
 @torch.no_grad()
@@ -108,7 +108,8 @@ def merged_weights(
     def stored() -> Iterator[tuple[str, Tensor]]:
         for name, parameter in _base_parameters(model):
             if layer := deltas.get(name):
-                yield from ((name, one) for one in (parameter, *_factors(layer)))
+                first, second = _factors(layer)
+                yield from ((name, parameter), (name, first.detach()), (name, second.detach()))
             else:
                 yield name, parameter.to(dtype or parameter.dtype)
 
@@ -133,8 +134,8 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     """
     adapter = _adapter_parameters(model)
     if not adapter and not any(map(is_sharded, model.parameters())):
-        return partial(_write, model, folder, None, part)
-    base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else None
+        return partial(_write_whole, model, folder, None)
+    base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     first = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}  # names of tied weights
@@ -146,7 +147,8 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
 
     def write() -> list[Path]:
-        files = _write(model, folder, state, part)
+        is_whole = part.size == 1
+        files = _write_whole(model, folder, state) if is_whole else _write_one(model, folder, state, part)
         if adapter and part.number == 0:
             model.peft_config["default"].save_pretrained(folder / "adapter")
             save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
@@ -197,30 +199,32 @@ def _has_delta(layer: nn.Module) -> bool:
     return hasattr(layer, "get_delta_weight")
 
 
-def _factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
+def _factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the matrices A and B of a layer's adapter."""
-    return layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+    return layer.get_parameter("lora_A.default.weight"), layer.get_parameter("lora_B.default.weight")
 
 
 def _delta(layer: nn.Module, first: Tensor, second: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round otherwise."""
-    return second @ first * layer.scaling["default"]
+    return second @ first * vars(layer)["scaling"]["default"]
 
 
-def _forward_merged(layer: nn.Module, inputs: Tensor) -> Tensor:
+def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tensor:
     """Compute with the codes of the merged weight, which an engine gets, and not with an adapter beside those of the
     frozen one."""
-    first, second = (factor["default"].weight for factor in (layer.lora_A, layer.lora_B))
     with torch.autocast(inputs.device.type, enabled=False):
-        weight = layer.base_layer.weight + _delta(layer, first, second)
-    return layer.base_layer.multiply(inputs, weight)
+        weight = base.weight + _delta(layer, *_factors(layer))
+    return base.multiply(inputs, weight)
 
 
-def _write(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None, part: Part) -> list[Path]:
-    """Write a part of a model's weights, None for all as they are, by the names that its kind has in files."""
-    if part.size == 1:
-        model.save_pretrained(folder, state_dict=state)
-        return list(folder.glob("*.safetensors"))
+def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> list[Path]:
+    """Write all weights of a model, None for those that it has."""
+    model.save_pretrained(folder, state_dict=state)
+    return list(folder.glob("*.safetensors"))
+
+
+def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
+    """Write one of several parts of a model's weights, by the names that its kind has in files."""
     if part.number == 0:
         alone = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
         model.save_pretrained(alone, state_dict={})

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -45,15 +45,15 @@ class AttentionPlan:
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    def window(self, layer: int, given: int | None) -> int | None:
+    def window(self, layer: int, named: int | None) -> int | None:
         """Return the number of tokens that a layer attends to, its own included; None for all before it.
 
         Raises:
             ModelError: the layer names another window than the config.
         """
         window = self._windows[layer]
-        if given not in (None, window):
-            raise ModelError(f"layer {layer} has a sliding window of {given}, but the model's config one of {window}")
+        if named not in (None, window):
+            raise ModelError(f"layer {layer} has a sliding window of {named}, but the model's config one of {window}")
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
@@ -84,8 +84,14 @@ def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Te
     return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, -torch.inf)
 
 
+class AttentionLayer(Protocol):
+    """An attention module of transformers, as its attention functions get it."""
+
+    layer_idx: int
+
+
 def packed_attention(
-    module: nn.Module,
+    module: AttentionLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,21 +115,22 @@ def packed_attention(
     Raises:
         ModelError: the model wants what is not computed here, such as a soft cap, or does not pass the plan on.
     """
-    unknown = sorted(name for name, given in options.items() if given is not None and name not in _HARMLESS)
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
     unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if packed is None or unknown or not getattr(module, "is_causal", True):
         what = f"takes {', '.join(unknown)}" if unknown else "is not causal, or is not given the arguments of the model"
         raise ModelError(f"the attention of {type(module).__name__} {what}, so it cannot read rows without padding")
+
     window = packed.window(module.layer_idx, sliding_window)
-    states = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [S, heads, D]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if _varlen_kernel() and _suits_flash(*states):
-        return _by_sequence(packed, *states, scaling, window)[None], None
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
+    factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+    if (kernel := _varlen_kernel()) and _suits_flash(queries, keys, values):
+        return _by_sequence(kernel, packed.row, queries, keys, values, factor, window)[None], None
     if flex := _flex_kernel(query, key, value):
         mask, shares = packed.block_mask(window), query.shape[1] > key.shape[1]
-        output = flex(query, key, value, block_mask=mask, scale=scaling, enable_gqa=shares)
+        output = flex(query, key, value, block_mask=mask, scale=factor, enable_gqa=shares)
         return output.transpose(1, 2), None
-    return _by_block(packed, *states, scaling, window)[None], None
+    return _by_block(packed, queries, keys, values, factor, window)[None], None
 
 
 def _by_block(
@@ -171,23 +178,28 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return (weights.view(rows, key_heads, -1, length) @ value).view(rows, heads, queries, -1)
 
 
-def _rows(states: Tensor, places: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the states [S, heads, D] at some places, one tensor [rows, heads, length, D] for each (rows, length)."""
-    parts = states.index_select(0, places).split([rows * length for rows, length in shapes])
+def _rows(states: Tensor, positions: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the states [S, heads, D] at some positions, a tensor [rows, heads, length, D] for each (rows, length)."""
+    parts = states.index_select(0, positions).split([rows * length for rows, length in shapes])
     return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _by_sequence(
-    plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    kernel: Callable[..., Tensor],
+    row: PackedRow,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
 ) -> Tensor:
     """Return the output [S, heads, D] of flash attention over sequences of their own lengths.
 
     Queries are aligned with the last keys of their sequence.
     """
-    row = plan.row
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
     before = -1 if window is None else window - 1
-    return _varlen_kernel()(
+    return kernel(
         query.contiguous(),
         keys,
         values,
@@ -209,7 +221,8 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
     names = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= names.keys():
         return None
-    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in names else varlen_attn
+    kernel: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if "enable_gqa" in names else varlen_attn
+    return kernel
 
 
 def _suits_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -252,12 +265,12 @@ class AttentionSet(AbstractContextManager):
     """Lets a model use another attention function in the body, and its own one again behind it; enter it any number of
     times, one after the other."""
 
-    def __init__(self, config: PreTrainedConfig, implementation: str) -> None:
+    def __init__(self, config: PreTrainedConfig, implementation: str | None) -> None:
         self._config, self._implementation = config, implementation
 
     def __enter__(self) -> None:
-        self._own = self._config._attn_implementation
+        self._before = self._config._attn_implementation
         self._config._attn_implementation = self._implementation
 
     def __exit__(self, *_: object) -> None:
-        self._config._attn_implementation = self._own
+        self._config._attn_implementation = self._before

@@ -16,93 +16,41 @@ _QWEN2 = {
     "rms_norm_eps": 1e-6,
     "eos_token_id": 151_643,
     "rope_theta": 1_000_000.0,
-}
-_QWEN25_05B = _QWEN2 | {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
-_QWEN25_15B = _QWEN2 | {
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
     "num_key_value_heads": 2,
     "max_position_embeddings": 131_072,
     "tie_word_embeddings": True,
 }
-_QWEN25_3B = _QWEN2 | {
-    "hidden_size": 2048,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": True,
-}
-_QWEN25_7B = _QWEN2 | {
-    "vocab_size": 152_064,
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": False,
-}
-_QWEN25_32B = _QWEN2 | {
-    "vocab_size": 152_064,
-    "hidden_size": 5120,
-    "intermediate_size": 27_648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-5,
-}
+_LARGE = {"vocab_size": 152_064, "tie_word_embeddings": False}
 _QWEN3 = _QWEN2 | {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
-_QWEN3_17B = _QWEN3 | {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "tie_word_embeddings": True,
-}
-_QWEN3_4B = _QWEN3 | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": True,
-}
-_QWEN3_8B = _QWEN3 | {
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}
 _INSTRUCT = {"eos_token_id": 151_645, "max_position_embeddings": 32_768}
 
+
+def _shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    """Name the sizes of a model as its config.json does."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+_15B = _QWEN2 | _shape(1536, 8960, 28, 12)
+
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-0.5B-Instruct": _QWEN25_05B | _INSTRUCT,
-    "Qwen/Qwen2.5-1.5B": _QWEN25_15B,
-    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN25_15B | _INSTRUCT,
-    "Qwen/Qwen2.5-Math-1.5B-Instruct": _QWEN25_15B
-    | _INSTRUCT
-    | {"max_position_embeddings": 4096, "rope_theta": 10_000.0},
-    "Qwen/Qwen2.5-3B": _QWEN25_3B,
-    "Qwen/Qwen2.5-7B": _QWEN25_7B,
-    "Qwen/Qwen2.5-32B": _QWEN25_32B,
-    "Qwen/Qwen3-1.7B-Base": _QWEN3_17B,
-    "Qwen/Qwen3-4B-Base": _QWEN3_4B,
-    "Qwen/Qwen3-8B-Base": _QWEN3_8B,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN25_15B | {"tie_word_embeddings": False, "rope_theta": 10_000.0},
+    "Qwen/Qwen2.5-0.5B-Instruct": _QWEN2 | _shape(896, 4864, 24, 14) | _INSTRUCT,
+    "Qwen/Qwen2.5-1.5B": _15B,
+    "Qwen/Qwen2.5-1.5B-Instruct": _15B | _INSTRUCT,
+    "Qwen/Qwen2.5-Math-1.5B-Instruct": (_15B | _INSTRUCT | {"max_position_embeddings": 4096, "rope_theta": 10_000.0}),
+    "Qwen/Qwen2.5-3B": _QWEN2 | _shape(2048, 11_008, 36, 16) | {"max_position_embeddings": 32_768},
+    "Qwen/Qwen2.5-7B": _QWEN2 | _shape(3584, 18_944, 28, 28) | _LARGE | {"num_key_value_heads": 4},
+    "Qwen/Qwen2.5-32B": (
+        _QWEN2 | _shape(5120, 27_648, 64, 40) | _LARGE | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+    ),
+    "Qwen/Qwen3-1.7B-Base": _QWEN3 | _shape(2048, 6144, 28, 16),
+    "Qwen/Qwen3-4B-Base": _QWEN3 | _shape(2560, 9728, 36, 32),
+    "Qwen/Qwen3-8B-Base": _QWEN3 | _shape(4096, 12_288, 36, 32) | {"tie_word_embeddings": False},
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _15B | {"tie_word_embeddings": False, "rope_theta": 10_000.0},
 }
 
 
@@ -119,4 +67,4 @@ def published_config(name: str) -> PreTrainedConfig | None:
 
 def is_from_table(config: PreTrainedConfig) -> bool:
     """Tell whether a config comes from this table and not from a model's folder or the hub."""
-    return config.name_or_path.startswith(OWN_TABLE)
+    return (config.name_or_path or "").startswith(OWN_TABLE)

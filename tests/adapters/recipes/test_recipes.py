@@ -256,9 +256,7 @@ def openrlhf() -> ModuleType:
     ],
 )
 @pytest.mark.parametrize("token_level_loss", [True, False])
-def test_openrlhfs_loss_with_its_own_correction_is_that_of_the_recipe(
-    openrlhf, correction, level, mode, threshold, token_level_loss
-):
+def test_openrlhfs_loss_is_that_of_the_recipe(openrlhf, correction, level, mode, threshold, token_level_loss):
     given = batch()
     settings = {"is_correction_level": level, "is_correction_mode": mode, "is_correction_threshold": threshold}
     settings |= {"token_level_loss": token_level_loss, "dual_clip": 3.0}
@@ -331,7 +329,7 @@ SETTINGS = {"eps_clip": 0.2, "eps_clip_higher": 0.28, "c_clip": 3.0, "use_decoup
         ({"correction": "drop", "cap": 2.0}, {"level": "token", "action": "mask", "metric": "ratio", "upper": 2.0}),
     ],
 )
-def test_areals_loss_with_its_own_correction_is_that_of_the_recipe(areal, correction, theirs):
+def test_areals_loss_is_that_of_the_recipe(areal, correction, theirs):
     data, new = packed()
     own = areal.grpo_loss_fn
     sampling = areal.RejectionSamplingConfig(**theirs)
@@ -364,7 +362,7 @@ def test_areals_packed_responses_are_taken_apart(areal):
     torch.testing.assert_close(ours, (weights * loss)[given["mask"]].sum() / given["mask"].sum(), **CLOSE)
 
 
-def test_areals_settings_that_would_correct_twice_or_nothing_are_an_error(areal):
+def test_areal_correcting_twice_or_not_at_all_is_an_error(areal):
     data, new = packed()
     recipe("areal")
     sampling = areal.RejectionSamplingConfig(level="token", action="clamp", metric="ratio", upper=2.0)

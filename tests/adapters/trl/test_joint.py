@@ -55,9 +55,7 @@ def weights(trainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("loss_type", "correction", "own", "changes"), CASES)
-def test_losses_and_weights_of_both_models_are_those_of_our_learner(
-    adapter: ModuleType, tmp_path, loss_type, correction, own, changes
-):
+def test_both_models_walk_with_our_learner(adapter: ModuleType, tmp_path, loss_type, correction, own, changes):
     rollout_model = validated(RolloutModelConfig, settings(**own))
     learner = learner_of(ObjectiveConfig(correction=correction, loss_agg_mode=AGG[loss_type]), rollout_model)
     losses: list[tuple[float, float]] = []
@@ -107,7 +105,7 @@ def test_a_resumed_run_is_bit_equal_in_both_models(adapter: ModuleType, tmp_path
         trainer_of(adapter, tmp_path, own, **settings_of_trl).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_the_policy_with_an_adapter_writes_with_drafts_and_is_evaluated(adapter: ModuleType, tmp_path):
+def test_a_policy_with_an_adapter_writes_with_drafts(adapter: ModuleType, tmp_path):
     """Its engine has the merged weights, by the digest and by the check of its log-probs; so has its drafter."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -151,7 +149,7 @@ def test_engines_get_weights_that_changed_without_a_step(adapter: ModuleType, tm
     trainer.evaluate()
 
 
-def test_a_schedule_counts_generation_batches_that_end_inside_a_step(adapter: ModuleType, tmp_path):
+def test_a_schedule_counts_generation_batches(adapter: ModuleType, tmp_path):
     own = settings(share={"schedule": "step", "start": 1.0, "end": 0.5, "hold": 2})
     changes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 3, "steps_per_generation": 2}
     trainer, counted = trainer_of(adapter, tmp_path, own, **changes, max_steps=2), []
@@ -172,9 +170,7 @@ def test_a_schedule_counts_generation_batches_that_end_inside_a_step(adapter: Mo
         ({"target_modules": ["embed_tokens"]}, "with an embedding in target_modules"),
     ],
 )
-def test_an_adapter_that_cannot_be_merged_is_refused_where_the_policy_writes(
-    adapter: ModuleType, tmp_path, changes, named
-):
+def test_a_writing_policy_needs_an_adapter_that_merges(adapter: ModuleType, tmp_path, changes, named):
     peft = pytest.importorskip("peft")
     lora = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False} | changes
     given = arguments(tmp_path, max_steps=1, per_device_train_batch_size=16)
@@ -205,7 +201,7 @@ class Engine(TransformersEngine):
         return [replace(one, finish="aborted") if self.fault == "aborted" else one for one in rollouts]
 
 
-def test_a_response_that_was_given_up_ends_a_run_with_a_frozen_writer_too(adapter: ModuleType, tmp_path):
+def test_a_response_that_was_given_up_ends_a_run(adapter: ModuleType, tmp_path):
     rollouts = adapter.EngineRollouts(Engine("aborted"))
     given = arguments(tmp_path, max_steps=1, per_device_train_batch_size=16)
     with pytest.raises(EngineError, match="gave up 16 of 16 responses"):
@@ -227,7 +223,7 @@ def test_an_engine_with_a_fault_ends_the_run(adapter: ModuleType, tmp_path, faul
         trainer.train()
 
 
-def test_a_frozen_rollout_model_stays_and_an_unused_one_is_not_run(adapter: ModuleType, tmp_path):
+def test_a_frozen_model_stays_and_an_unused_one_is_not_run(adapter: ModuleType, tmp_path):
     start = list(load_model(ROLLOUT_MODEL, torch.float32).parameters())
     frozen = trainer_of(adapter, tmp_path, {"path": ROLLOUT_MODEL}, max_steps=1, per_device_train_batch_size=16)
     frozen.train()

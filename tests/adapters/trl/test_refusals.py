@@ -82,7 +82,7 @@ def test_a_model_in_shards_is_refused(adapter: ModuleType, tmp_path):
             refuse_placement(trainer)
 
 
-def test_a_rollout_function_without_what_the_correction_needs_is_an_error(adapter: ModuleType, tmp_path):
+def test_a_rollout_function_must_return_what_is_needed(adapter: ModuleType, tmp_path):
     whole = adapter.EngineRollouts(ROLLOUT_MODEL)
     for missing, named in (("top_ids", "needs the top-k"), ("logprobs", "returned logprobs None")):
 

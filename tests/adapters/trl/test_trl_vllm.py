@@ -40,7 +40,7 @@ def test_the_first_entry_of_trl_is_not_always_the_sampled_token():
     assert sizes == {TOP, TOP + 1}  # with the sampled token behind the top k, where it is not among them
 
 
-def test_the_wrapper_hands_trl_the_sampled_token_and_keeps_the_top_k(adapter: ModuleType):
+def test_trl_gets_the_sampled_token_and_we_keep_the_top_k(adapter: ModuleType):
     listener = SimpleNamespace()
     wrapped = adapter.CorrectedGRPOTrainer._listen_to_vllm
     _, completions, sampled, _ = wrapped(listener, generate, TOP, prompts=[], images=None, num_generations=1)

@@ -69,7 +69,7 @@ def ours(name: str, tensors: dict[str, Tensor], **settings) -> Tensor:
         ("jackpot:seq_mask:low=0.1:high=10", "sequence", "0.1_10.0"),
     ],
 )
-def test_where_verl_has_the_same_correction_the_weights_are_verls(plugin, tensors, named, level, threshold):
+def test_weights_are_verls_where_it_has_the_same_correction(plugin, tensors, named, level, threshold):
     found, mask, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=named)
     theirs, _, _ = plugin._verls(**tensors, rollout_is=level, rollout_is_threshold=threshold)
     torch.testing.assert_close(of_verl(found), of_verl(theirs), atol=0.0, rtol=1e-5)
@@ -77,7 +77,7 @@ def test_where_verl_has_the_same_correction_the_weights_are_verls(plugin, tensor
 
 
 @pytest.mark.parametrize("name", RATIOS)
-def test_every_correction_of_the_ratio_has_the_weights_that_it_has_here(plugin, tensors, name):
+def test_every_correction_of_the_ratio_has_its_weights(plugin, tensors, name):
     found, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=f"jackpot:{name}")
     assert torch.equal(of_verl(found), ours(name, tensors))
     mask, weights = tensors["response_mask"].bool(), of_verl(found)
@@ -85,7 +85,7 @@ def test_every_correction_of_the_ratio_has_the_weights_that_it_has_here(plugin, 
     assert metrics["jackpot/correction/weight_max"] == pytest.approx(float(weights[mask].max()), rel=1e-5)
 
 
-def test_metrics_stand_before_and_after_masking_beside_verls_own_correction_too(plugin, tensors):
+def test_metrics_stand_before_and_after_masking(plugin, tensors):
     rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_4.0"}
     log_ratio = (tensors["old_log_prob"] - tensors["rollout_log_prob"]).double()
     every, ratio = tensors["response_mask"].bool(), log_ratio.exp()
@@ -169,7 +169,7 @@ def test_the_page_says_of_every_correction_whether_it_can_be_had(plugin, tensors
         ("jackpot:tis", {"rollout_is_batch_normalize": True}, "put numbers into the name"),
     ],
 )
-def test_what_cannot_be_had_inside_verl_is_an_error_that_names_it(plugin, tensors, named, settings, message):
+def test_what_verl_lacks_is_an_error_that_names_it(plugin, tensors, named, settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=named, **settings)
 
@@ -187,7 +187,7 @@ print(metrics["jackpot/correction/accepted"])
 """
 
 
-def test_verl_loads_it_by_its_own_variable_and_without_it_refuses_the_name(plugin, tensors, tmp_path: Path):
+def test_verl_loads_it_by_its_own_variable_alone(plugin, tensors, tmp_path: Path):
     torch.save(tensors, tmp_path / "in.pt")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment.pop("VERL_USE_EXTERNAL_MODULES", None)
@@ -240,7 +240,7 @@ def test_verls_loss_with_our_weights_is_our_loss(plugin, tensors):
     assert gradient.any()
 
 
-def test_verls_bypass_loss_takes_our_weights_of_the_current_policy(plugin, tensors):
+def test_verls_bypass_loss_takes_weights_of_the_policy_now(plugin, tensors):
     """`loss_type: reinforce`: -w A log p_new, w = min(p_new / p_inf, cap), which is our `tis` with `proximal: new`."""
     algos = importlib.import_module("verl.trainer.ppo.core_algos")
     new, advantages = of_policy(tensors)
@@ -255,7 +255,7 @@ def test_verls_bypass_loss_takes_our_weights_of_the_current_policy(plugin, tenso
     assert metrics["jackpot/correction/weight"] == pytest.approx(float(weight[mask].mean()), rel=1e-5)
 
 
-def test_replay_reads_what_verls_own_writer_writes_with_the_lines_that_it_asks_for(plugin, tensors, tmp_path: Path):
+def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Path):
     """`_log_rollout_data` and `_write_generations` of the installed trainer, with the lines put where the hint says."""
     hint = textwrap.dedent(re.findall(r"(?:^    .*\n)+", FORMAT.how, re.MULTILINE)[-1])
     path = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer" / "ppo" / "ray_trainer.py"

@@ -67,12 +67,12 @@ class Reads(nn.Module):
         return self.own_more(states @ self.own.weight) - self.own_more.bias
 
 
-def test_a_weight_that_the_module_around_a_layer_reads_itself_stays():
+def test_a_weight_that_its_layers_parent_reads_stays():
     found = quantized_names(nn.Sequential(Reads()))
     assert found.converted == ("0.own_more.weight",) and found.kept["0.own.weight"] == "read by its parent"
 
 
-def test_a_model_without_linear_layers_is_refused_by_what_it_is_made_of():
+def test_a_model_with_nothing_to_quantize_is_refused():
     with pytest.raises(ValueError, match="no linear layer to quantize in Embedding"):
         quantize_linears(nn.Embedding(3, 4), SCHEMES["fp8"])
 

@@ -17,7 +17,7 @@ def test_equal_sides_have_no_difference():
         assert differences(side, side) == {}
 
 
-def test_quantized_layers_are_named_with_their_grids_and_kept_ones_are_not():
+def test_quantized_layers_are_named_with_their_grids():
     found = differences(SideFormats(dtype="fp32", quantization="fp8"), SideFormats(dtype="fp32"))
     assert {name.split(".")[-1] for name in found} == {
         *(f"{part}_proj (2)" for part in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -43,7 +43,7 @@ def test_autocast_cache_and_head_differ_where_settings_do():
     }
 
 
-def test_the_newest_start_says_what_the_engine_computes_differently():
+def test_a_start_says_what_the_engine_computes_differently():
     old, new = ([["a", "x", "y"]], [["mlp.down_proj (3)", "fp8", "fp32"], ["keys and values", "fp8", "fp32"]])
     events = [{"event": "computed_differently", "iteration": 0, "layers": layers} for layers in (old, new)]
     assert MetricHistory([], events, small_config()).computed_differently() == (

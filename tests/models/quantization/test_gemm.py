@@ -27,7 +27,7 @@ def numpy_of(quantized: Quantized) -> np.ndarray:
 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("scales", ["power_of_two", "float32"])
-def test_a_product_is_that_of_the_numbers_that_the_codes_stand_for(name, scales):
+def test_a_product_is_that_of_what_the_codes_stand_for(name, scales):
     scheme = with_scales(SCHEMES[name], scales)
     a, b = quantize(matrix(33, 300, 1), scheme.activations), quantize(matrix(150, 300, 2), scheme.weights)
     exact = numpy_of(a) @ numpy_of(b).T
@@ -36,7 +36,7 @@ def test_a_product_is_that_of_the_numbers_that_the_codes_stand_for(name, scales)
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_token_does_not_notice_the_tokens_beside_it_or_the_threads(name):
+def test_a_token_notices_neither_others_nor_threads(name):
     a, b = operands(name, 32, n=512, k=1024)
     whole, threads = gemm_exact(a, b), torch.get_num_threads()
     for m in (1, 2, 3, 8, 31):
@@ -62,7 +62,7 @@ def test_the_largest_codes_do_not_overflow():
 
 @pytest.mark.parametrize(("m", "n", "k"), [(33, 150, 300), (4, 128, 640), (1, 24, 100), (6, 300, 1152)])
 @pytest.mark.parametrize("by_blocks", [True, False])
-def test_operands_for_a_gpu_have_the_layout_that_its_library_reads_and_the_same_product(m, n, k, by_blocks):
+def test_operands_for_a_gpu_have_the_layout_of_its_library(m, n, k, by_blocks):
     """The checks of torch's `scaled_mm`, which on a GPU alone knows blocks, and the product of what lies in memory."""
     a = quantize(matrix(m, k, 1), FP8_TOKEN_BLOCKS)
     b = quantize(matrix(n, k, 2), SCHEMES["fp8"].weights if by_blocks else FP8_TOKEN_BLOCKS)
@@ -96,7 +96,7 @@ def test_matrices_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_is_the_product_of_rounded_inputs_and_weights_with_the_bias_last(name, dtype):
+def test_a_layer_multiplies_codes_and_adds_the_bias_last(name, dtype):
     scheme, weight, bias = SCHEMES[name], matrix(70, 200, 4, dtype), torch.randn(70).to(dtype)
     layer, inputs = QuantizedLinear(weight, bias, scheme), matrix(15, 200, 5, dtype).reshape(3, 5, 200)
     rows = inputs.reshape(15, 200)

@@ -55,7 +55,7 @@ def logits(model: PreTrainedModel, batch: int = 11) -> Tensor:
     ("scheme", "fp8_cache"),
     [(None, False), (FP8, False), (FLOAT_SCALES, False), (SCHEMES["int8_w8a8"], False), (None, True), (FP8, True)],
 )
-def test_the_same_precision_on_the_same_kernels_is_the_same_bit_for_bit(path, scheme, fp8_cache):
+def test_the_same_precision_is_the_same_bit_for_bit(path, scheme, fp8_cache):
     sampler, learner = (side(path, scheme, fp8_cache) for _ in range(2))
     whole = logits(sampler)
     assert torch.equal(logits(learner), whole)
@@ -66,7 +66,7 @@ def test_the_same_precision_on_the_same_kernels_is_the_same_bit_for_bit(path, sc
 
 
 @pytest.mark.parametrize("path", TOY_MODELS)
-def test_what_an_engine_scores_is_what_a_converted_copy_of_the_learners_model_computes(path):
+def test_an_engine_scores_what_a_converted_copy_computes(path):
     settings = TransformersEngineConfig(
         dtype="bf16", attn_implementation="eager", quantization="fp8", kv_cache_dtype="fp8"
     )

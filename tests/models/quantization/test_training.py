@@ -44,7 +44,7 @@ CODED = ["fp8", "int8_w8a8"]
 
 def layer_of(n: int, k: int, backward: str = "dequantized", kind: str = "fp8") -> CodedLinear:
     torch.manual_seed(n)
-    return CodedLinear(nn.Linear(k, n), SCHEMES[kind], backward, LastRows(SCHEMES[kind].activations))
+    return CodedLinear(nn.Linear(k, n), SCHEMES[kind].weights, backward, LastRows(SCHEMES[kind].activations))
 
 
 def of_engine(layer: nn.Linear, dtype: torch.dtype = torch.float32, kind: str = "fp8") -> QuantizedLinear:
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_definition_in_float64(shape, backward, kind)
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6 * float(1 + grad.abs().sum()))
 
 
-def test_rounding_costs_a_few_percent_of_a_gradient_and_an_fp8_backward_a_little_more():
+def test_rounding_costs_a_few_percent_of_a_gradient():
     errors = {}
     for backward in ("dequantized", "fp8"):
         layer, inputs, grad = (
@@ -118,9 +118,11 @@ def test_no_step_and_no_swap_of_weights_leaves_stale_codes():
     assert torch.equal(layer(inputs), of_engine(layer)(inputs))
 
 
-def test_codes_are_all_that_is_kept_for_backward_and_one_copy_of_shared_inputs():
+def test_codes_are_all_that_is_kept_for_backward():
     rows, kept = LastRows(FP8_TOKEN_BLOCKS), []
-    layers = [CodedLinear(nn.Linear(256, 128, bias=False), SCHEMES["fp8"], "dequantized", rows) for _ in range(3)]
+    layers = [
+        CodedLinear(nn.Linear(256, 128, bias=False), SCHEMES["fp8"].weights, "dequantized", rows) for _ in range(3)
+    ]
     inputs = matrix(64, 256, 1).requires_grad_()
 
     def keep(tensor: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def hidden_of(model: nn.Module, rollouts: list, budget: int, padded: bool = Fals
     return found
 
 
-def test_a_token_has_the_same_bits_in_any_micro_batch_shared_prompt_and_padding(written):
+def test_a_token_has_the_same_bits_in_any_micro_batch(written):
     model, rollouts = written
     whole = hidden_of(model, rollouts, 10_000)
     others = [hidden_of(model, rollouts, 60), hidden_of(model, rollouts, 10_000, padded=True)]
@@ -215,7 +217,7 @@ def largest_gap(model: nn.Module, rollouts: list) -> float:
 
 
 @pytest.mark.parametrize("written", [FLOWS["bf16"]], indirect=True, ids=["bf16"])
-def test_in_bf16_autocast_would_leave_a_gap_and_weights_and_gradients_stay_float32(written):
+def test_in_bf16_weights_and_gradients_stay_float32(written):
     model, rollouts = written
     control = tiny_model(0).eval()
     train_in_codes(control, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
@@ -239,7 +241,7 @@ def test_in_bf16_autocast_would_leave_a_gap_and_weights_and_gradients_stay_float
     ("name", "dtype", "most"),
     [("lfm2", "bf16", 1e-6), ("gemma", "bf16", 1e-6), ("granitemoehybrid", "fp32", 1e-5)],  # the last has float32 sums
 )
-def test_a_layer_that_reads_weights_of_others_and_an_embedding_that_scales_leave_no_gap(name, dtype, most):
+def test_weights_that_others_read_and_scaled_embeddings_agree(name, dtype, most):
     """Lfm2ShortConv reads the weight of its convolution, Gemma multiplies the rows of its table, and the code of a
     Mamba layer names the weight of a linear layer, which is therefore not quantized."""
     model, settings = make_model(name), TransformersEngineConfig(quantization="fp8", dtype=dtype)
@@ -258,7 +260,7 @@ def test_a_layer_that_reads_weights_of_others_and_an_embedding_that_scales_leave
     assert float(torch.cat(scores).max()) < most
 
 
-def test_an_engine_quantizes_all_of_a_mamba_layer_but_what_it_multiplies_itself():
+def test_of_a_mamba_layer_what_it_multiplies_itself_is_kept():
     with closing(make_engine(make_model("jamba"), quantization="fp8")) as engine:
         rollouts = engine.generate(make_requests([5], group=2, num_new=16))
         assert rollouts and not any("dt_proj" in name for name in engine.capabilities.coded_weights.names)
@@ -273,7 +275,7 @@ def test_a_recurrent_state_is_refused_in_bf16_alone():
     train_in_codes(model, SCHEMES["fp8"], "dequantized", False, True)
 
 
-def test_in_bf16_the_gradient_of_a_scaled_embedding_adds_up_in_float32():
+def test_the_gradient_of_an_embedding_adds_up_in_float32():
     model = make_model("gemma")
     table = model.get_input_embeddings()
     scale = table.embed_scale.bfloat16()
@@ -286,7 +288,7 @@ def test_in_bf16_the_gradient_of_a_scaled_embedding_adds_up_in_float32():
     assert table.weight.grad.dtype == torch.float32 and table.weight.grad.count_nonzero() == 64
 
 
-def test_an_adapter_is_merged_before_its_layer_is_quantized_and_gets_the_gradient_of_that():
+def test_an_adapter_is_merged_before_its_layer_is_quantized():
     model, inputs = tiny_model(0).eval(), torch.arange(2, 14)[None]
     train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
     add_adapter(model, LoraConfig(rank=4, alpha=8), 0)
@@ -307,7 +309,7 @@ def test_an_adapter_is_merged_before_its_layer_is_quantized_and_gets_the_gradien
     assert layer.base_layer.weight.grad is None
 
 
-def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(written):
+def test_checkpointed_activations_give_the_same_bits(written):
     model, rollouts = written
     (batch,) = plain_batches(rollouts, 10_000, 0)
     gradients = []
@@ -320,7 +322,7 @@ def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(written):
     assert len(gradients[0]) > 20 and all(map(torch.equal, *gradients))
 
 
-def test_keys_and_values_are_rounded_with_the_gradient_of_the_identity():
+def test_keys_are_rounded_with_the_gradient_of_the_identity():
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
     module, factor = tiny_model(0).model.layers[0].self_attn, torch.randn(1, 5, 2, 8)

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 Batch = dict[str, Any]  # TRL's tensors of a generation batch or of a micro-batch, [B, ...]
 
 
-class Trainer(trl.GRPOTrainer):
+class TRLTrainer(trl.GRPOTrainer):
     """TRL's trainer of a text model, whose attributes have the types of a trainer that has been set up."""
 
     model: PreTrainedModel
@@ -30,7 +30,7 @@ class Trainer(trl.GRPOTrainer):
     _buffered_inputs: list[Batch]
 
 
-RolloutFunc = Callable[[list[Any], Trainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
+RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from jackpot.adapters.trl.base import (
     Batch,
     RolloutFunc,
-    Trainer,
+    TRLTrainer,
     loss_mask,
     plain_model,
     token_batch,
@@ -88,7 +88,7 @@ def _joined(parts: Sequence[OldLogProbs]) -> OldLogProbs:
     )
 
 
-class CorrectedGRPOTrainer(Trainer):
+class CorrectedGRPOTrainer(TRLTrainer):
     """Is TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
 
     Whoever samples must say how probable what it sampled was: TRL's vLLM (`use_vllm=True`), or a `rollout_func`. For
@@ -112,7 +112,7 @@ class CorrectedGRPOTrainer(Trainer):
         ModelError: a model whose output layer is not supported.
     """
 
-    _tag_names = (*Trainer._tag_names, "jackpot")
+    _tag_names = (*TRLTrainer._tag_names, "jackpot")
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class CorrectedGRPOTrainer(Trainer):
         num_top_log_probs: int | None = None,
         **kwargs: Any,
     ) -> None:
-        given = signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
         chosen = validated(ObjectiveConfig, {"correction": correction})
         self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
@@ -162,7 +162,7 @@ class CorrectedGRPOTrainer(Trainer):
         """Whether the weights depend on the current policy."""
         return "new" in (self._objective.target, self._objective.proximal)
 
-    def _listen(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
+    def _listen(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
         """Call the rollout function, and keep from TRL the lists that it has no place for."""
         output = dict(rollout_func(prompts, trainer))
         ids, log_probs = output.pop("top_ids", None), output.pop("top_log_probs", None)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jackpot.adapters.trl.base import Batch, Trainer, plain_model, token_batch, usable_mask
+from jackpot.adapters.trl.base import Batch, TRLTrainer, plain_model, token_batch, usable_mask
 from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer
 from jackpot.adapters.trl.refusals import refuse_processes, refuse_unmerged, refuse_with_two_models
 from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
@@ -87,7 +87,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer):
         num_top_log_probs: int = NUM_TOP,
         **kwargs: Any,
     ) -> None:
-        given = signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
+        given = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         del given["self"]
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
         refuse_with_two_models(given)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin
 
-from jackpot.adapters.trl.base import Trainer
+from jackpot.adapters.trl.base import TRLTrainer
 from jackpot.core.errors import ConfigError
 from jackpot.objectives.joint import PolicyObjective
 
@@ -31,7 +31,7 @@ def refuse(given: Mapping[str, Any], name: str, objective: PolicyObjective) -> N
             "reports no log-probs, so there is nothing to correct; use TRL's GRPOTrainer"
         )
 
-    of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in Trainer.__mro__)
+    of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in TRLTrainer.__mro__)
     has_turns = given.get("tools") or given.get("environment_factory")
     _refuse(
         {
@@ -59,7 +59,7 @@ def refuse(given: Mapping[str, Any], name: str, objective: PolicyObjective) -> N
     )
 
 
-def refuse_placement(trainer: Trainer) -> None:
+def refuse_placement(trainer: TRLTrainer) -> None:
     """Raise ConfigError where the output layer's weight is not whole in this process, or is not that of a text model.
 
     The names of TRL's and accelerate's settings decide, as these are known after their set-up alone.
@@ -98,7 +98,7 @@ def refuse_unmerged(model: PreTrainedModel) -> None:
         )
 
 
-def check_server(trainer: Trainer) -> None:
+def check_server(trainer: TRLTrainer) -> None:
     """Raise ConfigError where a vLLM server reports other log-probs than of what it samples from.
 
     TRL looks for that only where its own correction is on; servers of TRL's before 1.16 do not tell.
@@ -140,7 +140,7 @@ def refuse_with_two_models(given: Mapping[str, Any]) -> None:
     )
 
 
-def refuse_processes(trainer: Trainer) -> None:
+def refuse_processes(trainer: TRLTrainer) -> None:
     """Raise ConfigError where accelerate has set up what a second model beside TRL's optimizer cannot be trained with:
     DeepSpeed, another number format than TRL's settings name, several GPUs in one process."""
     used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"

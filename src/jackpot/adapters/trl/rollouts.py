@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jackpot.adapters.trl.base import Trainer
+from jackpot.adapters.trl.base import TRLTrainer
 from jackpot.config.build import validated
 from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
@@ -44,7 +44,7 @@ class EngineRollouts:
         self._top = num_top_log_probs
         self._names = BatchNames()
 
-    def __call__(self, prompts: list[Any], trainer: Trainer) -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
         """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them.
 
         Raises:
@@ -63,7 +63,7 @@ class BatchNames:
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}  # optimizer steps, and batches since the last of them
 
-    def next(self, trainer: Trainer) -> tuple[str, int]:
+    def next(self, trainer: TRLTrainer) -> tuple[str, int]:
         """Return the name of the next batch, and how many came before it since the last optimizer step."""
         kind, step = "train" if trainer.model.training else "eval", trainer.state.global_step
         before, number = self._last.get(kind, (step, -1))
@@ -108,7 +108,7 @@ def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
     )
 
 
-def requests(prompts: list[Any], trainer: Trainer, name: str, num_top_log_probs: int) -> list[Request]:
+def requests(prompts: list[Any], trainer: TRLTrainer, name: str, num_top_log_probs: int) -> list[Request]:
     """Make a request for each of TRL's prompts, with the sampling of TRL's settings.
 
     Args:
@@ -129,7 +129,7 @@ def requests(prompts: list[Any], trainer: Trainer, name: str, num_top_log_probs:
 def make_engine(
     path: str | Path,
     settings: TransformersEngineConfig,
-    trainer: Trainer,
+    trainer: TRLTrainer,
     drafter: TransformersEngine | None = None,
 ) -> TransformersEngine:
     """Make the engine of a model that shares the tokenizer of TRL's.

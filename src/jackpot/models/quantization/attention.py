@@ -62,31 +62,20 @@ def with_trained_kv(attend: Attention) -> Attention:
 
 
 _SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes of below
-_PACKED_TWINS: dict[str, str] = {}  # the implementation for packed rows, by that for padded ones
+_EXACT, _FP8 = "_exact", "_fp8"
 
-
-def _suffix(exact: bool, fp8_cache: bool) -> str:
-    return "_exact" * exact + "_fp8" * fp8_cache
-
-
-def _register(exact: bool, fp8_cache: bool) -> None:
-    """Register the attention of padded and of packed rows in training, with these properties."""
-    suffix = _suffix(exact, fp8_cache)
-    for base, own in ((_SDPA, sdpa_attention_forward), (PACKED, packed_attention)):
-        attend = in_float64(own) if exact else own
-        AttentionInterface.register(base + suffix, with_trained_kv(attend) if fp8_cache else attend)
-    AttentionMaskInterface.register(_SDPA + suffix, sdpa_mask)
-    _PACKED_TWINS[_SDPA + suffix] = PACKED + suffix
-
-
-_register(exact=True, fp8_cache=False)
-_register(exact=False, fp8_cache=True)
-_register(exact=True, fp8_cache=True)
+for _base, _plain in ((_SDPA, sdpa_attention_forward), (PACKED, packed_attention)):
+    AttentionInterface.register(_base + _EXACT, in_float64(_plain))
+    AttentionInterface.register(_base + _FP8, with_trained_kv(_plain))
+    AttentionInterface.register(_base + _EXACT + _FP8, with_trained_kv(in_float64(_plain)))
+for _suffix in (_EXACT, _FP8, _EXACT + _FP8):
+    AttentionMaskInterface.register(_SDPA + _suffix, sdpa_mask)
 
 
 def packed_implementation(config: PreTrainedConfig) -> str:
     """Return the attention of packed rows that computes as a model's own does."""
-    return _PACKED_TWINS.get(config._attn_implementation, PACKED)
+    name = config._attn_implementation or ""
+    return name.replace(_SDPA, PACKED) if name.startswith(_SDPA) else PACKED
 
 
 def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:
@@ -101,9 +90,10 @@ def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> No
     """
     if not (exact or fp8_cache):
         return
-    if not replaces_attention(model.base_model):
+    body = model.base_model
+    if not (isinstance(body, PreTrainedModel) and replaces_attention(body)):
         raise ModelError(
             f"{type(model).__name__} has an attention of its own ({model.config._attn_implementation}), which cannot "
             f"compute as the quantized engine's does; take precision fp32 or bf16, or a model such as Qwen or Llama"
         )
-    model.set_attn_implementation(_SDPA + _suffix(exact, fp8_cache))
+    model.set_attn_implementation(_SDPA + _EXACT * exact + _FP8 * fp8_cache)

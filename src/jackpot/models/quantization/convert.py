@@ -35,7 +35,8 @@ def quantized_names(model: nn.Module) -> Conversion:
     """Return what `quantize_linears` would convert, without changing the model."""
     modules = dict(model.named_modules())
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    heads = {id(head) for head in [_output_layer(model)] if head is not None}
+    find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers
+    head = find_head() if find_head else None
     converted, kept = [], {}
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
@@ -44,7 +45,7 @@ def quantized_names(model: nn.Module) -> Conversion:
             (parameter.ndim < 2 and "bias or norm")
             or (isinstance(module, nn.Embedding) and "embedding")
             or (not (isinstance(module, nn.Linear) and last == "weight") and "not of a linear layer")
-            or (id(module) in heads and "output layer")
+            or (module is head and "output layer")
             or (_ROUTER.search(path) and "router")
             or (uses[id(parameter)] > 1 and "shared by several layers")
             or (_reads_weight(type(modules[path.rpartition(".")[0]]), path.rpartition(".")[2]) and "read by its parent")
@@ -63,11 +64,6 @@ def _reads_weight(kind: type[nn.Module], child: str) -> bool:
         return re.search(rf"\bself\.{re.escape(child)}\.weight\b", inspect.getsource(kind)) is not None
     except (OSError, TypeError):  # there is no source
         return False
-
-
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    find = getattr(model, "get_output_embeddings", None)  # of every model of transformers
-    return find() if find else None
 
 
 def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
@@ -92,7 +88,9 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) ->
     for name in conversion.converted:
         path = name.removesuffix(".weight")
         parent, _, last = path.rpartition(".")
-        setattr(model.get_submodule(parent), last, make(model.get_submodule(path)))
+        layer = model.get_submodule(path)
+        assert isinstance(layer, nn.Linear)  # as `quantized_names` finds them
+        setattr(model.get_submodule(parent), last, make(layer))
     return conversion
 
 
@@ -116,12 +114,8 @@ class CodedWeights(NamedTuple):
         Args:
             plain: shapes of the weights by name.
         """
-        grid = self.scheme.weights
-        blocks = {name: zip(plain[name], grid.block(plain[name]), strict=True) for name in self.names}
-        return {
-            name + scales_suffix(self.scheme): torch.Size(-(-size // side) for size, side in sizes)
-            for name, sizes in blocks.items()
-        }
+        suffix, grid = scales_suffix(self.scheme), self.scheme.weights
+        return {name + suffix: grid.blocks(plain[name]) for name in self.names}
 
 
 def scales_suffix(scheme: Scheme) -> str:
@@ -151,13 +145,14 @@ def quantize_named(
 def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) -> int:
     """Return the bytes of a model's parameters in `dtype`, of quantized ones in codes and scales; a model on the meta
     device serves too."""
-    chosen = set(quantized_names(model).converted) if scheme else set()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if scheme is None:
+        return dtype.itemsize * sum(shape.numel() for shape in shapes.values())
+
+    chosen, grid = set(quantized_names(model).converted), scheme.weights
     return sum(
-        _code_bytes(parameter.shape, scheme) if name in chosen else parameter.numel() * dtype.itemsize
-        for name, parameter in model.named_parameters()
+        shape.numel() * grid.codes.itemsize + 4 * grid.blocks(shape).numel()
+        if name in chosen
+        else shape.numel() * dtype.itemsize
+        for name, shape in shapes.items()
     )
-
-
-def _code_bytes(shape: torch.Size, scheme: Scheme) -> int:
-    rows, columns = scheme.weights.block(shape)
-    return shape.numel() * scheme.weights.codes.itemsize + 4 * -(-shape[0] // rows) * -(-shape[1] // columns)

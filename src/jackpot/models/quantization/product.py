@@ -8,7 +8,6 @@ Status: experimental. `scaled_mm` has not been run.
 Shapes: A is [M, K], B is [N, K].
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
-from jackpot.models.quantization.quantizer import BLOCK, E4M3, Quantized
+from jackpot.models.quantization.quantizer import BLOCK, E4M3, Quantized, padded
 
 ProductName = Literal["exact", "scaled_mm"]
 
@@ -26,12 +25,12 @@ def product(a: Quantized, b: Quantized) -> Tensor:
     """Multiply two quantized matrices, A B^T: [M, N] float32, as `product_name` says."""
     if isinstance(a.codes, FakeTensor):  # of a plan, which counts what is kept
         return a.scales.new_empty(len(a.codes), len(b.codes))
-    name = product_name(a.codes.device, a.grid.codes) if a.grid.codes == b.grid.codes else "exact"  # refuses them
-    return PRODUCTS[name](a, b)
+    is_exact = a.grid.codes != b.grid.codes or product_name(a.codes.device, a.grid.codes) == "exact"
+    return gemm_exact(a, b) if is_exact else gemm_scaled_mm(a, b)  # the first refuses different codes
 
 
 def product_name(device: torch.device, codes: torch.dtype = E4M3) -> ProductName:
-    """Return the name of the product of codes on a device, a key of `PRODUCTS`."""
+    """Return the name of the product of codes on a device."""
     return "scaled_mm" if codes == E4M3 and device.type == "cuda" and _has_scaled_mm(device.index) else "exact"
 
 
@@ -63,16 +62,11 @@ def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
     rows = b.grid.block(b.codes.shape)[0]
     b_scales = b.scales.repeat_interleave(rows, dim=0)[: len(b.codes)]  # [N, parts]
     total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
-    for number, start in enumerate(range(0, size, part)):
+    for index, start in enumerate(range(0, size, part)):
         columns = slice(start, start + part)
-        products = _exact(a.codes[:, columns], b.codes[:, columns])
-        total += a.scales[:, number, None] * (b_scales[:, number] * products)
+        products = (a.codes[:, columns].double() @ b.codes[:, columns].double().T).float()  # exact, rounded once
+        total += a.scales[:, index, None] * (b_scales[:, index] * products)
     return total
-
-
-def _exact(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B^T of codes, exact in float64 and rounded once, [M, N] float32."""
-    return (a.double() @ b.double().T).float()
 
 
 def gemm_scaled_mm(a: Quantized, b: Quantized) -> Tensor:
@@ -92,9 +86,9 @@ def scaled_operands(a: Quantized, b: Quantized) -> dict[str, Any]:
     multiple of 4: cuBLAS reads them at that distance, and without the filling the product would be wrong in silence.
     """
     kinds = torch.nn.functional.ScalingType
-    a_codes, b_codes = _padded(a.codes, 4, BLOCK), _padded(b.codes, 16, BLOCK)
+    a_codes, b_codes = padded(a.codes, 4, BLOCK).contiguous(), padded(b.codes, 16, BLOCK).contiguous()
     by_blocks = b.grid.rows == BLOCK
-    b_scales = _padded(b.scales, 1, 4) if by_blocks else _by_part(b.scales, len(b_codes))
+    b_scales = padded(b.scales, 1, 4).contiguous() if by_blocks else _by_part(b.scales, len(b_codes))
     return {
         "mat_a": a_codes,
         "mat_b": b_codes.T,
@@ -105,22 +99,6 @@ def scaled_operands(a: Quantized, b: Quantized) -> dict[str, Any]:
     }
 
 
-def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Fill a matrix up with zeros to multiples of `rows` and `columns`."""
-    below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % columns
-    if not (below or behind):
-        return matrix.contiguous()
-    if matrix.dtype == E4M3:  # whose zero is the byte 0
-        return pad(matrix.view(torch.uint8), (0, behind, 0, below)).view(E4M3)
-    return pad(matrix, (0, behind, 0, below))
-
-
 def _by_part(scales: Tensor, rows: int) -> Tensor:
     """Return scales [R, parts] as [rows, parts] in column-major order, filled up with zeros."""
     return pad(scales, (0, 0, 0, rows - len(scales))).T.contiguous().T
-
-
-PRODUCTS: dict[ProductName, Callable[[Quantized, Quantized], Tensor]] = {
-    "exact": gemm_exact,
-    "scaled_mm": gemm_scaled_mm,
-}

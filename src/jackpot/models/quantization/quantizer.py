@@ -41,6 +41,10 @@ class Grid:
         """Return rows and columns of a block in a matrix of this shape, [R, C]."""
         return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])
 
+    def blocks(self, shape: torch.Size) -> torch.Size:
+        """Return how many blocks a matrix of this shape has in each direction, which is the shape of its scales."""
+        return torch.Size(-(-size // side) for size, side in zip(shape, self.block(shape), strict=True))
+
 
 class Quantized(NamedTuple):
     """A quantized matrix."""
@@ -101,9 +105,18 @@ def next_power_of_two(numbers: Tensor) -> Tensor:
 def _blocks(matrix: Tensor, grid: Grid) -> Tensor:
     """Reshape [R, C] to [rows of blocks, rows, columns of blocks, columns], padded with zeros."""
     rows, columns = grid.block(matrix.shape)
+    full = padded(matrix, rows, columns)
+    return full.reshape(full.shape[0] // rows, rows, full.shape[1] // columns, columns)
+
+
+def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """Fill a matrix up with zeros to multiples of `rows` and `columns`."""
     below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % columns
-    padded = pad(matrix, (0, behind, 0, below)) if below or behind else matrix
-    return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    if not (below or behind):
+        return matrix
+    if matrix.dtype == E4M3:  # whose zero is the byte 0
+        return pad(matrix.view(torch.uint8), (0, behind, 0, below)).view(E4M3)
+    return pad(matrix, (0, behind, 0, below))
 
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:

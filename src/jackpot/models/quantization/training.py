@@ -53,27 +53,25 @@ class CodedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, scheme: Scheme, backward: Backward
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, rows: Quantized, grid: Grid, backward: Backward) -> Tensor:
         """
         Args:
             inputs: [M, K], in the dtype of the output.
             weight: [N, K], the master weight.
-            codes, scales: of `inputs`.
-            scheme: with quantized activations.
+            rows: `inputs`, quantized.
+            grid: by which the weight is quantized.
         """
-        held = quantize(weight.to(inputs.dtype), scheme.weights)
-        ctx.save_for_backward(codes, scales, held.codes, held.scales)
-        ctx.scheme, ctx.backward_mode, ctx.weight_dtype = scheme, backward, weight.dtype
-        return product(Quantized(codes, scales, scheme.activations), held).to(inputs.dtype)
+        held = quantize(weight.to(inputs.dtype), grid)
+        ctx.save_for_backward(rows.codes, rows.scales, held.codes, held.scales)
+        ctx.grids, ctx.backward_mode, ctx.weight_dtype = (rows.grid, grid), backward, weight.dtype
+        return product(rows, held).to(inputs.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales, held_codes, held_scales = ctx.saved_tensors
-        rows = Quantized(codes, scales, ctx.scheme.activations)
-        held = Quantized(held_codes, held_scales, ctx.scheme.weights)
+        of_rows, of_held = ctx.grids
+        rows, held = Quantized(codes, scales, of_rows), Quantized(held_codes, held_scales, of_held)
         to_inputs = to_weight = None
         if ctx.backward_mode == "fp8":
             if ctx.needs_input_grad[0]:
@@ -86,7 +84,7 @@ class CodedProduct(torch.autograd.Function):
                 to_inputs = grad @ dequantize(held, grad.dtype)
             if ctx.needs_input_grad[1]:
                 to_weight = grad.T @ dequantize(rows, grad.dtype)
-        return to_inputs, None if to_weight is None else to_weight.to(ctx.weight_dtype), None, None, None, None
+        return to_inputs, None if to_weight is None else to_weight.to(ctx.weight_dtype), None, None, None
 
 
 class CodedLinear(nn.Linear):
@@ -96,17 +94,17 @@ class CodedLinear(nn.Linear):
     of an `nn.Linear` are.
     """
 
-    def __init__(self, layer: nn.Linear, scheme: Scheme, backward: Backward, rows: "LastRows") -> None:
+    def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
         """
         Args:
             layer: whose parameters become this layer's; not copied.
-            scheme: with quantized activations.
+            grid: by which the weight is quantized.
             rows: of the whole model.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        self._scheme, self._backward, self._rows = scheme, backward, rows
+        self._grid, self._backward, self._rows = grid, backward, rows
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the inputs or of autocast."""
@@ -118,7 +116,7 @@ class CodedLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
         rows = self._rows.of(inputs, dtype)
         flat = inputs.to(dtype).reshape(-1, self.in_features)
-        outputs = CodedProduct.apply(flat, weight, rows.codes, rows.scales, self._scheme, self._backward)
+        outputs = CodedProduct.apply(flat, weight, rows, self._grid, self._backward)
         outputs = outputs.reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias.to(dtype)
 
@@ -171,10 +169,11 @@ def train_in_codes(
             f"{type(model).__name__} keeps a recurrent state, which an engine in bf16 rounds token by token and "
             f"training by chunks, so that they differ; set engine.dtype=fp32, or precision to fp32 or bf16"
         )
+    assert scheme.activations is not None  # the settings have no precision of another scheme
     attend_as_engine(model, fp8_cache, exact)
     rows = LastRows(scheme.activations)
     try:
-        replace_linears(model, lambda layer: CodedLinear(layer, scheme, backward, rows))
+        replace_linears(model, lambda layer: CodedLinear(layer, scheme.weights, backward, rows))
     except ValueError as error:
         raise ModelError(f"{error}; take precision fp32 or bf16") from error
     if dtype != torch.float32:
@@ -193,8 +192,8 @@ def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
         if isinstance(module, nn.Embedding):
             run = _rounded_outputs if type(module) is nn.Embedding else _with_rounded_lookup
             module.forward = partial(run, module, module.forward, dtype)
-        elif rounded := [one for one in _read_by(module) if one._parameters]:
-            module.forward = partial(_with_rounded_weights, rounded, module.forward, dtype)
+        elif readers := [inner for inner in _read_by(module) if inner._parameters]:
+            module.forward = partial(_with_rounded_weights, readers, module.forward, dtype)
     body.forward = partial(_without_autocast, body.forward)
 
 
@@ -204,8 +203,9 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
     What holds layers reads its own alone: ranks that share the weights have them whole in one layer at a time.
     """
     inside = list(module.modules())
-    holds_layers = any(isinstance(one, GradientCheckpointingLayer) for one in inside[1:])
-    return [one for one in inside[: 1 if holds_layers else None] if not isinstance(one, (CodedLinear, nn.Embedding))]
+    if any(isinstance(inner, GradientCheckpointingLayer) for inner in inside[1:]):
+        inside = [module]
+    return [inner for inner in inside if not isinstance(inner, CodedLinear | nn.Embedding)]
 
 
 def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any) -> Tensor:
@@ -236,13 +236,14 @@ def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dt
 def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
-    own = [dict(module._parameters) for module in modules]
+    kept = [dict(module._parameters) for module in modules]
     for module in modules:
-        module._parameters.update({name: one.to(dtype) for name, one in module._parameters.items() if one is not None})
+        held: dict[str, Any] = module._parameters  # torch's own, of parameters alone; here rounded copies stand in
+        held |= {name: weight.to(dtype) for name, weight in held.items() if weight is not None}
     try:
         return forward(*args, **options)
     finally:
-        for module, weights in zip(modules, own, strict=True):
+        for module, weights in zip(modules, kept, strict=True):
             module._parameters.update(weights)
 
 
