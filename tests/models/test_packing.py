@@ -22,15 +22,9 @@ def tokens(run: Sequence[tuple[int, int]], pads: bool) -> int:
 
 @few
 @given(rows, budgets, st.booleans())
-def test_every_row_is_in_one_run_in_its_order(lengths: list[tuple[int, int]], budget: int, pads: bool) -> None:
+def test_runs_have_every_row_and_are_as_long_as_they_may(lengths, budget, pads) -> None:
     runs = list(pack(lengths, budget, lambda row: row, pads))
     assert [row for run in runs for row in run] == lengths and all(runs)
-
-
-@few
-@given(rows, budgets, st.booleans())
-def test_a_run_is_as_long_as_the_budget_allows(lengths: list[tuple[int, int]], budget: int, pads: bool) -> None:
-    runs = list(pack(lengths, budget, lambda row: row, pads))
     assert all(tokens(run, pads) <= budget or len(run) == 1 for run in runs)
     assert all(tokens([*run, after[0]], pads) > budget for run, after in pairwise(runs))
 

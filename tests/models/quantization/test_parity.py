@@ -28,17 +28,15 @@ from research.parity import with_scales
 
 pytestmark = pytest.mark.seconds  # runs, and whole models
 
-TOY_MODELS = ("starter:policy", "starter:rollout_model")
+PATH = "starter:rollout_model"
 FP8 = SCHEMES["fp8"]
 FLOAT_SCALES = with_scales(FP8, "float32")
 IDS = torch.randint(2, 32, (11, 24), generator=torch.Generator().manual_seed(0))
 
 
-def side(
-    path: str, scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager"
-) -> PreTrainedModel:
+def side(scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager") -> PreTrainedModel:
     """The model in bfloat16 as the learner or the engine would have it."""
-    model = load_model(path, torch.bfloat16)
+    model = load_model(PATH, torch.bfloat16)
     set_attention(model, attn_implementation, fp8_cache)
     if scheme is not None:
         quantize_linears(model, scheme)
@@ -50,33 +48,31 @@ def logits(model: PreTrainedModel, batch: int = 11) -> Tensor:
     return torch.cat([model(ids, use_cache=False).logits for ids in IDS.split(batch)])
 
 
-@pytest.mark.parametrize("path", TOY_MODELS)
 @pytest.mark.parametrize(
     ("scheme", "fp8_cache"),
     [(None, False), (FP8, False), (FLOAT_SCALES, False), (SCHEMES["int8_w8a8"], False), (None, True), (FP8, True)],
 )
-def test_the_same_precision_is_the_same_bit_for_bit(path, scheme, fp8_cache):
-    sampler, learner = (side(path, scheme, fp8_cache) for _ in range(2))
+def test_the_same_precision_is_the_same_bit_for_bit(scheme, fp8_cache):
+    sampler, learner = (side(scheme, fp8_cache) for _ in range(2))
     whole = logits(sampler)
     assert torch.equal(logits(learner), whole)
-    if not torch.equal(logits(side(path), 1), logits(side(path))):
+    if not torch.equal(logits(side(), 1), logits(side())):
         pytest.skip("torch's own product in bfloat16, of attention and output layer, depends on the batch here")
     for batch in (5, 2, 1):
         assert torch.equal(logits(learner, batch), whole)
 
 
-@pytest.mark.parametrize("path", TOY_MODELS)
-def test_an_engine_scores_what_a_converted_copy_computes(path):
+def test_an_engine_scores_what_a_converted_copy_computes():
     settings = TransformersEngineConfig(
         dtype="bf16", attn_implementation="eager", quantization="fp8", kv_cache_dtype="fp8"
     )
-    learner = side(path, FP8, fp8_cache=True)
-    task = make_task(ArithmeticConfig(), load_tokenizer(path))
+    learner = side(FP8, fp8_cache=True)
+    task = make_task(ArithmeticConfig(), load_tokenizer(PATH))
     requests = [
         Request(uid=f"{n}", prompt=task.prompt("test", n), seed=n, sampling=Sampling(max_new_tokens=20))
         for n in range(12)
     ]
-    with closing(make_engine(settings, path, torch.device("cpu"), Version(0, 0))) as engine:
+    with closing(make_engine(settings, PATH, torch.device("cpu"), Version(0, 0))) as engine:
         rollouts = engine.generate(requests)
         alone = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
     for rollout, score in zip(rollouts, alone, strict=True):
@@ -93,45 +89,44 @@ def float32_product(layer: QuantizedLinear, inputs: Tensor) -> Tensor:
     return outputs.to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
 
 
-def with_other_product(path: str) -> PreTrainedModel:
-    model = side(path, FLOAT_SCALES)
+def with_other_product() -> PreTrainedModel:
+    model = side(FLOAT_SCALES)
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
             layer.forward = float32_product.__get__(layer)
     return model
 
 
-def with_one_code_changed(path: str) -> PreTrainedModel:
-    model = side(path, FP8)
+def with_one_code_changed() -> PreTrainedModel:
+    model = side(FP8)
     codes = model.model.layers[0].mlp.down_proj.codes
     codes.view(torch.uint8)[3, 4] ^= 8  # its exponent, by one
     return model
 
 
-CONTROLS: dict[str, tuple[Callable[[str], PreTrainedModel], Callable[[str], PreTrainedModel]]] = {
-    "c1 another attention": (side, lambda path: side(path, attn_implementation="sdpa")),
-    "a1 FP8, float32 scales": (side, lambda path: side(path, FLOAT_SCALES)),
-    "a2 FP8": (side, lambda path: side(path, FP8)),
+CONTROLS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], PreTrainedModel]]] = {
+    "c1 another attention": (side, lambda: side(attn_implementation="sdpa")),
+    "a1 FP8, float32 scales": (side, lambda: side(FLOAT_SCALES)),
+    "a2 FP8": (side, lambda: side(FP8)),
     "b2 FP8, another attention": (
-        lambda path: side(path, FP8),
-        lambda path: side(path, FP8, attn_implementation="sdpa"),
+        lambda: side(FP8),
+        lambda: side(FP8, attn_implementation="sdpa"),
     ),
-    "b3 FP8, another product": (lambda path: side(path, FLOAT_SCALES), with_other_product),
-    "b5 FP8, other scales": (lambda path: side(path, FP8), lambda path: side(path, FLOAT_SCALES)),
-    "one code": (lambda path: side(path, FP8), with_one_code_changed),
-    "w1 weights only": (side, lambda path: side(path, Scheme(weights=FP8.weights, activations=None))),
-    "d1 INT8 weights": (side, lambda path: side(path, SCHEMES["int8_w8a16"])),
-    "d2 INT8": (side, lambda path: side(path, SCHEMES["int8_w8a8"])),
-    "e2 FP8 cache": (side, lambda path: side(path, fp8_cache=True)),
-    "f1 FP8 and its cache": (side, lambda path: side(path, FP8, fp8_cache=True)),
-    "f2 FP8 cache in the rollout alone": (lambda path: side(path, FP8), lambda path: side(path, FP8, fp8_cache=True)),
+    "b3 FP8, another product": (lambda: side(FLOAT_SCALES), with_other_product),
+    "b5 FP8, other scales": (lambda: side(FP8), lambda: side(FLOAT_SCALES)),
+    "one code": (lambda: side(FP8), with_one_code_changed),
+    "w1 weights only": (side, lambda: side(Scheme(weights=FP8.weights, activations=None))),
+    "d1 INT8 weights": (side, lambda: side(SCHEMES["int8_w8a16"])),
+    "d2 INT8": (side, lambda: side(SCHEMES["int8_w8a8"])),
+    "e2 FP8 cache": (side, lambda: side(fp8_cache=True)),
+    "f1 FP8 and its cache": (side, lambda: side(FP8, fp8_cache=True)),
+    "f2 FP8 cache in the rollout alone": (lambda: side(FP8), lambda: side(FP8, fp8_cache=True)),
 }
 
 
-@pytest.mark.parametrize("path", TOY_MODELS)
 @pytest.mark.parametrize("control", CONTROLS)
-def test_anything_else_is_another_distribution(path, control):
-    learner, sampler = (make(path) for make in CONTROLS[control])
+def test_anything_else_is_another_distribution(control):
+    learner, sampler = (make() for make in CONTROLS[control])
     ours, theirs = (logits(model).double().log_softmax(-1) for model in (sampler, learner))
     kl = (ours.exp() * (ours - theirs)).sum(-1).mean()
     assert kl > 1e-9 and (ours.exp() - theirs.exp()).abs().max() > 1e-6

@@ -20,7 +20,7 @@ from jackpot.adapters.trl.base import Batch, TRLTrainer, plain_model, token_batc
 from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer
 from jackpot.adapters.trl.refusals import refuse_processes, refuse_unmerged, refuse_with_two_models
 from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
-from jackpot.adapters.trl.writers import Writers
+from jackpot.adapters.trl.writers import TwoModelTrainer, Writers
 from jackpot.config.build import validated
 from jackpot.config.config import Config, RolloutModelConfig
 from jackpot.core.errors import CheckpointError, ConfigError
@@ -52,7 +52,7 @@ LOSSES = {  # TRL's loss_type: how the rollout model's loss is averaged
 }
 
 
-class JackpotGRPOTrainer(CorrectedGRPOTrainer):
+class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
     """Is TRL's `GRPOTrainer` of a policy whose rollouts a smaller model generates, which is trained along with it.
 
     One of our engines generates, in this process, and gets the weights of training before each generation batch. The

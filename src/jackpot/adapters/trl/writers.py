@@ -7,13 +7,13 @@ what the engine reports is checked as in a run of ours (`training.guards`).
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.adapters.trl.base import plain_model, without_dropout
+from jackpot.adapters.trl.base import TRLTrainer, plain_model, without_dropout
 from jackpot.adapters.trl.refusals import refuse_unmerged
 from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
 from jackpot.config.config import Config, Sampling
@@ -33,16 +33,20 @@ from jackpot.training.components import send_weights
 from jackpot.training.guards import EngineCheck
 from jackpot.training.old_policy import by_rollout
 
-if TYPE_CHECKING:
-    from jackpot.adapters.trl.joint import JackpotGRPOTrainer
-
 _log = logging.getLogger(__name__)
+
+
+class TwoModelTrainer(TRLTrainer):
+    """TRL's trainer of a policy, with a rollout model beside it."""
+
+    rollout_model: PreTrainedModel
+    version: Version
 
 
 class TwoModels:
     """Gives engines and checks the models that a trainer of TRL's trains, as a learner of ours does (`Scorer`)."""
 
-    def __init__(self, trainer: "JackpotGRPOTrainer") -> None:
+    def __init__(self, trainer: TwoModelTrainer) -> None:
         self._trainer = trainer
 
     @property
@@ -110,7 +114,7 @@ class Writers:
         """Have every engine get its weights again, as these changed without an optimizer step."""
         self._held.clear()
 
-    def __call__(self, prompts: list[Any], trainer: "JackpotGRPOTrainer") -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: TwoModelTrainer) -> dict[str, Any]:
         """Return a completion for each prompt: a rollout function of TRL.
 
         Raises:
@@ -128,16 +132,14 @@ class Writers:
         wanted = requests(prompts, trainer, name, self._config.sampling.num_top_log_probs)
         return completions(self._generate(wanted, roles, trainer))
 
-    def _assign(self, name: str, size: int, trainer: "JackpotGRPOTrainer") -> list[Role]:
+    def _assign(self, name: str, size: int, trainer: TwoModelTrainer) -> list[Role]:
         """Return the model of each completion of this process. The groups are those of the batch of all processes."""
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
         group = self._config.batch.group_size
         uids = [f"{name}/{index // group}" for index in range(processes * size)]
         return assign_models(self._config, self.iteration, uids)[rank * size : (rank + 1) * size]
 
-    def _generate(
-        self, wanted: Sequence[Request], roles: Sequence[Role], trainer: "JackpotGRPOTrainer"
-    ) -> list[Rollout]:
+    def _generate(self, wanted: Sequence[Request], roles: Sequence[Role], trainer: TwoModelTrainer) -> list[Rollout]:
         """Have the engines generate, after they got the weights of training, and check what they report."""
         metrics, by_uid = trainer._metrics["train" if trainer.model.training else "eval"], {}
         drafts = "policy" in roles and self._may_draft
@@ -160,7 +162,7 @@ class Writers:
                 del self._held[role]
         return [by_uid[request.uid] for request in wanted]
 
-    def _send(self, role: Role, trainer: "JackpotGRPOTrainer") -> None:
+    def _send(self, role: Role, trainer: TwoModelTrainer) -> None:
         """Have an engine hold the weights that its model has in training."""
         engine, version = self._engine(role, trainer), trainer.version
         steps = getattr(version, role)
@@ -173,7 +175,7 @@ class Writers:
         send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
         self._held[role] = steps
 
-    def _engine(self, role: Role, trainer: "JackpotGRPOTrainer") -> Engine:
+    def _engine(self, role: Role, trainer: TwoModelTrainer) -> Engine:
         config = self._config
         if role not in self._engines:
             drafter = self._engine("rollout_model", trainer) if role == "policy" and config.draft else None
@@ -184,7 +186,7 @@ class Writers:
             self._engines[role] = make_engine(config.model_paths()[role], settings, trainer, drafter)
         return self._engines[role]
 
-    def _check(self, role: Role, trainer: "JackpotGRPOTrainer") -> EngineCheck:
+    def _check(self, role: Role, trainer: TwoModelTrainer) -> EngineCheck:
         """Return the check of an engine; it logs how far its log-probs were from those of training."""
         if role not in self._checks:
 
@@ -196,5 +198,5 @@ class Writers:
         return self._checks[role]
 
 
-def _unwrapped(trainer: "JackpotGRPOTrainer") -> PreTrainedModel:
+def _unwrapped(trainer: TwoModelTrainer) -> PreTrainedModel:
     return trainer.accelerator.unwrap_model(trainer.model)
