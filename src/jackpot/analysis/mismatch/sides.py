@@ -51,9 +51,9 @@ def mismatch_config(
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
     settings = lay(settings, changes)
-    settings["samplers"] = tuple(_side("sampler", sampler, given) for given in samplers or [()])
+    settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])
     settings["learners"] = tuple(
-        [_side("learner", defaults[0], given) for given in learners] or [_side("learner", one, ()) for one in defaults]
+        [_side("learner", defaults[0], side) for side in learners] or [_side("learner", side, ()) for side in defaults]
     )
     config = validated(MismatchConfig, settings)
     if config.benchmarks:
@@ -70,13 +70,15 @@ def mismatch_config(
     return config
 
 
-def _side(role: str, base: Mapping[str, Any], given: Changes) -> SideConfig:
+def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
     """Apply the user's changes to a side; keys of its engine are given without the prefix `engine`."""
-    own = [
-        {key: value} if key in _OF_THE_SIDE else {"engine": {key: value}} for one in given for key, value in one.items()
+    nested = [
+        {key: value} if key in _OF_THE_SIDE else {"engine": {key: value}}
+        for change in changes
+        for key, value in change.items()
     ]
     try:
-        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], lay(base, own))
+        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], lay(base, nested))
     except ConfigError as error:
         raise ConfigError(f"--{role}: {error}") from None
 

@@ -68,7 +68,7 @@ def factors(
     ones = torch.ones_like(inputs.rollout_log_probs)
     signed = [replace(inputs, advantages=sign * ones) for sign in (1.0, -1.0)]
     reads_sign = "advantages" in setting.objective.correction.reads
-    averages = [_averaged_over_mask(setting, given, totals) for given in (signed if reads_sign else signed[:1])]
+    averages = [_averaged_over_mask(setting, one_sign, totals) for one_sign in signed[: 2 if reads_sign else 1]]
     up = _of_sign(setting, signed[0], new, averages[0])
     down = _of_sign(setting, signed[1], new, averages[-1])
     share = 0.5 * ones if advantages is None else (advantages.sign() + 1.0) / 2.0

@@ -60,11 +60,10 @@ def replay(
     policy = "as training scored it when it saved the batch" if config else "as the file has it"
     scorer = None
     if model:
-        if temperature is None:
-            temperature = config.sampling.temperature if config else 1.0
-        scored_by = resolve_model_path(model)
-        scorer = PolicyScorer(scored_by, temperature)
-        policy = f"{scored_by}, read at temperature {temperature:g}"
+        scorer = PolicyScorer(
+            resolve_model_path(model), temperature or (config.sampling.temperature if config else 1.0)
+        )
+        policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
 
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
     for part in response_batches(reading.responses(every)):

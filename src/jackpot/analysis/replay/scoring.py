@@ -32,7 +32,7 @@ class PolicyScorer:
         self._model = load_model(path, torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
         self._vocabulary = output_layer(self._model).out_features
         self._tokenizer = load_tokenizer(path)
-        self._temperature = temperature
+        self.path, self.temperature = path, temperature
 
     def score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
         """Return the responses with this model as old and new policy, at their tokens and at the engine's top-k lists.
@@ -72,7 +72,7 @@ class PolicyScorer:
         width = max(wanted.shape[1] for wanted in lists)
         padded = [pad(wanted, (0, width - wanted.shape[1])) for wanted in lists]
         ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
-        parts = exact_log_probs(self._model, self._temperature, hidden[mask], ids)
+        parts = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
         log_probs = torch.cat([log_probs.gather(1, wanted) for log_probs, wanted in parts]).cpu()
 
         each = log_probs.split([len(ids) for ids in tokens])

@@ -67,14 +67,9 @@ def mismatch(
     Status: supported. Not yet run on a GPU, nor with tensor-parallel engines.
     """
     console = Console(stderr=as_json)
-    settings = {
-        "responses": responses,
-        "short": short,
-        "reread": reread or None,
-        "seed": seed,
-        "benchmarks": recipes.split_names(benchmarks) or None,
-        "sampling": None if max_new_tokens is None else {"max_new_tokens": max_new_tokens},
-    }
+    limit = None if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    settings = {"responses": responses, "short": short, "reread": reread or None, "seed": seed, "sampling": limit}
+    settings |= {"benchmarks": recipes.split_names(benchmarks) or None}
     changes = [{key: value} for key, value in settings.items() if value is not None]
     samplers, learners = (list(map(recipes.parse_overrides, texts or [])) for texts in (sampler, learner))
     every_change = [*changes, *map(recipes.parse_override, overrides or [])]
