@@ -322,18 +322,6 @@ def all_gather(values: Tensor) -> Tensor:
     return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, missing))))
 
 
-def entry_of(sums: Mapping[str, Metric], name: str, kind: type[Kind]) -> Kind:
-    """Return the entry of a name, which is of this kind."""
-    entry = sums[name]
-    assert isinstance(entry, kind), f"{name} is a {type(entry).__name__}, and no {kind.__name__}"
-    return entry
-
-
-def mean_of(sums: Mapping[str, Metric], name: str) -> Mean:
-    """Return the entry of a name that stands for a mean."""
-    return entry_of(sums, name, Mean)
-
-
 def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.clock import Seconds
-from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Max, Mean, Sum, Sums, add_sums, entry_of
+from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Max, Mean, Sum, Sums, add_sums
 from jackpot.core.types import TrainingSample, Version
 from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
@@ -96,7 +96,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if _BY_RESPONSE in sums:
         values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
-        error, returned = (entry_of(sums, name, Mean).variance for name in ("critic/error", "critic/return"))
+        error, returned = (Mean.named(sums, name).variance for name in ("critic/error", "critic/return"))
         values["critic/explained_variance"] = 1.0 - error / returned
     if not values:
         return {}
@@ -112,7 +112,7 @@ def _acceptance_error(sums: Sums) -> Tensor:
     independent acceptances, whose variance is Z (1 - Z) at most: where rejections are rare, a batch without one would
     show no spread at all.
     """
-    observed, expected = entry_of(sums, _BY_RESPONSE, ClusteredMean), entry_of(sums, _VARIANCE, Mean)
+    observed, expected = ClusteredMean.named(sums, _BY_RESPONSE), Mean.named(sums, _VARIANCE)
     return torch.maximum(observed.standard_error, expected.total.sqrt() / expected.count)
 
 

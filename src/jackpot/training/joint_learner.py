@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from jackpot.config.config import DistillControlConfig, Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum
-from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums, entry_of
+from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.roles import Role
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden
@@ -288,7 +288,7 @@ class JointLearner(Learner):
         sums = all_reduce_sums(add_sums(*parts)) | totals
         metrics, events = self._optimizer.step(
             sums,
-            sampled_tokens=entry_of(totals, "obrs/acceptance", Mean).count,
+            sampled_tokens=Mean.named(totals, "obrs/acceptance").count,
             steps_rollout_model=steps_rollout_model,
         )
         if all(event["model"] != "policy" for event in events):

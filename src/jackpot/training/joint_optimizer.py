@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jackpot.config.config import DistillControlConfig
-from jackpot.core.metrics import Mean, Sum, Sums, entry_of, to_host
+from jackpot.core.metrics import Mean, Sum, Sums, to_host
 from jackpot.core.roles import Role
 from jackpot.core.shards import local
 from jackpot.models.parts import read_parts
@@ -25,7 +25,7 @@ NON_FINITE = "non-finite gradient"
 # `policy.ess_scaling`.
 EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
     "response": lambda sums: sums["mismatch/sequence_ess"].value,
-    "token": lambda sums: entry_of(sums, "correction/weight", Mean).effective_share,
+    "token": lambda sums: Mean.named(sums, "correction/weight").effective_share,
 }
 
 
@@ -82,7 +82,7 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
-        totals: dict[Role, Tensor] = {role: entry_of(sums, f"{role}/loss", Mean).count for role in trained}
+        totals: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
         counts = dict(totals)
         if self._accumulator:
             counts.pop("rollout_model", None)
@@ -249,7 +249,7 @@ def split_numbers(sums: Sums) -> Sums:
     if f"{_SPLIT}/ppo" not in sums:
         return {}
     ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
-    count = float(entry_of(sums, "rollout_model/loss", Mean).count) or 1.0
+    count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0
     both = math.sqrt(ppo) * math.sqrt(distill)
     values = {
         "rollout_model/ppo_grad_norm": math.sqrt(ppo) / count,

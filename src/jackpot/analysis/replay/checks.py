@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from jackpot.analysis.replay.stats import ratio_quantile
-from jackpot.core.metrics import Mean, Sums, mean_of
+from jackpot.core.metrics import Mean, Sums
 
 FEW_TOKENS = 1_000  # sampled tokens, below which there is no recommendation
 OFF = 0.03  # largest deviation of the mean ratio from 1, unless SURE standard errors are more
@@ -43,7 +43,7 @@ def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
 
 def why_not(run: Sums) -> str | None:
     """Return a reason against any recommendation, or None."""
-    tokens = int(mean_of(run, "total_variation").count)
+    tokens = int(Mean.named(run, "total_variation").count)
     if tokens < FEW_TOKENS:
         return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
     if "z" in run and (problem := _lists_do_not_fit(run)):
@@ -53,7 +53,7 @@ def why_not(run: Sums) -> str | None:
 
 def _mean_is_not_1(run: Sums) -> str | None:
     """Check that the ratios of tokens without known distributions have mean 1; elsewhere the lists are checked."""
-    ratio = mean_of(run, "sampled_only_ratio")
+    ratio = Mean.named(run, "sampled_only_ratio")
     is_tame = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < TAME
     if ratio.count > 0 and is_tame and _is_off(ratio, 1.0):
         return (
@@ -65,7 +65,7 @@ def _mean_is_not_1(run: Sums) -> str | None:
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
-    gap, unreachable = mean_of(run, "acceptance_minus_z"), mean_of(run, "unreachable")
+    gap, unreachable = Mean.named(run, "acceptance_minus_z"), Mean.named(run, "unreachable")
     if _is_off(unreachable, 0.0):
         return (
             f"{float(unreachable.value):.1%} of the policy's probability is on tokens that the rollout model "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import GradientFactors
-from jackpot.core.metrics import Mean, Sum, Sums, mean_of
+from jackpot.core.metrics import Mean, Sum, Sums
 
 _MEANS = ("state", "state square", "state variation")
 _PRODUCTS = ("estimator", "both", "exact", "noise", "ideal noise", "drift")
@@ -79,7 +79,7 @@ def exact_numbers(sums: Sums) -> dict[str, float | None]:
     if _MEANS[0] not in sums:
         return dict.fromkeys(EXACT)
 
-    weight, square, variation = (mean_of(sums, name) for name in _MEANS)
+    weight, square, variation = (Mean.named(sums, name) for name in _MEANS)
     estimator, both, exact, noise, ideal_noise, drift = (sums[name].value for name in _PRODUCTS)
     numbers = (
         weight.value.square() / square.value,
@@ -94,4 +94,4 @@ def exact_numbers(sums: Sums) -> dict[str, float | None]:
 
 def known_states(sums: Sums) -> int:
     """Count the tokens whose whole distributions were summed over."""
-    return int(mean_of(sums, _MEANS[0]).count) if _MEANS[0] in sums else 0
+    return int(Mean.named(sums, _MEANS[0]).count) if _MEANS[0] in sums else 0

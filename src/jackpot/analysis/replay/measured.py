@@ -24,7 +24,7 @@ from jackpot.analysis.replay.rejected import TopRejected
 from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse, collate
 from jackpot.analysis.replay.settings import PARTS, WHOLE_RESPONSE, CorrectionSetting
 from jackpot.analysis.replay.stats import SampledColumns, bands_of, correction_sums, rule_columns, run_sums
-from jackpot.core.metrics import Sums, add_sums, mean_of
+from jackpot.core.metrics import Mean, Sums, add_sums
 from jackpot.core.statistics import Estimate
 from jackpot.objectives.corrections import CorrectionInputs, measured
 from jackpot.objectives.obrs import acceptance, exact_z, known_z
@@ -42,13 +42,13 @@ class ReplayedCorrection:
     @property
     def sampled_tv_after_correction(self) -> float:
         """Estimate the total variation after the correction from sampled tokens only; 1 where F is 0 everywhere."""
-        variation, trained = mean_of(self.sums, "variation").total, mean_of(self.sums, "trained").total
+        variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 
     @property
     def tokens(self) -> int:
         """The number of tokens that the correction was replayed on."""
-        return int(mean_of(self.sums, "factor").count) if self.sums else 0
+        return int(Mean.named(self.sums, "factor").count) if self.sums else 0
 
 
 class Measured:
@@ -64,7 +64,7 @@ class Measured:
     @property
     def tokens(self) -> int:
         """The number of sampled tokens."""
-        return int(mean_of(self.run, "total_variation").count)
+        return int(Mean.named(self.run, "total_variation").count)
 
     @property
     def corrections(self) -> tuple[ReplayedCorrection, ...]:

@@ -8,7 +8,7 @@ from jackpot.analysis.advice.rule import Recommendation
 from jackpot.analysis.replay.gradient import exact_numbers, known_states
 from jackpot.analysis.replay.measured import ReplayedCorrection
 from jackpot.analysis.replay.stats import ratio_quantile
-from jackpot.core.metrics import Histogram, Sums, mean_of
+from jackpot.core.metrics import Histogram, Mean, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
 
@@ -68,10 +68,10 @@ class CorrectionResult:
 
 def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
-    sums, factor = replayed.sums, mean_of(replayed.sums, "factor")
+    sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
     # rounded, for bins near 0 are millionths wide, and the lowest, e^-40, stands for 0
     low, middle, high = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
-    bands = {name.removeprefix("rejected "): mean_of(sums, name) for name in sums if name.startswith("rejected ")}
+    bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
     return CorrectionResult(
         label=replayed.setting.label,
         is_own=replayed.setting.is_own,
@@ -84,7 +84,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         weight_p50=middle,
         weight_p99=high,
         weight_max=float(sums["weight_max"].value),
-        effective=float(factor.total.square() / (mean_of(sums, "square").total * factor.count)),
+        effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
         sampled_tv_after_correction=replayed.sampled_tv_after_correction,
         states=known_states(sums),
         **exact_numbers(sums),
@@ -108,7 +108,7 @@ def result_numbers(result: ReplayResult) -> dict[str, Any]:
         "left_out": list(result.left_out),
         "run": {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
         | {f"ratio_p{share * 100:g}": ratio_quantile(run, "mismatch/log_ratio", share) for share in QUANTILES}
-        | {"tokens": int(mean_of(run, "total_variation").count)},
+        | {"tokens": int(Mean.named(run, "total_variation").count)},
         "corrections": [asdict(correction_result(correction)) for correction in result.corrections],
         "answer": result.answer.numbers(),
     }

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jackpot.analysis.replay.results import QUANTILES, CorrectionResult, ReplayResult, correction_result
 from jackpot.analysis.replay.stats import ratio_quantile
-from jackpot.core.metrics import mean_of
+from jackpot.core.metrics import Mean
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables, judged_table
@@ -80,7 +80,7 @@ def facts(result: ReplayResult) -> Table:
     def value(name: str) -> float:
         return float(run[name].value)
 
-    ratio, tokens = mean_of(run, "ratio"), mean_of(run, "total_variation").count
+    ratio, tokens = Mean.named(run, "ratio"), Mean.named(run, "total_variation").count
     quantiles = ", ".join(f"{ratio_quantile(run, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
     divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
     clips = [correction.setting.objective for correction in result.corrections[:1]]  # the same for all
@@ -99,7 +99,7 @@ def facts(result: ReplayResult) -> Table:
         ("ESS of whole responses, by their ratio", f"{value('mismatch/sequence_ess'):.1%}"),
     ]
     if "z" in run:
-        rows.append(("tokens with both distributions known", f"{float(mean_of(run, 'z').count / tokens):.1%}"))
+        rows.append(("tokens with both distributions known", f"{float(Mean.named(run, 'z').count / tokens):.1%}"))
         rows.append(("mean Z at lam = 1 there", f"{value('z'):.4f}"))
     title = f"{result.path}: {result.format}, {result.files} files"
     return Table(title=title, columns=("", ""), rows=tuple(rows), is_detail=True)
