@@ -17,7 +17,7 @@ import torch
 from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.formats import FORMATS, find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.formats.records import torch_file
+from jackpot.analysis.replay.formats.records import DamagedRecord, batch_rows, torch_file
 from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.errors import DataError
@@ -515,6 +515,12 @@ def test_a_huge_response_in_a_small_file_is_never_unpacked(bomb, why, tmp_path):
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10**6
     with pytest.raises(DataError, match=why):
         replay(tmp_path)
+
+
+def test_a_batch_that_repeats_one_row_is_refused():
+    repeated = {"sequences": torch.zeros(1, 4, dtype=torch.int64).expand(10**9, 4)}
+    with pytest.raises(DamagedRecord, match="1,000,000,000 sequences"):
+        next(batch_rows(repeated))
 
 
 def test_what_no_format_knows_is_refused_with_the_columns(tmp_path):

@@ -109,9 +109,16 @@ def batch_rows(batch: DumpRecord) -> Iterator[dict[str, Any]]:
     """Yield the responses of a batch [B, ...] of `sequences`, each with those columns of the batch that reach to it.
 
     A batch without sequences counts as one response.
+
+    Raises:
+        DamagedRecord: the file repeats one row, so that a few bytes stand for any number of sequences.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, Tensor) and column.ndim}
-    for row in range(max(1, len(columns.get("sequences", ())))):
+    sequences = columns.get("sequences", torch.empty(0))
+    if sequences.nbytes > sequences.untyped_storage().nbytes():
+        raise DamagedRecord(f"its {len(sequences):,} sequences take more bytes than the file has for them")
+
+    for row in range(max(1, len(sequences))):
         yield {name: column[row] for name, column in columns.items() if row < len(column)}
 
 
