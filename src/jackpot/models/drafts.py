@@ -23,15 +23,15 @@ MOST_DRAFTS = 8  # before a pass of the model that verifies, that advice tries
 
 
 class Verdict(NamedTuple):
-    """What became of the draft in each of `N` places."""
+    """What became of the draft in each of `N` positions."""
 
     accepted: Tensor  # [N] bool
-    others: Tensor  # [N] int64, the token that stands in the place of a draft that was not accepted, or of none
+    others: Tensor  # [N] int64, the token that replaces a draft that was not accepted, or none
     log_probs: Tensor  # [N, V], m: nats
 
 
 def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:
-    """Accept or replace the draft in each of `N` places that do not depend on each other.
+    """Accept or replace the draft in each of `N` positions that do not depend on each other.
 
     Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where it is NaN.
 

@@ -62,10 +62,10 @@ class RMSNorm(torch.autograd.Function):
         out = torch.empty_like(rows, dtype=torch.promote_types(x.dtype, weight.dtype))
         scale = rows.new_empty((len(rows), 1), dtype=_WIDE)  # 1 / sqrt(mean x^2 + eps)
         for part in _runs(len(rows), CHUNK // width):
-            own = rows[part].to(_WIDE)
-            norm = torch.linalg.vector_norm(own, dim=1, keepdim=True)
+            chunk = rows[part].to(_WIDE)
+            norm = torch.linalg.vector_norm(chunk, dim=1, keepdim=True)
             torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[part])
-            normed = torch.mul(own, scale[part], out=out[part] if x.dtype == out.dtype == _WIDE else None)
+            normed = torch.mul(chunk, scale[part], out=out[part] if x.dtype == out.dtype == _WIDE else None)
             torch.mul(normed.to(x.dtype), weight, out=out[part])
         ctx.save_for_backward(x, weight, scale)
         return out.view(x.shape)
@@ -79,12 +79,12 @@ class RMSNorm(torch.autograd.Function):
         rows, grads, wide = _rows(x), _rows(grad), weight.to(_WIDE)
         to_x, to_weight = torch.empty_like(rows), torch.zeros_like(wide)
         for part in _runs(len(rows), CHUNK // rows.shape[1]):
-            normed, given = rows[part] * scale[part], grads[part].to(_WIDE)
-            products = given * normed
+            normed, slopes = rows[part] * scale[part], grads[part].to(_WIDE)
+            products = slopes * normed
             to_weight += products.sum(0)
             means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
-            found = torch.mul(given, wide, out=to_x[part] if to_x.dtype == _WIDE else None)
-            _put(found.addcmul_(normed, means).mul_(scale[part]), to_x[part])
+            scaled = torch.mul(slopes, wide, out=to_x[part] if to_x.dtype == _WIDE else None)
+            _put(scaled.addcmul_(normed, means).mul_(scale[part]), to_x[part])
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
 
@@ -107,14 +107,14 @@ class GatedProduct(torch.autograd.Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        gates, ups, grads, own = _rows(gate), _rows(up), _rows(grad), weight.to(gate.dtype)
+        gates, ups, grads, matrix = _rows(gate), _rows(up), _rows(grad), weight.to(gate.dtype)
         to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
         to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
         for part in _runs(len(gates), PRODUCT_ROWS):
             active = silu(gates[part])
             if to_weight is not None:
                 _add_product(to_weight, grads[part].t(), active * ups[part])
-            products = torch.mm(grads[part], own)
+            products = torch.mm(grads[part], matrix)
             torch.mul(products, active, out=to_up[part])
             torch.ops.aten.silu_backward(products.mul_(ups[part]), gates[part], grad_input=to_gate[part])
         return to_gate.view(gate.shape), to_up.view(up.shape), None if to_weight is None else to_weight.to(weight.dtype)
@@ -142,10 +142,10 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return x cos + (x_2 first, x_1 second), laid out as x."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
     for part in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
-        own, into = x[:, :, part], out[:, :, part]
-        torch.mul(own, cos[:, :, part], out=into)
-        into[..., :half].addcmul_(own[..., half:], first[:, :, part])
-        into[..., half:].addcmul_(own[..., :half], second[:, :, part])
+        source, into = x[:, :, part], out[:, :, part]
+        torch.mul(source, cos[:, :, part], out=into)
+        into[..., :half].addcmul_(source[..., half:], first[:, :, part])
+        into[..., half:].addcmul_(source[..., :half], second[:, :, part])
     return out
 
 
@@ -159,9 +159,9 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _put(found: Tensor, place: Tensor) -> None:
-    if found.dtype != place.dtype:
-        place.copy_(found)
+def _put(values: Tensor, into: Tensor) -> None:
+    if values.dtype != into.dtype:
+        into.copy_(values)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -200,9 +200,9 @@ def _norm(module: nn.Module) -> Forward | None:
     return forward if agrees else None
 
 
-def _run_norm(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
+def _run_norm(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
     if module.weight.dtype != _WIDE or x.dtype not in TOLERANCES:
-        return own(x)
+        return before(x)
     return RMSNorm.apply(x, module.weight, module.variance_epsilon)
 
 
@@ -215,10 +215,10 @@ def _mlp(module: nn.Module) -> Forward | None:
     return forward if _agree(module.forward, forward, [numbers], module) else None
 
 
-def _run_mlp(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
+def _run_mlp(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
     last = module.get_submodule("down_proj")
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
-        return own(x)
+        return before(x)
     gate, up = module.get_submodule("gate_proj")(x), module.get_submodule("up_proj")(x)
     if gate.dtype != up.dtype:
         return last(module.get_submodule("act_fn")(gate) * up)
@@ -228,28 +228,28 @@ def _run_mlp(module: nn.Module, own: Forward, x: Tensor) -> Tensor:
 def _attention(module: nn.Module) -> Forward | None:
     """Return the forward of an attention module with `_rotate` in the place of its model's own function."""
     function = type(module).forward
-    own = getattr(function, "__globals__", {}).get(_ROTATE)
-    if own is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own):
+    before = getattr(function, "__globals__", {}).get(_ROTATE)
+    if before is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(before):
         return None
-    names = function.__globals__ | {_ROTATE: partial(_rotate, own)}
+    names = function.__globals__ | {_ROTATE: partial(_rotate, before)}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return MethodType(changed, module)
 
 
 @cache
-def _rotates_alike(own: Forward) -> bool:
-    if list(inspect.signature(own).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+def _rotates_alike(before: Forward) -> bool:
+    if list(inspect.signature(before).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
     queries, keys = _numbers(2, 3, 4, 6), _numbers(2, 1, 4, 6)
     angles = [_numbers(2, 4, 6), _numbers(2, 4, 6) + 1.0]
-    return _agree(lambda q, k: own(q, k, *angles), lambda q, k: _rotate(own, q, k, *angles), [queries, keys])
+    return _agree(lambda q, k: before(q, k, *angles), lambda q, k: _rotate(before, q, k, *angles), [queries, keys])
 
 
-def _rotate(own: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    is_known = all(one.dtype == _WIDE and one.shape[-1] == cos.shape[-1] for one in (q, k, cos))
+def _rotate(before: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
-        return own(q, k, cos, sin, **options)
+        return before(q, k, cos, sin, **options)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
 
@@ -262,22 +262,22 @@ def _numbers(*shape: int) -> Tensor:
 
 
 @torch.enable_grad()
-def _agree(own: Forward, other: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
+def _agree(before: Forward, other: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
     """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
     if any(weight.is_meta for weight in weights):
         return True
-    given = [one.detach().requires_grad_() for one in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     results = []
     with in_float32(module) if module else nullcontext():
-        for run in (own, other):
-            outputs = run(*given)
+        for run in (before, other):
+            outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            factors = [_numbers(*one.shape).to(one.dtype) for one in outputs]
-            results.append([*outputs, *torch.autograd.grad(outputs, [*given, *weights], factors)])
+            factors = [_numbers(*output.shape).to(output.dtype) for output in outputs]
+            results.append([*outputs, *torch.autograd.grad(outputs, [*leaves, *weights], factors)])
     tolerance = TOLERANCES[inputs[0].dtype]
     return all(
-        (one.dtype, one.shape) == (two.dtype, two.shape)
-        and bool((one - two).detach().abs().max() <= tolerance * one.detach().abs().max())
-        for one, two in zip(*results, strict=True)
+        (expected.dtype, expected.shape) == (actual.dtype, actual.shape)
+        and bool((expected - actual).detach().abs().max() <= tolerance * expected.detach().abs().max())
+        for expected, actual in zip(*results, strict=True)
     )

@@ -362,8 +362,8 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
     if ours == theirs:
         return
     differing = [token for token in ours | theirs if ours.get(token) != theirs.get(token)]
-    places = {token: (ours.get(token, inf), theirs.get(token, inf)) for token in differing}
-    token = min(differing, key=lambda token: (min(places[token]), places[token]))
+    ids = {token: (ours.get(token, inf), theirs.get(token, inf)) for token in differing}
+    token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(
         f"the tokenizers differ at token {token!r}: id {ours.get(token, 'none')} in {a.name_or_path or 'the first'}, "
         f"id {theirs.get(token, 'none')} in {b.name_or_path or 'the second'} (vocabulary sizes {len(ours)} and "

@@ -24,7 +24,7 @@ Flex = Callable[..., Tensor]  # with the arguments of `flex_attention`
 def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     """Return which tokens of the row each one attends to: those up to it of its own sequence and of its prompt.
 
-    Made of the places where sequences begin, without a mask of all pairs of tokens.
+    Made of the positions where sequences begin, without a mask of all pairs of tokens.
 
     Args:
         window: number of tokens that one attends to, its own included; None for all before it.
@@ -41,9 +41,12 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
         seen = seen & (positions[key] <= positions[query])
         return seen if window is None else seen & (positions[key] > positions[query] - window)
 
-    first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], place of the first token
+    first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], index of the first token
     last = (first + BLOCK - 1).clamp(max=size - 1)
-    begin, end, shared = (one.index_select(0, at) for one, at in ((sequence, first), (sequence, last), (prompt, first)))
+    begin, end, shared = (
+        column.index_select(0, at_blocks)
+        for column, at_blocks in ((sequence, first), (sequence, last), (prompt, first))
+    )
     # A row of blocks are queries, a column keys. A prompt that begins inside a block is no key of blocks before it.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
     some = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])

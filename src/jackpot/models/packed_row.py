@@ -21,9 +21,9 @@ MAX_LENGTHS = 48  # different lengths that blocks are chosen among; more are rou
 class _Sequence(NamedTuple):
     """Holds queries that attend causally to themselves and to tokens before them."""
 
-    prompt: int  # place of the first token of the prompt
+    prompt: int  # index of the first token of the prompt
     shared: int  # tokens of the prompt that are keys and no queries
-    start: int  # place of the first query
+    start: int  # index of the first query
     queries: int
 
     @property
@@ -40,27 +40,27 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         responses: token ids [T] int64 of each response; may be empty.
     """
     of_prompt: list[list[int]] = [[] for _ in prompts]
-    for number, prompt in enumerate(prompt_index):
-        of_prompt[prompt].append(number)
+    for index, prompt in enumerate(prompt_index):
+        of_prompt[prompt].append(index)
     lengths = [len(response) for response in responses]
-    place, sequences, parts, positions = 0, [], [], []
-    before, starts = [0] * len(responses), [0] * len(responses)  # places of the prompt's last token, of the response
-    for prompt, numbers in zip(prompts, of_prompt, strict=True):
-        first, size = place, len(prompt)
+    total, sequences, parts, positions = 0, [], [], []
+    before, starts = [0] * len(responses), [0] * len(responses)  # of the prompt's last token, of the response
+    for prompt, members in zip(prompts, of_prompt, strict=True):
+        first, size = total, len(prompt)
         parts.append(torch.tensor(prompt))
         positions.append(torch.arange(size))
-        place += size
-        reads = [max(0, lengths[number] - 1) for number in numbers]
-        is_alone = len(numbers) == 1
+        total += size
+        reads = [max(0, lengths[index] - 1) for index in members]
+        is_alone = len(members) == 1
         sequences.append(_Sequence(first, 0, first, size + (reads[0] if is_alone else 0)))
-        for number, read in zip(numbers, reads, strict=True):
-            before[number], starts[number] = first + size - 1, place
+        for index, read in zip(members, reads, strict=True):
+            before[index], starts[index] = first + size - 1, total
             if read:
-                parts.append(responses[number][:read])
+                parts.append(responses[index][:read])
                 positions.append(torch.arange(size, size + read))
                 if not is_alone:
-                    sequences.append(_Sequence(first, size, place, read))
-                place += read
+                    sequences.append(_Sequence(first, size, total, read))
+                total += read
     width = max(lengths)
     columns = torch.arange(width)
     predicting = torch.where(columns == 0, torch.tensor(before)[:, None], torch.tensor(starts)[:, None] + columns - 1)
@@ -69,13 +69,13 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         token_ids=torch.cat(parts),
         positions=torch.cat(positions),
         predicting=predicting,
-        **_blocks(sequences, torch.tensor(sequences), place),
+        **_blocks(sequences, torch.tensor(sequences), total),
         **_sequences(sequences, torch.tensor(sequences)),
     )
 
 
-def _places(table: Tensor, width: int) -> Tensor:
-    """Return the places of the keys of some sequences, [rows, width]; columns behind the last key repeat it."""
+def _key_indices(table: Tensor, width: int) -> Tensor:
+    """Return the indices of the keys of some sequences, [rows, width]; columns behind the last key repeat it."""
     prompt, shared, start, queries = table.T[..., None]
     columns = torch.minimum(torch.arange(width), shared + queries - 1)
     return torch.where(columns < shared, prompt + columns, start + columns - shared)
@@ -83,12 +83,12 @@ def _places(table: Tensor, width: int) -> Tensor:
 
 def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
     """Plan attention over sequences of their own lengths, in the order of the row."""
-    queries, keys = [one.queries for one in sequences], [one.keys for one in sequences]
+    queries, keys = [sequence.queries for sequence in sequences], [sequence.keys for sequence in sequences]
     exists = torch.arange(max(keys)) < torch.tensor(keys)[:, None]
     return {
         "cu_queries": torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
         "cu_keys": torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
-        "sequence_keys": _places(table, max(keys))[exists],
+        "sequence_keys": _key_indices(table, max(keys))[exists],
         "longest": (max(queries), max(keys)),
     }
 
@@ -97,21 +97,23 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
     """Plan attention in blocks of padded rows, over a row of `size` tokens."""
     blocks, queries, keys, positions, outputs, done = [], [], [], [], torch.empty(size, dtype=torch.int64), 0
     for is_square in (True, False):
-        for part in _split(sequences, [row for row, one in enumerate(sequences) if (one.shared == 0) == is_square]):
+        for part in _split(
+            sequences, [row for row, sequence in enumerate(sequences) if (sequence.shared == 0) == is_square]
+        ):
             width, depth = max(sequences[row].queries for row in part), max(sequences[row].keys for row in part)
             rows = table[part]
-            shared, start, own = (column[:, None] for column in rows.T[1:])
+            shared, start, lengths = (column[:, None] for column in rows.T[1:])
             columns = torch.arange(width)
-            places, exists = start + torch.minimum(columns, own - 1), columns < own
-            last = shared + torch.minimum(columns, own - 1)
+            indices, exists = start + torch.minimum(columns, lengths - 1), columns < lengths
+            last = shared + torch.minimum(columns, lengths - 1)
             if is_square:
                 last = columns[None]  # as plain causal attention
             elif bool((last == last[:1]).all()):
                 last = last[:1]
-            outputs[places[exists]] = done + torch.arange(len(part) * width).view(-1, width)[exists]
+            outputs[indices[exists]] = done + torch.arange(len(part) * width).view(-1, width)[exists]
             done += len(part) * width
-            queries.append(places.flatten())
-            keys.append(_places(rows, depth).flatten())
+            queries.append(indices.flatten())
+            keys.append(_key_indices(rows, depth).flatten())
             positions.append(last.flatten())
             blocks.append(AttentionBlock(len(part), width, depth, is_square, len(last)))
     return {
@@ -134,12 +136,12 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     ordered = [sequences[row] for row in rows]
     step = -(-ordered[-1].queries // MAX_LENGTHS)
     ends = [
-        number + 1
-        for number, one in enumerate(ordered)
-        if number + 1 == len(ordered) or -(-ordered[number + 1].queries // step) > -(-one.queries // step)
+        index + 1
+        for index, sequence in enumerate(ordered)
+        if index + 1 == len(ordered) or -(-ordered[index + 1].queries // step) > -(-sequence.queries // step)
     ]
     starts = [0, *ends[:-1]]
-    depths = [max(one.keys for one in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
+    depths = [max(sequence.keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
     best: list[tuple[int, int]] = [(0, 0)]  # the least cost of the first runs, and where their last block begins
     for last, end in enumerate(ends):
         width, depth, options = ordered[end - 1].queries, 0, []

@@ -33,10 +33,10 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
         return note
 
     def take() -> Tensor | None:
-        found = [torch.cat(into).flatten(0, -2) for into in seen]
+        experts = [torch.cat(into).flatten(0, -2) for into in seen]
         for into in seen:
             into.clear()
-        return torch.stack(found, dim=1) if found else None
+        return torch.stack(experts, dim=1) if experts else None
 
     hooks = [
         layer.register_forward_pre_hook(watch(into), with_kwargs=True) for layer, into in zip(layers, seen, strict=True)

@@ -122,8 +122,8 @@ def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     goal = uniforms[:, None] * running[:, -1:]
     block = _first_above(running, sums, goal)
     left = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
-    places = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
-    inside = probs.gather(1, places.clamp(max=size - 1)).double().masked_fill(places >= size, 0.0)
+    indices = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
+    inside = probs.gather(1, indices.clamp(max=size - 1)).double().masked_fill(indices >= size, 0.0)
     tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
     return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # only a row with NaN exceeds the range
 

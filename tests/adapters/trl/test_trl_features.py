@@ -58,7 +58,7 @@ def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
         found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, seen, width)[0]
         plain = before(ids, attention_mask=seen).logits[:, -width - 1 : -1].log_softmax(-1)
     mask = batch["completion_mask"].bool()
-    own = trainer._read(batch, True).log_probs
+    own = trainer._read(batch, True).old_log_probs
     torch.testing.assert_close(own[mask], found[mask], atol=1e-5, rtol=1e-5)
     without = plain.gather(-1, batch["completion_ids"][..., None])[..., 0]
     assert (own - without)[mask].abs().max() > 1e-2

@@ -121,12 +121,12 @@ class CorrectedGRPOTrainer(TRLTrainer):
         num_top_log_probs: int | None = None,
         **kwargs: Any,
     ) -> None:
-        given = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
-        del given["self"]
+        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
+        del arguments["self"]
         chosen = validated(ObjectiveConfig, {"correction": correction})
         self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
-        refuse(given, self._correction_name, self._objective)
-        if num_top_log_probs is not None and (given.get("rollout_func") or not self._reads_z):
+        refuse(arguments, self._correction_name, self._objective)
+        if num_top_log_probs is not None and (arguments.get("rollout_func") or not self._reads_z):
             raise ConfigError(
                 f"num_top_log_probs is {num_top_log_probs}, but only TRL's vLLM is asked for it, and only for a "
                 f"correction that reads Z; leave it out. `EngineRollouts` has an argument of this name"
@@ -134,11 +134,11 @@ class CorrectedGRPOTrainer(TRLTrainer):
         self._lists: _Lists | None = None  # of the generation batch in progress
         self._generations = (0, 0)  # optimizer steps, and generation batches since the last of them
         self._corrected_at = 0  # optimizer steps at which the policy was read last
-        if rollout_func := given.get("rollout_func"):
+        if rollout_func := arguments.get("rollout_func"):
             if isinstance(rollout_func, EngineRollouts):
-                sampling_of(given["args"], NUM_TOP)
-            given["rollout_func"] = partial(self._listen, rollout_func)
-        super().__init__(**given)
+                sampling_of(arguments["args"], NUM_TOP)
+            arguments["rollout_func"] = partial(self._listen, rollout_func)
+        super().__init__(**arguments)
         refuse_placement(self)
         whole = self.accelerator.unwrap_model(self.model)
         refuse_prompts(whole)

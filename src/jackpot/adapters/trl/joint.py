@@ -87,18 +87,18 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         num_top_log_probs: int = NUM_TOP,
         **kwargs: Any,
     ) -> None:
-        given = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
-        del given["self"]
+        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
+        del arguments["self"]
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
-        refuse_with_two_models(given)
-        self._config, self._settings = _settings(given, rollout_model, engines, correction, num_top_log_probs)
+        refuse_with_two_models(arguments)
+        self._config, self._settings = _settings(arguments, rollout_model, engines, correction, num_top_log_probs)
         made: dict[Role, Engine] = {role: engine for role, engine in engines.items() if isinstance(engine, Engine)}
         self._writers = Writers(self._config, made)
         self._rollout_optimizer: JointOptimizer | None = None
         self._parts: list[Sums] = []  # of the micro-batches of the optimizer step in progress
         self._read_by_policy: tuple[Batch, Tensor] | None = None  # the last micro-batch, and its states [B, T, H]
         self._generated_by = Version(0, 0)
-        super().__init__(**given, rollout_func=self._writers, correction=correction)
+        super().__init__(**arguments, rollout_func=self._writers, correction=correction)
         refuse_processes(self)
         if self._config.is_mixed or self.args.eval_strategy != "no":
             refuse_unmerged(self.accelerator.unwrap_model(self.model))
@@ -320,7 +320,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
 
 
 def _settings(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     rollout_model: Mapping[str, Any],
     engines: Mapping[Role, Engine | Mapping[str, Any] | None],
     correction: str | Mapping[str, Any],
@@ -332,7 +332,7 @@ def _settings(
     Raises:
         ConfigError: some do not fit.
     """
-    args, model = given["args"], given["model"]
+    args, model = arguments["args"], arguments["model"]
     path = model if isinstance(model, str) else getattr(plain_model(model), "name_or_path", "")
     of = {
         role: {"name": "transformers"} | dict(engine) for role, engine in engines.items() if isinstance(engine, Mapping)

@@ -22,9 +22,9 @@ def _refuse(reasons: Mapping[str, object]) -> None:
             raise ConfigError(why)
 
 
-def refuse(given: Mapping[str, Any], name: str, objective: PolicyObjective) -> None:
+def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) -> None:
     """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with the correction of this name."""
-    args, rollout_func = given.get("args"), given.get("rollout_func")
+    args, rollout_func = arguments.get("args"), arguments.get("rollout_func")
     if args is None or not (args.use_vllm or rollout_func):
         raise ConfigError(
             "neither use_vllm=True nor a rollout_func was given: transformers generates with the policy itself and "
@@ -32,13 +32,13 @@ def refuse(given: Mapping[str, Any], name: str, objective: PolicyObjective) -> N
         )
 
     of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in TRLTrainer.__mro__)
-    has_turns = given.get("tools") or given.get("environment_factory")
+    has_turns = arguments.get("tools") or arguments.get("environment_factory")
     _refuse(
         {
             f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
             f"its most probable tokens at best; use normalizer: topk, and no budget": objective.normalizer == "exact",
             "Unsloth rewrites the loss of TRL's trainer, so no correction of ours would reach it": of_unsloth,
-            _IMAGES: isinstance(given.get("processing_class"), ProcessorMixin),
+            _IMAGES: isinstance(arguments.get("processing_class"), ProcessorMixin),
             f"vllm_importance_sampling_correction is True, TRL's own correction, and correction {name} would come on "
             f"top of it; set GRPOConfig(vllm_importance_sampling_correction=False)": (
                 args.use_vllm and args.vllm_importance_sampling_correction
@@ -114,21 +114,21 @@ def check_server(trainer: TRLTrainer) -> None:
         )
 
 
-def refuse_with_two_models(given: Mapping[str, Any]) -> None:
+def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with a rollout model that is trained.
 
     `refuse` has refused none of them.
     """
-    args = given.get("args")
+    args = arguments.get("args")
     if args is None:
         raise ConfigError("args is missing; give a GRPOConfig")
-    has_turns = given.get("tools") or given.get("environment_factory")
+    has_turns = arguments.get("tools") or arguments.get("environment_factory")
     _refuse(
         {
             "use_vllm is True, and TRL's vLLM has no rollout model; set it to False, and give an engine of ours, such "
             "as VLLMEngine, as `engine`": args.use_vllm,
             "rollout_func was given, but the rollout model's engine writes; leave it out, or use "
-            "CorrectedGRPOTrainer": given.get("rollout_func"),
+            "CorrectedGRPOTrainer": arguments.get("rollout_func"),
             f"num_iterations is {args.num_iterations}, and two models are trained once on each generation batch; use "
             f"1, and steps_per_generation for several optimizer steps": args.num_iterations != 1,
             "tools or environment_factory was given, whose turns are not supported with two models": has_turns,

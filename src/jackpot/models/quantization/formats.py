@@ -29,8 +29,8 @@ class SideFormats:
     @classmethod
     def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
         """Return the formats of an engine on a kind of device."""
-        own = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
-        return cls(**own, kv_cache_dtype=cache_format(engine, device), autocast=autocast)
+        settings = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
+        return cls(**settings, kv_cache_dtype=cache_format(engine, device), autocast=autocast)
 
 
 class LayerDifference(NamedTuple):
@@ -47,30 +47,30 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     products = side.autocast or side.dtype
     kept = quantized_names(model).kept
     scheme = SCHEMES[side.quantization] if side.quantization else None
-    found = {BETWEEN: side.dtype, CACHE: side.kv_cache_dtype or products, HEAD: side.head_dtype or products}
+    formats = {BETWEEN: side.dtype, CACHE: side.kv_cache_dtype or products, HEAD: side.head_dtype or products}
     for name, parameter in model.named_parameters():
         why = kept.get(name)
         if parameter.ndim < 2 or why == "output layer":
             continue
         if scheme and why is None:
             activations = scheme.activations and _grid(scheme.activations)
-            found[name] = f"weights {_grid(scheme.weights)}, activations {activations or products}"
+            formats[name] = f"weights {_grid(scheme.weights)}, activations {activations or products}"
         else:
-            own = side.dtype if why == "embedding" else products
-            found[name] = f"{own}{_KEPT}{why}" if scheme else own
-    return found
+            kept_format = side.dtype if why == "embedding" else products
+            formats[name] = f"{kept_format}{_KEPT}{why}" if scheme else kept_format
+    return formats
 
 
 def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[LayerDifference, ...]:
     """Return the layers of two sides' `layer_formats` that have different formats, those with one name together."""
-    found = Counter(
+    counts = Counter(
         (re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight"), first[name], second[name])
         for name in first
         if name in second and first[name].partition(_KEPT)[0] != second[name].partition(_KEPT)[0]
     )
     return tuple(
-        LayerDifference(f"{name} ({count})" if count > 1 else name, one, other)
-        for (name, one, other), count in found.items()
+        LayerDifference(f"{name} ({count})" if count > 1 else name, format_of_first, format_of_second)
+        for (name, format_of_first, format_of_second), count in counts.items()
     )
 
 
