@@ -7,7 +7,7 @@ KILLS ?= 100
 DEFAULT := not slow and not vllm and not mutants and not trl and not adapters
 FAST := not process and not seconds and $(DEFAULT)
 
-.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here mutants soak soak-distributed study bench gpu gpu-wheels dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang mutants soak soak-distributed study bench gpu gpu-wheels dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -77,6 +77,9 @@ test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 test-vllm-here: $(VENV)-vllm/ready
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm $(ARGS)
 
+test-sglang: $(VENV)-sglang/ready  # a real server of SGLang on the CPU; its torch is another one, of some gigabytes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/rollout/engines/sglang $(ARGS)
+
 mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/mutants $(ARGS)
 
@@ -114,6 +117,7 @@ lint: $(VENV)/ready  # formats, mends and checks: style, spelling, types
 	$(MAKE) --no-print-directory types
 
 types: $(VENV)/ready  # src at the level basic; core, objectives and the public names in strict
+	-$(BIN)/pip install --quiet triton==3.7.1  # without it nothing is known of its kernels
 	$(BIN)/basedpyright
 	$(BIN)/basedpyright --project tools/pyright_strict.json --pythonpath $(BIN)/python
 
@@ -128,7 +132,7 @@ lock: $(VENV)/ready  # every version of `.[train,dev]`, for `pip install -r requ
 	--no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements-dev.lock pyproject.toml
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-docs site build dist
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-sglang $(VENV)-docs site build dist
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -167,6 +171,13 @@ $(VENV)-vllm/ready: tests/rollout/engines/vllm/requirements-cpu.txt pyproject.to
 	$(VENV)-vllm/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)-vllm/bin/pip install --quiet --no-deps -r tests/rollout/engines/vllm/requirements-cpu.txt
 	$(VENV)-vllm/bin/pip install --quiet --no-deps setuptools -e .
+	touch $@
+
+# SGLang, apart from ours: its torch and torchvision differ.
+$(VENV)-sglang/ready: tests/rollout/engines/sglang/requirements-cpu.txt
+	$(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/pip install --quiet torch==2.14.1 torchvision==0.29.1
+	$(VENV)-sglang/bin/pip install --quiet --no-deps -r $<
 	touch $@
 
 # MkDocs for `make docs`, apart from ours: it imports nothing of the package.
