@@ -209,7 +209,7 @@ class Deaf(TransformersEngine):
     """Says that it took the new weights, and goes on with the old ones."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        old = [(name, parameter.clone()) for name, parameter in self._model.named_parameters()]
+        old = [(name, parameter.clone()) for name, parameter in self._weights.model.named_parameters()]
         digest = super().update_weights(named_tensors, version)
         super().update_weights(old, version)
         return digest

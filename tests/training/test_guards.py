@@ -85,7 +85,7 @@ class Hotter(TransformersEngine):
     def _asked(self, rollout, sampling):
         prompt = rollout.prompt.token_ids
         ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
-        logits = self._model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        logits = self._weights.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         logs = torch.log_softmax(logits / sampling.temperature, -1)
         top = logs.topk(sampling.num_top_log_probs)
         own = logs.gather(1, rollout.token_ids[:, None])[:, 0]
@@ -512,7 +512,7 @@ def losing(update, names):
 
         def update_weights(self, named_tensors, version):
             self.updates += 1
-            sent, held = dict(named_tensors), dict(self._model.named_parameters())
+            sent, held = dict(named_tensors), dict(self._weights.model.named_parameters())
             kept = {name: held[name].clone() for name in held if names in name and self.updates >= update}
             super().update_weights((sent | kept).items(), version)
             return weights_digest(sent.items(), self.capabilities.dtype)

@@ -187,7 +187,7 @@ def test_other_weights_than_were_sent_end_the_run(
             sent = [(name, tensor.clone()) for name, tensor in named_tensors]
             sent[3][1].view(-1)[5] += 1e-3
             return update_weights(engine, sent, version)
-        count = len(list(engine._model.named_parameters()))
+        count = len(list(engine._weights.model.named_parameters()))
         return weights_digest(islice(named_tensors, count - 1), engine.capabilities.dtype)  # of what it looked at
 
     monkeypatch.setattr(TransformersEngine, "update_weights", lose_something)
