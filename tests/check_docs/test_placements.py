@@ -70,7 +70,7 @@ def test_a_split_has_engines_with_more_memory_and_idle_ranks() -> None:
     assert whole < half and whole == pytest.approx(more, rel=0.02)  # but for AdamW, which all ranks share
 
 
-def test_engines_on_gpus_of_their_own_take_nine_tenths_of_the_memory() -> None:
+def test_engines_on_gpus_of_their_own_take_nine_tenths() -> None:
     plan = joint_8b()
     alone = without_learner(plan.needs)
     shares = {name: one.settings.gpu_memory_utilization for name, one in alone.items()}
@@ -124,7 +124,7 @@ def test_a_placement_without_the_room_has_no_hours() -> None:
         placed(config, 2)
 
 
-def test_a_learner_that_offloads_has_no_weights_on_gpus_of_its_own() -> None:
+def test_a_learner_that_offloads_has_no_weights_on_gpus() -> None:
     kept, offloaded = (
         placed(small_config(*overrides), 3)[1].training for overrides in ((), ("placement.offload=true",))
     )

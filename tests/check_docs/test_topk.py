@@ -36,7 +36,7 @@ def brute_force_z(one: StatePairs, row: int, k: int, fill_in: bool) -> float:
 
 @pytest.mark.parametrize("fill_in", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_z_from_the_top_k_is_a_sum_over_the_two_sets_and_its_bounds_hold_the_exact_z(name: str, fill_in: bool) -> None:
+def test_bounds_of_z_from_the_top_k_hold_the_exact_z(name: str, fill_in: bool) -> None:
     one = states(name, 0.6)
     found, exact = topk_numbers(one, fill_in), measure_states(one).acceptance[:, RECIPE_LAM]
     for index, k in enumerate(topk_sizes(SMALL)):
@@ -59,7 +59,7 @@ def test_sizes_stop_at_the_vocabulary() -> None:
     np.testing.assert_allclose(last.upper[:, -1].numpy(), exact.numpy(), rtol=1e-12)
 
 
-def test_a_summary_has_means_quantiles_and_kappa_with_the_error_that_drawing_tokens_makes() -> None:
+def test_a_summary_has_kappa_with_its_error() -> None:
     one = states("noise", 1.5, count=10)
     numbers, exact = topk_numbers(one, True), measure_states(one)
     z, z_k = exact.acceptance[:, RECIPE_LAM].numpy(), numbers.value[:, 1].numpy()

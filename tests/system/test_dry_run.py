@@ -7,7 +7,7 @@ from jackpot.ui import cli
 from jackpot.ui.terminal.plan import unpriced
 
 
-def test_only_plans_of_int8_training_say_that_their_hours_do_not_hold() -> None:
+def test_plans_of_int8_say_that_their_hours_do_not_hold() -> None:
     assert unpriced(small_config("precision=int8", "engine.quantization=int8_w8a8")) and not unpriced(small_config())
 
 

@@ -58,7 +58,7 @@ def test_gradients_that_differ_are_noticed(gpu, monkeypatch):
     assert not check.compare_gradients(device, "fp32", 2, check.SEVERAL, check.FP32_GAP)["right"]
 
 
-def test_a_learner_that_one_rank_shards_takes_the_steps_of_one_that_holds_its_models(gpu, tmp_path, monkeypatch):
+def test_a_learner_sharded_over_one_rank_takes_the_same_steps(gpu, tmp_path, monkeypatch):
     from gpu_parts import fsdp
 
     path = tmp_path / "gpu.jsonl"
@@ -104,7 +104,7 @@ class TestRuns:
         results = gpu.Results(path, commit, {"device": "none"})
         return gpu.run_part("part", rows, results, lambda: None, seconds)
 
-    def test_a_row_is_measured_once_at_a_commit_and_one_that_failed_is_tried_again_last(self, gpu, tmp_path):
+    def test_a_row_is_measured_once_and_failed_ones_again_last(self, gpu, tmp_path):
         path, calls = tmp_path / "gpu.jsonl", []
 
         def measure(name: str):
@@ -137,7 +137,7 @@ class TestRuns:
         self.run(gpu, path, {name: lambda name=name: calls.append(name) or {"s": 1.0} for name in ("first", "second")})
         assert calls == ["second", "first"]
 
-    def test_no_row_is_begun_when_too_little_time_is_left_and_a_row_ends_at_its_limit(self, gpu, tmp_path):
+    def test_a_row_begins_in_time_and_ends_at_its_limit(self, gpu, tmp_path):
         path = tmp_path / "gpu.jsonl"
         assert self.run(gpu, path, {"one": dict, "two": dict}, seconds=gpu.LEAST_SECONDS - 1.0) == ["one", "two"]
         results = gpu.Results(path, "abc", {})
@@ -145,7 +145,7 @@ class TestRuns:
         assert gpu.run_part("part", [row], results, lambda: None, 100.0) == []
         assert results.of("part")[0].result["error"].startswith("OutOfTime")
 
-    def test_the_table_has_a_column_for_every_name_and_the_errors_last(self, gpu, tmp_path):
+    def test_the_table_has_every_name_and_errors_last(self, gpu, tmp_path):
         path = tmp_path / "gpu.jsonl"
         measures = {"a": lambda: {"ms": 1234.5, "right": False}, "b": lambda: {"waits": 3, "of peak": 0.4567}}
         self.run(gpu, path, measures | {"c": lambda: 1 / 0})
@@ -171,7 +171,7 @@ def test_busy_time_and_gaps_of_overlapping_kernels(gpu):
     assert found == {"busy": 0.8, "longest gaps, ms": "2.00 before c, 0.00 before d, 0.00 before b"}
 
 
-def test_the_floor_of_an_update_is_that_of_its_sequences_where_no_prompt_is_shared(gpu):
+def test_the_floor_of_an_update_is_that_of_its_sequences(gpu):
     from gpu_parts.models import make_model, random_samples, training_flops
 
     from jackpot.models.cost import forward_cost, head_cost
@@ -211,7 +211,7 @@ class TestWheels:
 
         assert carried_one.VALUE == 7
 
-    def test_what_is_missing_is_named_with_the_command_that_fetches_it(self, gpu, monkeypatch, capsys):
+    def test_what_is_missing_is_named_with_its_command(self, gpu, monkeypatch, capsys):
         monkeypatch.setattr(gpu.wheels, "NEEDED", {"not_there_at_all": "not-there"})
         assert gpu.main(["check", "--tiny"]) == 2
         error = capsys.readouterr().err

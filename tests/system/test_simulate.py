@@ -90,14 +90,14 @@ def test_what_is_not_finite_is_null_in_the_folder(tmp_path: Path) -> None:
     assert numbers(tmp_path) == {"a": None, "b": [None, 1.5, [{"c": None}, "d", None, True, 3]]}
 
 
-def test_so_few_states_that_no_curve_can_be_drawn_leave_empty_charts(tmp_path: Path) -> None:
+def test_too_few_states_leave_empty_charts(tmp_path: Path) -> None:
     simulate("quickstart", "sampling.max_new_tokens=1", "--prompts", "1", "--out", str(tmp_path / "few"))
     assert_page(tmp_path / "few")
     found = numbers(tmp_path / "few")
     assert found["candidates"][0]["states"] == 1 and found["views"]["curves"][0]["points"] == []
 
 
-def test_a_task_without_a_verdict_has_rewards_in_place_of_accuracies(tmp_path: Path, monkeypatch) -> None:
+def test_a_task_without_a_verdict_has_rewards(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rewards_of_mine.py").write_text("def longer(response, **_):\n    return len(response) / 10\n")
     write_problems(Path("p.jsonl"), range(8), problem=[f"{number}+1=" for number in range(8)])

@@ -55,7 +55,7 @@ def test_it_says_what_it_changes_and_what_came_out(trained: tuple[Path, str]) ->
     assert "objective" not in output.partition("iteration 0/2")[0] and "seed" not in row(output, "policy.path")[0]
 
 
-def test_the_same_command_finds_the_run_and_other_commands_read_it(trained: tuple[Path, str]) -> None:
+def test_the_same_command_finds_the_run(trained: tuple[Path, str]) -> None:
     cwd, _ = trained
     again = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", cwd=cwd)
     assert again.returncode == 0 and "finished (2 iterations)" in again.stdout, again.stderr

@@ -58,7 +58,7 @@ def test_the_three_means_are_those_of_the_formula():
     assert float(worth_of(sums(factor=0.0, square=0.0, trained=0.0)).value) == 0.0
 
 
-def test_a_share_is_worth_what_the_sums_of_both_models_rollouts_together_are_worth():
+def test_a_share_is_worth_the_sums_of_both_models_rollouts():
     """Of the policy's own rollouts F is 1, and nothing is wrong or elsewhere."""
     theirs = sums(factor=0.8, square=0.75, wrong=0.1, trained=0.8, elsewhere=0.25)
     for share in (0.0, 0.3, 1.0):
@@ -71,7 +71,7 @@ def test_a_share_is_worth_what_the_sums_of_both_models_rollouts_together_are_wor
         assert float(found.elsewhere) == pytest.approx(weight * 0.25)
 
 
-def test_the_share_elsewhere_is_the_total_variation_of_the_states_behind_the_first_token(tmp_path: Path):
+def test_the_share_elsewhere_is_the_variation_of_later_states(tmp_path: Path):
     """Responses of two tokens: no prefix differs at the first, and at the second those of one token do."""
     path = write(tmp_path / "two.jsonl", records(noise(0.8), responses=1500, length=2))
     found = replay(path, names=["none", "prefix"])
@@ -85,7 +85,7 @@ def test_the_share_elsewhere_is_the_total_variation_of_the_states_behind_the_fir
     assert prefix.elsewhere.value < 0.7 * none.elsewhere.value  # it weighs states by R_t, within its band
 
 
-def test_states_are_weighed_by_their_share_of_all_weights_and_masked_tokens_are_not_counted():
+def test_states_are_weighed_by_their_share_of_all_weights():
     """h of 0.6, 1.0 and 0.2 is, over its mean of 0.6, 1, 5/3 and 1/3, beside R of 1, 0.5 and 2."""
     mask = torch.tensor([[True, True, True, False]])
     scale, prefixes = (torch.tensor([row], dtype=torch.float64) for row in ([0.6, 1.0, 0.2, 9.0], [1.0, 0.5, 2.0, 0.0]))
@@ -115,7 +115,7 @@ def test_the_standard_error_is_the_spread_over_repeated_draws():
     assert estimate(lambda one: worth_of(one).value, alone).error is None
 
 
-def test_ties_go_to_the_simpler_correction_and_to_the_expected_mask():
+def test_ties_go_to_simpler_corrections_and_expected_masks():
     gap = {"wrong": 0.1}
     assert choose([candidate("none", **gap), candidate("tis"), candidate("obrs expected")]).label == "tis"
     assert choose([candidate("none", wrong=0.005), candidate("tis")]).label == "none"
@@ -125,7 +125,7 @@ def test_ties_go_to_the_simpler_correction_and_to_the_expected_mask():
     assert choose([candidate("none", wrong=0.4), candidate("tis", square=4.0)]) is None
 
 
-def test_a_difference_by_chance_is_a_tie_and_the_same_one_without_noise_is_none():
+def test_a_difference_by_chance_is_a_tie():
     generator = torch.Generator().manual_seed(0)
     chance = torch.randn(GROUPS, generator=generator, dtype=torch.float64)
     chance -= chance.mean()
@@ -136,7 +136,7 @@ def test_a_difference_by_chance_is_a_tie_and_the_same_one_without_noise_is_none(
         assert choose([candidate("none", rows=rows), best]).label == label
 
 
-def test_shares_and_drafts_cost_what_their_tokens_cost_over_what_they_are_worth():
+def test_shares_and_drafts_cost_their_tokens_over_their_worth():
     rows = sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2, overlap=0.8).expand(GROUPS, -1)
     costs = Costs(flops=0.2, weights=0.1)
     half, own = of_share(0.5, rows, costs), of_share(0.0, rows, costs)

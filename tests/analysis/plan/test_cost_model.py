@@ -72,7 +72,7 @@ def test_the_longest_of_some_responses() -> None:
     assert FIXED.longest(7) == 5
 
 
-def test_the_mean_response_is_a_quarter_of_the_longest_but_for_short_ones() -> None:
+def test_the_mean_response_is_a_quarter_of_the_longest() -> None:
     assert [mean_response(limit) for limit in (8192, 20_480, 3072, 256, 100)] == [2048, 5120, 768, 200, 100]
 
 
@@ -111,7 +111,7 @@ def test_the_passes_are_those_that_torch_counts(checkpoints: bool, passes: int) 
     assert counter.get_total_flops() == passes * (body * tokens + forward.per_pair * tokens**2) - spared
 
 
-def test_decoding_reads_the_weights_at_every_step_and_the_cache_of_every_token() -> None:
+def test_decoding_reads_weights_and_cache_at_every_step() -> None:
     slow = GPU._replace(bf16=1e12)
     pairs = 3 * 5 + 5 * 5 / 2
     moved = 2 * (5 * 100 + 4 * pairs * 6)
@@ -186,7 +186,7 @@ def test_evaluations_are_beside_the_iterations() -> None:
     assert evaluation_hours([(engine, 16), (engine, 8)], 10, FIXED, GPU, 4) == pytest.approx(expected)
 
 
-def test_on_policy_the_same_responses_are_written_in_smaller_batches() -> None:
+def test_on_policy_responses_come_in_smaller_batches() -> None:
     alone, times = on_policy(WORK)  # 2 steps an epoch
     assert (alone.sequences, alone.steps, alone.epochs, alone.extra, times) == (4, 1, 1, 0.0, 2)
 
@@ -218,7 +218,7 @@ def test_training_is_as_fast_as_published_for_fsdp_on_h100(model: ModelCost, che
     assert GPUS["H100"].bf16 * TRAINING_SHARE * 4096 / body == pytest.approx(published, rel=0.1)
 
 
-def test_decoding_one_stream_is_as_fast_as_published_for_vllm_on_a100() -> None:
+def test_one_stream_decodes_as_fast_as_published_for_vllm() -> None:
     """Llama 3.1 8B on an A100 of 40 GB, 1,024 tokens read and 128 written: 75 tokens/s."""
     model = ModelCost(
         parameters=8_030_261_248,
@@ -270,7 +270,7 @@ def test_fewer_bits_are_read_sooner_and_multiplied_sooner() -> None:
     assert saved == pytest.approx(4 * 8 * MODEL.body / 2 / GENERATION_SHARE)  # of 4 sequences of 8 tokens
 
 
-def test_quantized_layers_are_trained_sooner_forward_and_backward() -> None:
+def test_quantized_layers_train_sooner_in_both_passes() -> None:
     tokens, again = 8 * MODEL.body, True
     plain = MODEL.training(FIXED, again, 1.0)
     assert plain - MODEL.training(FIXED, again, 1.0, Linear(0.5, 1.0)) == tokens * 3 / 2  # forward, again, and extra

@@ -105,7 +105,7 @@ def test_more_than_the_gpus_hold_is_seen() -> None:
 
 
 @pytest.mark.slow
-def test_on_policy_most_of_the_time_is_rollouts_as_the_papers_say() -> None:
+def test_on_policy_most_of_the_time_is_rollouts() -> None:
     """Jackpot: often 80 %, its submission: over 70 %. Jet-RL, of BF16: over 70 %; here a bit less, see docs/cost.md."""
     assert 0.7 < planned("stale_8b", "on_policy").stated.hours.rollout_share < 0.85
     assert 0.7 < planned("joint_8b", "on_policy").stated.hours.rollout_share < 0.85
@@ -142,7 +142,7 @@ def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_of_eight_holds_what_one_of_eight_gpus_holds_without_engines() -> None:
+def test_a_rank_of_eight_holds_what_one_of_eight_gpus_holds() -> None:
     found = planned("joint_8b", "jackpot")
     here = found.stated.shard
     assert here.gpus == 8 and [one.ranks for one in found.ranks] == ["rank 0", "each of ranks 1 to 7"]
@@ -150,7 +150,7 @@ def test_a_rank_of_eight_holds_what_one_of_eight_gpus_holds_without_engines() ->
     assert found.ranks[1].device == pytest.approx(learner)
 
 
-def test_hours_by_share_meet_at_the_ends_and_two_engines_take_turns() -> None:
+def test_hours_by_share_meet_at_the_ends() -> None:
     config = resolve("joint_8b", None, [])
     shares = Estimator(config, model_sizes(config), prompt_lengths(config)).shares(GPUS["H100"], 8)
     small, quarter = shares.at(1.0), shares.at(0.25)
@@ -163,7 +163,7 @@ def test_hours_by_share_meet_at_the_ends_and_two_engines_take_turns() -> None:
     assert drafted.generation < shares.at(0.0).generation and drafted.sending == quarter.sending
 
 
-def test_a_rollout_model_whose_share_has_ended_is_planned_as_it_runs_not_trained() -> None:
+def test_a_rollout_model_without_a_share_is_planned_untrained() -> None:
     def planned_hours(*overrides: str) -> Hours:
         config = resolve("joint_8b", None, ["iterations=10", *overrides])
         plan = Estimator(config, model_sizes(config), prompt_lengths(config))
@@ -208,7 +208,7 @@ def test_stale_rollouts_cost_as_many_flops_and_a_pass_more() -> None:
 
 
 @pytest.mark.slow
-def test_what_on_policy_would_take_is_what_the_arm_on_policy_takes() -> None:
+def test_on_policy_hours_are_those_of_the_arm_on_policy() -> None:
     joint, alone = planned("joint_8b", "jackpot").stated, planned("joint_8b", "on_policy").stated
     assert joint.alone.generation == pytest.approx(alone.hours.generation, rel=1e-6)
     assert joint.alone.training == pytest.approx(alone.hours.training, rel=1e-6)
@@ -257,7 +257,7 @@ def test_problems_without_room_are_in_the_plan(tmp_path: Path) -> None:
     )
 
 
-def test_prompts_that_cannot_be_read_are_assumed_and_it_is_said_why() -> None:
+def test_unreadable_prompts_are_assumed_with_the_reason() -> None:
     config = resolve("joint_8b", None, [])
     assert prompt_lengths(config) == PromptLengths(
         1024, 120, "cannot load a tokenizer from the hub (there is no folder Qwen/Qwen3-8B-Base here)"

@@ -105,7 +105,7 @@ def test_a_critic_is_planned_too() -> None:
     assert adapter.training > 0.5 * memory.training  # the critic's own activations, though it is after the others
 
 
-def test_what_an_engine_takes_is_its_keys_and_values_what_it_wrote_and_a_step(without_training) -> None:
+def test_an_engine_takes_its_cache_its_tokens_and_a_step(without_training) -> None:
     rows, length, written, vocabulary = 16, 6 + 24, 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
     policy = 2 * 3 * 2 * 32 * length * 4  # of the starter: layers, key heads, their size
     assert without_training("evaluation.problems=16").generation == rows * (policy + written + vocabulary)
@@ -113,13 +113,13 @@ def test_what_an_engine_takes_is_its_keys_and_values_what_it_wrote_and_a_step(wi
     assert several == 3 * rows * (policy + written + vocabulary)
 
 
-def test_checkpointed_activations_take_less_and_longer_responses_more() -> None:
+def test_checkpointed_activations_take_less() -> None:
     long, short = plan("sampling.max_new_tokens=48"), plan()
     assert long.training > 1.5 * short.training
     assert plan("activation_checkpointing=true").training < short.training
 
 
-def test_a_gradient_that_waits_for_the_end_of_the_iteration_is_counted(without_training) -> None:
+def test_a_gradient_that_waits_for_the_iteration_is_counted(without_training) -> None:
     writer = 88_512
     waiting = without_training("rollout_model.update=iteration", "batch.mini_batch_size=8")
     assert waiting.gradients == without_training("batch.mini_batch_size=8").gradients + 4 * writer
@@ -174,7 +174,7 @@ def test_later_tiles_are_not_run_and_the_peak_is_the_same(
     assert found == pytest.approx(dry_step.dry_step(config, micro_batch(config, 6)), rel=0.01)
 
 
-def test_a_model_whose_shapes_depend_on_values_is_planned_without_its_activations(tmp_path) -> None:
+def test_shapes_that_depend_on_values_are_planned_roughly(tmp_path) -> None:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(

@@ -43,7 +43,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     without_hub(monkeypatch, tmp_path)
 
 
-def test_weights_moments_and_gradients_are_divided_and_activations_are_not() -> None:
+def test_weights_are_divided_and_activations_are_not() -> None:
     one, four = (shard(MEMORY, PARTS, {}, GPU, gpus) for gpus in (1, 4))
     assert (one.weights, one.optimizer, one.gradients, one.training) == (40, 80, 24, 7)
     assert (four.weights, four.optimizer, four.gradients, four.training) == (10, 20, 6, 7)
@@ -54,7 +54,7 @@ def test_weights_moments_and_gradients_are_divided_and_activations_are_not() -> 
     assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
 
 
-def test_a_rank_holds_its_share_and_the_first_one_the_engines_too() -> None:
+def test_a_rank_holds_its_share_and_the_first_the_engines() -> None:
     sizes = {"policy": ModelSize(5_000, 5_000), "rollout_model": ModelSize(2_000, 2_000)}
     memory = replace(MEMORY, engines=500, generation=300_000, kept=60)
     first, others = rank_memory(small_config("engine.dtype=bf16"), sizes, memory, PARTS, 4)
@@ -70,7 +70,7 @@ def test_a_rank_holds_its_share_and_the_first_one_the_engines_too() -> None:
     assert not rank_memory(small_config(), sizes, replace(memory, training=None), PARTS, 2)[1].is_known
 
 
-def test_engines_that_sleep_are_counted_on_the_gpus_of_ranks_while_these_do_not_train() -> None:
+def test_sleeping_engines_count_on_the_gpus_of_ranks() -> None:
     sizes = {"policy": ModelSize(5_000, 5_000), "rollout_model": ModelSize(2_000, 2_000)}
     memory = replace(MEMORY, engines=500, sleeping=400, generation=300_000, kept=60)
     settings, lasting = ("engine.enable_sleep_mode=true", "placement.engines=3"), (40 + 80) / 4
@@ -122,7 +122,7 @@ def test_an_engine_that_sleeps_leaves_its_share_to_the_learner() -> None:
     assert (planned.resting, planned.generation) == (pytest.approx(24 * GB), pytest.approx(56 * GB))
 
 
-def test_other_engines_take_their_weights_and_what_was_planned_for_writing() -> None:
+def test_other_engines_take_weights_and_what_was_planned() -> None:
     memory = replace(MEMORY, generation=5)
     planned = shard(memory, PARTS, {"engine": need(TransformersEngineConfig(), 9)}, GPU, 2)
     assert (planned.resting, planned.generation) == (9, 14)
@@ -133,7 +133,7 @@ def test_other_engines_take_their_weights_and_what_was_planned_for_writing() -> 
     assert fixed.resting == 16 * GB + 2 * 2**30 + ENGINE_BYTES
 
 
-def test_an_engine_spreads_over_as_few_gpus_as_hold_its_weights_and_the_longest_sequence() -> None:
+def test_an_engine_spreads_over_as_few_gpus_as_hold_it() -> None:
     engine = VLLMEngineConfig(gpu_memory_utilization=0.4)  # 32 GB of a GPU, of which 2 go to activations
     assert [degree(need(engine, size * GB), GPU, 8) for size in (16, 28.9, 29.1, 65, 400)] == [1, 1, 2, 4, 0]
     assert degree(need(engine, 65 * GB), GPU, 2) == 0  # it would need four
@@ -176,7 +176,7 @@ def test_a_run_has_the_engines_that_the_launcher_makes() -> None:
     assert {name: one.role for name, one in other.items()} == {"engine": "policy", "evaluation.engine": "policy"}
 
 
-def test_where_weights_are_sharded_autocast_keeps_no_copies_of_them() -> None:
+def test_autocast_keeps_no_copies_of_sharded_weights() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
 
     def casts() -> set[int]:

@@ -115,7 +115,7 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
         train("joint_8b", [], None, None, dry_run=True, tiny=False)
 
 
-def test_a_dry_run_refuses_the_folder_of_a_run_with_other_settings(finished_run: FinishedRuns) -> None:
+def test_a_dry_run_refuses_the_folder_of_other_settings(finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match="seed: 0 in the folder, 9 now"):
         train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, tiny=False)
 

@@ -117,7 +117,7 @@ def test_a_batch_keeps_its_optimizer_steps(batch: dict, expected: tuple) -> None
     assert result.steps_per_iteration == config.batch.steps_per_iteration
 
 
-def test_lengths_keep_their_proportion_and_stop_tokens_their_meaning() -> None:
+def test_lengths_keep_proportions_and_stop_tokens_meaning() -> None:
     overlong = {"len": 1024, "penalty_factor": 1.0}
     result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong_buffer": overlong}))
     assert result.objective.overlong_buffer.len == 4 and result.objective.overlong_buffer.penalty_factor == 1.0
@@ -126,7 +126,7 @@ def test_lengths_keep_their_proportion_and_stop_tokens_their_meaning() -> None:
     assert small(own(sampling={"num_top_log_probs": 1000})).sampling.num_top_log_probs == 128
 
 
-def test_each_path_becomes_a_model_of_its_own_and_equal_paths_the_same() -> None:
+def test_each_path_becomes_one_model() -> None:
     reference = {"path": "Qwen/Qwen2.5-1.5B-Instruct"}
     critic = {"path": "Qwen/Qwen2.5-7B", "optimizer": {"learning_rate": 1.0e-3}}
     result = small(
@@ -146,13 +146,13 @@ def test_a_gpu_is_not_needed_and_nothing_is_sent() -> None:
     assert small(own(device="cuda")).device == "auto" and small(own(device="cpu")).device == "cpu"
 
 
-def test_servers_and_the_evaluations_engine_become_transformers_too() -> None:
+def test_servers_become_transformers_too() -> None:
     server = {"name": "vllm_server", "urls": ["http://a:1"], "weights_folder": "/w", "dtype": "bf16"}
     result = small(own(engine=server, evaluation={"engine": {"name": "vllm", "dtype": "bf16"}}))
     assert {(one.name, one.dtype) for one in (result.engine, result.evaluation.engine)} == {("transformers", "bf16")}
 
 
-def test_an_engine_of_another_kind_keeps_its_drafts_and_the_numbers_of_its_output_layer() -> None:
+def test_an_engine_of_another_kind_keeps_drafts_and_head() -> None:
     engine = {"name": "vllm", "draft": {"tokens": 3}, "head_dtype": "fp32"}
     rollout_model = {"path": "starter:rollout_model", "optimizer": {"learning_rate": 1e-4}, "share": 0.0}
     result = small(own(engine=engine, rollout_model=rollout_model))
@@ -203,9 +203,7 @@ def large_model(folder: Path, words: int | None) -> str:
 
 
 @pytest.mark.parametrize(("words", "why"), [(3, None), (None, "not on this disk"), (4, "they differ")])
-def test_all_models_keep_their_tokenizers_or_all_take_the_built_in_one(
-    words: int | None, why: str | None, tmp_path: Path
-) -> None:
+def test_all_models_keep_their_tokenizers_or_none(words: int | None, why: str | None, tmp_path: Path) -> None:
     policy, rollout_model = large_model(tmp_path / "a", 3), large_model(tmp_path / "b", words)
     config = own(policy={"path": policy}, rollout_model={"path": rollout_model, "optimizer": None})
     with tiny_run(config, tmp_path / "tiny") as made:
@@ -216,7 +214,7 @@ def test_all_models_keep_their_tokenizers_or_all_take_the_built_in_one(
     assert len(listed) == (why is not None) and all(why in recipe for recipe in listed)
 
 
-def test_a_small_model_is_replaced_where_the_other_has_no_tokenizer_on_the_disk(tmp_path: Path) -> None:
+def test_a_small_model_is_replaced_beside_one_without_tokenizer(tmp_path: Path) -> None:
     other = {"path": large_model(tmp_path / "b", None), "optimizer": None}
     with tiny_run(own(policy={"path": "starter:policy"}, rollout_model=other), tmp_path / "tiny") as made:
         paths = made.config.policy.path, made.config.rollout_model.path
@@ -269,7 +267,7 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyR
         return folder, config, made, lines_of(made, folder)
 
 
-def test_a_recipe_runs_without_hub_or_data_and_measures_its_benchmarks(joint) -> None:
+def test_a_recipe_runs_without_hub_or_data(joint) -> None:
     folder, config, made, lines = joint
     for benchmark in config.evaluation.benchmarks:
         assert math.isfinite(lines[2][f"eval/{benchmark}/mean_at_k"])
@@ -361,7 +359,7 @@ def test_what_is_not_here_is_made_up_in_columns_of_its_own(source: str, tmp_path
     assert len(rows) == 4 and all(row.keys() == {"problem", "answer", "id"} for row in rows)
 
 
-def test_each_source_of_a_list_gets_a_file_and_long_texts_of_any_form_are_cut(tmp_path: Path) -> None:
+def test_each_source_gets_a_file_and_long_texts_are_cut(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "s" * 5000}, {"role": "user", "content": "u" * 5000}]
     chat = [{"prompt": messages, "reward_model": {"ground_truth": "1"}} for _ in range(9)]
     parts = [{"Body": "b" * 5000, "Question": "q" * 5000, "answer": ["2"]} for _ in range(9)]

@@ -39,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_model_loads_with_its_tokenizer_and_they_belong_together(folders: dict[str, Path], name: str) -> None:
+def test_a_model_loads_with_its_tokenizer(folders: dict[str, Path], name: str) -> None:
     model, tokenizer = load_model(folders[name], torch.float32), load_tokenizer(folders[name])
     assert type(model).__name__ == ARCHITECTURES[name]
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -68,14 +68,14 @@ def test_each_answer_is_one_token_whatever_stands_around_it(folders: dict[str, P
         assert token_id >= PLAIN_TOKENS and tokenizer.decode([token_id], skip_special_tokens=True) == text
 
 
-def test_a_chat_has_a_line_for_each_role_and_an_end_for_each_message() -> None:
+def test_a_chat_has_a_line_for_each_role() -> None:
     tokenizer = built_in_tokenizer()
     chat = Template("chat", tokenizer, instruction="", system_prompt="S")
     assert chat.text("Q") == "<|system|>\nS<|end|>\n<|user|>\nQ<|end|>\n<|assistant|>\n"
     assert tokenizer.decode(chat.token_ids(chat.text("Q"))) == chat.text("Q")
 
 
-def test_two_sizes_share_a_vocabulary_and_the_seed_decides_the_weights(tmp_path: Path) -> None:
+def test_two_sizes_share_a_vocabulary(tmp_path: Path) -> None:
     like = load_config("Qwen/Qwen3-8B-Base")
     for name, size, seed in (("a", LARGE, 3), ("b", LARGE, 3), ("c", LARGE, 4), ("d", SMALL, 3)):
         save_tiny(tmp_path / name, like, size, built_in_tokenizer(), ["1"], seed)
@@ -87,13 +87,13 @@ def test_two_sizes_share_a_vocabulary_and_the_seed_decides_the_weights(tmp_path:
     assert small.lm_head.weight.shape[0] == large.lm_head.weight.shape[0]
 
 
-def test_the_answers_do_not_move_the_special_tokens_and_an_endless_one_is_no_token() -> None:
+def test_answers_do_not_move_the_special_tokens() -> None:
     few, many = with_answers(built_in_tokenizer(), ["9" * 101]), with_answers(built_in_tokenizer(), map(str, range(50)))
     assert all(few.convert_tokens_to_ids(token) == many.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     assert len(few) == PLAIN_TOKENS + len(SPECIAL_TOKENS) and len(many) == len(few) + 12 * 50
 
 
-def test_the_tokenizer_of_a_folder_is_taken_and_answers_occur_in_a_large_vocabulary(tmp_path: Path) -> None:
+def test_a_folders_tokenizer_is_taken_and_answers_occur(tmp_path: Path) -> None:
     """A tokenizer of 20,000 tokens: of 12 answer tokens, each in a hundred samples has one."""
     tokenizer = built_in_tokenizer()
     tokenizer.add_tokens([f"word{number}" for number in range(20_000)])

@@ -101,7 +101,7 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     assert (found.parameters, found.policy_parameters) == (88_512, 280_416)
 
 
-def test_a_model_beside_itself_has_no_gap_and_the_closer_candidate_the_smaller_one() -> None:
+def test_a_closer_candidate_has_a_smaller_gap() -> None:
     found = simulate_candidates(small_config(), ["starter:policy", "starter:rollout_model"], prompts=12, seed=0)
     same, other = found.candidates
     assert (same.name, other.name) == ("starter:policy", "starter:rollout_model")
@@ -118,7 +118,7 @@ def test_a_model_that_knows_nothing_is_too_far_away(tmp_path: Path) -> None:
     assert far.acceptance < 0.5 and far.low_acceptance > 0.5 and far.answer["verdict"] == "too far"
 
 
-def test_simulate_advises_what_replay_advises_on_the_same_rollouts(tmp_path: Path, monkeypatch) -> None:
+def test_simulate_advises_what_replay_advises(tmp_path: Path, monkeypatch) -> None:
     """The rollouts of a simulation as a dump, without the columns of any run."""
     kept = []
 

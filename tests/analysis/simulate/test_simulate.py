@@ -49,7 +49,7 @@ def of(rollout: list[list[float]], target: list[list[float]]) -> StatePairs:
 
 @few
 @given(pairs(smallest=2))
-def test_every_number_of_a_state_is_what_a_loop_over_its_tokens_gives(pair) -> None:
+def test_every_number_of_a_state_is_that_of_a_loop(pair) -> None:
     log_inf, log_target = pair
     rows = [torch.tensor([row], dtype=torch.float64) for row in pair]
     found = measure_states(StatePairs(rollout=rows[0], target=rows[1], token_ids=torch.zeros(1, 1, dtype=torch.int64)))
@@ -69,7 +69,7 @@ def test_every_number_of_a_state_is_what_a_loop_over_its_tokens_gives(pair) -> N
         assert found.kl_after[0, index].item() == pytest.approx(after, rel=1e-9, abs=1e-12)
 
 
-def test_equal_models_have_no_gap_and_models_without_overlap_nothing_to_keep() -> None:
+def test_equal_models_have_no_gap_and_disjoint_ones_no_overlap() -> None:
     found = measure_states(of([[0.5, 0.3, 0.2], [0.5, 0.5, 0.0]], [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]))
     assert found.kl.tolist() == [pytest.approx(0.0, abs=1e-15), math.inf]
     assert found.acceptance.tolist() == [pytest.approx([1.0, 1.0, 0.5]), [0.0, 0.0, 0.0]]
@@ -78,7 +78,7 @@ def test_equal_models_have_no_gap_and_models_without_overlap_nothing_to_keep() -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_gives_distributions_whose_gap_grows_from_nothing_to_a_large_one(name: str) -> None:
+def test_the_gap_of_a_family_grows_from_nothing(name: str) -> None:
     gaps = [
         measure_states(sample_states(family(name), gap, 16, seed=0, vocabulary=4_096)).kl.mean()
         for gap in family(name).gaps
@@ -91,7 +91,7 @@ def test_a_family_gives_distributions_whose_gap_grows_from_nothing_to_a_large_on
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_gives_the_same_states_and_another_part_others(name: str) -> None:
+def test_the_same_seed_gives_the_same_states(name: str) -> None:
     first, again = states(name, 0.5), states(name, 0.5)
     assert first.rollout.equal(again.rollout) and first.target.equal(again.target)
     assert first.token_ids.equal(again.token_ids)
@@ -122,7 +122,7 @@ def test_tokens_are_drawn_from_the_rollout_model() -> None:
     assert ((drawn.sum(0) / 32 - expected).abs() < 6 * (expected / 32).sqrt()).all()
 
 
-def test_the_kl_after_rejection_at_a_lam_below_every_rho_is_the_kl_before() -> None:
+def test_a_lam_below_every_rho_leaves_the_kl() -> None:
     state = states("noise", 0.6, count=4, vocabulary=200)
     lam = state.rho.min(-1, keepdim=True).values * 0.999
     before = measure_states(state).kl
@@ -142,7 +142,7 @@ def test_what_only_the_target_has_leaves_the_kl_infinite() -> None:
     assert [rejected_divergence(state, lam).item() for lam in (0.1, 1.0, 10.0)] == [math.inf] * 3
 
 
-def test_the_kl_falls_by_no_more_than_minus_log_z_whatever_the_gap() -> None:
+def test_the_kl_falls_by_no_more_than_minus_log_z() -> None:
     for one in FAMILIES:
         for gap in one.gaps:
             found = measure_states(sample_states(one, gap, 8, seed=1, vocabulary=SMALL))
@@ -160,7 +160,7 @@ def test_a_measurement_does_not_depend_on_the_chunks() -> None:
     assert len(whole.kept) == 20 and whole.kept.rollout.equal(one.rollout[::2])
 
 
-def test_ratios_below_lam_are_lifted_to_z_and_those_above_are_multiplied_by_it() -> None:
+def test_ratios_below_lam_are_lifted_to_z() -> None:
     one = measure_pair("noise", [states("noise", 1.0, count=3)], 3)
     found = token_ratios(one)
     z = np.repeat(measure_states(one.kept).acceptance[:, RECIPE_LAM].numpy(), len(found.before) // 3)
@@ -184,7 +184,7 @@ def test_a_curve_is_read_off_between_its_points_and_not_beyond() -> None:
     assert first.acceptance[1] > 0.95 > second.acceptance[1] and first.kl < found.kl_at_high_acceptance < second.kl
 
 
-def test_states_of_like_kl_share_a_bin_and_bins_of_few_states_are_left_out() -> None:
+def test_states_of_like_kl_share_a_bin() -> None:
     parts = [measure_states(states("noise", gap, count=20)) for gap in (0.05, 0.5, 2.0)]
     numbers = joined([*parts, measure_states(of([[0.5, 0.5]], [[0.5, 0.5]]))])
     found = curve_by_kl("a", numbers, bins=6, least=8)

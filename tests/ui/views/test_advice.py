@@ -15,7 +15,7 @@ def one(label: str, worth: float) -> dict:
     return {"label": label, "name": name, "advisable": True, "is_whole": False, "tv_after_correction": tv, **numbers}
 
 
-def test_the_advised_setting_has_a_row_beside_the_best_of_its_name_and_all_fits_a_terminal() -> None:
+def test_the_advised_setting_has_a_row_and_fits_a_terminal() -> None:
     labels = {"tis cap=2": 0.52, "tis": 0.51, "tis cap=4": 0.4, "obrs expected target=proximal c1=2": 0.3}
     found = judged_table({"correction": "tis", "candidates": [one(*pair) for pair in labels.items()]})
     assert [row[0] for row in found.rows] == ["tis cap=2", "tis", "obrs expected target=proximal c1=2"]
