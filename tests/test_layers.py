@@ -134,6 +134,12 @@ def test_test_files_import_no_optional_package_at_the_top():
         assert not roots & some, path.name
 
 
+def test_no_name_of_a_test_outgrows_sixty_characters():
+    """So that a line of pytest's report, and `-k`, hold it."""
+    names = [name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
+    assert [name for name in names if len(name) > 60] == []
+
+
 def test_no_file_outgrows_six_hundred_lines():
     long = {path.name: lines for path in PACKAGE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 600}
     assert long == {}
