@@ -1,12 +1,10 @@
 """Samples responses of both models of a run, before and after training."""
 
-import logging
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.core.errors import CheckpointError
 from jackpot.core.roles import Role
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.build import run_task
@@ -14,10 +12,8 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.device import pick_device
 from jackpot.models.load import load_tokenizers
 from jackpot.rollout.evaluate import evaluate
-from jackpot.training.run_folder.checkpoint import Checkpoints
+from jackpot.training.run_folder.checkpoint import newest_checkpoint
 from jackpot.training.run_folder.folder import run_config
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +34,7 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
         CheckpointError: the folder has no run, no checkpoint yet, or only corrupt ones.
     """
     config = run_config(run)
-    checkpoint, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).find()
-    for one in corrupt:
-        _log.warning("%s; taking the checkpoint before it", one)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{run} has no checkpoint yet; the first is written at the first evaluation after training began, at the "
-            f"latest at iteration {config.checkpoint.every}"
-        )
+    checkpoint = newest_checkpoint(run, config)
     before, after = config.model_paths(), config.model_paths(checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config.device)
     settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and this needs four

@@ -353,15 +353,7 @@ def resolve_model_path(model: str) -> str:
             return str(best / "policy")
     except CorruptCheckpoint as error:
         _log.warning("%s; taking the newest checkpoint", error)
-    newest, corrupt = checkpoints.find()
-    for damage in corrupt:
-        _log.warning("%s; taking the checkpoint before it", damage)
-    if newest is None:
-        raise CheckpointError(
-            f"{folder} has no checkpoint yet; the first is written at the first evaluation after training began, "
-            f"at the latest at iteration {config.checkpoint.every}"
-        )
-    return str(newest.folder / "policy")
+    return str(newest_checkpoint(folder, config).folder / "policy")
 
 
 def _iteration_of(folder: Path) -> int:
@@ -400,3 +392,21 @@ def _flush(folder: Path, done: Collection[str]) -> None:
         elif path.relative_to(folder).as_posix() not in done:
             flush_file(path)
     flush_folder(folder)
+
+
+def newest_checkpoint(run: Path, config: Config) -> Checkpoint:
+    """Return the newest intact checkpoint of a run folder, with a warning for each corrupt one that is newer.
+
+    Raises:
+        CheckpointError: the run has no checkpoint, or corrupt ones only.
+    """
+    newest, corrupt = Checkpoints(run / "checkpoints", config.checkpoint.keep).find()
+    for damage in corrupt:
+        _log.warning("%s; taking the checkpoint before it", damage)
+
+    if newest is None:
+        raise CheckpointError(
+            f"{run} has no checkpoint yet; the first is written at the first evaluation after training began, at the "
+            f"latest at iteration {config.checkpoint.every}"
+        )
+    return newest
