@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -441,9 +442,9 @@ def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
         "worker.GRACE = 0.5; worker.main()"
     )
     setup = {"function": "endless:f", "timeout": 1.0, "start_timeout": 0.5, "memory": None}
-    with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE) as process:
-        process.stdin.write(json.dumps(setup).encode() + b"\n")
-        process.stdin.flush()  # and left open: no end of the input ends it
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen([sys.executable, "-c", command], stdin=theirs) as process:
+        ours.sendall(json.dumps(setup).encode() + b"\n")  # and it stays open: no end of the jobs ends the process
         try:
             assert process.wait(PATIENCE) == -signal.SIGALRM
         finally:

@@ -110,8 +110,8 @@ class RewardFn:
         def wait() -> list[Score]:
             """Wait for all results and return the scores."""
             verified = {pair: RewardResult(float(equal), None) for pair, equal in known.items() if equal is not None}
-            verified |= dict(zip(undecided, compared.result(), strict=True))
-            own = {name: future.result() for name, future in called.items()}
+            verified |= dict(zip(undecided, compared(), strict=True))
+            own = {name: results() for name, results in called.items()}
             right = [_any([verified[pair] for pair in of_one]) for of_one in pairs]
             return [
                 self._score(response, right[n], {name: found[n] for name, found in own.items()}, verdict)

@@ -4,11 +4,11 @@ A function has one of four forms. It takes one response or, where it has a param
 plain or async. A call is given the keyword arguments of its item; a batched one is given the same names in the plural,
 each with a list. An async function's items of one job are awaited together.
 
-The worker reads jobs from standard input and sends results to its original standard output, one line of JSON each; what
-a function prints goes to standard error. `rollout/rewards/pool.py` starts the process, limits the time of each job and
-replaces the process when it ends. The worker itself imports no torch; a reward function's module may.
+The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
+function reads nothing from standard input, and what it prints goes to standard error. `rollout/rewards/pool.py` starts
+the process, limits the time of each job and replaces the process when it ends. The worker itself imports no torch; a reward function's module may.
 
-The process does not outlive its parent: an idle worker sees the end of its input, and a busy or importing one is ended
+The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing one is ended
 by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function are ended by
 the parent only. Ctrl-C is ignored here and handled by the parent.
 
@@ -25,6 +25,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -45,53 +46,43 @@ Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
 
 def main() -> None:
-    """Serve until the input ends. The first line of the input names the function and its limits."""
+    """Serve until the jobs end. The first line names the function and its limits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    results = os.fdopen(os.dup(1), "wb", buffering=0)
+    pool = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    jobs = pool.makefile("rb")
 
     def send(message: Mapping[str, Any]) -> None:
         """Send a message as one line of JSON."""
-        results.write(json.dumps(message).encode() + b"\n")
+        pool.sendall(json.dumps(message).encode() + b"\n")
 
-    setup = json.loads(sys.stdin.buffer.readline())
-    name = setup["function"]
+    setup = json.loads(jobs.readline())
+    name, timeout, memory = setup["function"], setup["timeout"], setup["memory"]
     signal.setitimer(signal.ITIMER_REAL, setup["start_timeout"] + GRACE)
     try:
         function = import_object(name, "reward")
     except ConfigError as error:
-        send({"refused": str(error)})
-        return
+        return send({"refused": str(error)})
     except BaseException as error:  # such as SystemExit
-        send({"refused": f"the reward {name!r} ends the process that imports it: {error!r}"})
-        return
+        return send({"refused": f"the reward {name!r} ends the process that imports it: {error!r}"})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    start, memory = _memory(), setup["memory"]
+    start, worn = _memory(), math.inf  # address space, and that of a worn process, bytes
     if start and memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start + memory, start + memory))
-    send({"ready": True, "takes_batches": takes_batches(function), "is_async": is_async(function)})
-    limit = start + WORN * memory if start and memory is not None else math.inf
-    serve(send, _Caller(name, function, setup["timeout"], send), setup["timeout"], limit)
+        worn = start + WORN * memory
+    send({"takes_batches": takes_batches(function), "is_async": is_async(function)})
 
-
-def serve(send: Send, caller: "_Caller", timeout: float, limit: float) -> None:
-    """Do jobs until the input ends or the process is worn.
-
-    Args:
-        timeout: seconds for one job.
-        limit: memory of the process beyond which it is worn, bytes.
-    """
     loop = asyncio.new_event_loop()  # one for all jobs, so that a function's connections stay open
-    while line := sys.stdin.buffer.readline():
+    caller = _Caller(name, function, timeout, send)
+    while not caller.is_worn and (line := jobs.readline()):
         signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
         loop.run_until_complete(caller.do(json.loads(line)["items"]))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        worn = caller.is_worn or _memory() > limit
-        send({"worn": worn})
-        if worn:
-            return
+        caller.is_worn = caller.is_worn or _memory() > worn
+        send({"worn": caller.is_worn})
 
 
 def takes_batches(function: Function) -> bool:
@@ -112,65 +103,54 @@ class _Caller:
 
     def __init__(self, name: str, function: Function, timeout: float, send: Send) -> None:
         self._name, self._function, self._timeout, self._send = name, function, timeout, send
-        self._takes_batches, self._shown = takes_batches(function), False
+        self._takes_batches, self._is_shown = takes_batches(function), False
         self.is_worn = False  # True after a failed allocation
 
     async def do(self, items: Sequence[Mapping[str, Any]]) -> None:
-        """Call the function for all items; the failure of one is its own."""
+        """Call the function for all items; the failure of one is its own, but in a batch."""
         if self._takes_batches:
-            await self._batch(items)
+            await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))
         else:
-            await asyncio.gather(*(self._one(number, item) for number, item in enumerate(items)))
+            await asyncio.gather(*(self._call(item, [number]) for number, item in enumerate(items)))
 
-    async def _one(self, number: int, item: Mapping[str, Any]) -> None:
+    async def _call(self, arguments: Mapping[str, Any], numbers: Sequence[int]) -> None:
+        """Call the function once and send the results of these items."""
         try:
-            value = _number(self._name, await self._call(item))
+            returned = self._function(**arguments)
+            if inspect.isawaitable(returned):  # it has the time limit here, and everything in the pool
+                returned = await asyncio.wait_for(returned, self._timeout)
+            values = list(returned) if self._takes_batches else [returned]
+            if len(values) != len(numbers):
+                raise ValueError(f"{self._name} returned {len(values)} rewards for {len(numbers)} responses")
         except Exception as error:
-            self._fail([number], error)
-        else:
-            self._send({"item": number, "value": value})
-
-    async def _batch(self, items: Sequence[Mapping[str, Any]]) -> None:
-        arguments = {PLURALS[key]: [item[key] for item in items] for key in items[0]}
-        try:
-            values = list(await self._call(arguments))
-            if len(values) != len(items):
-                raise ValueError(f"{self._name} returned {len(values)} rewards for {len(items)} responses")
-        except Exception as error:
-            self._fail(range(len(items)), error)
+            failure = self._failure(error)
+            for number in numbers:
+                self._send({"item": number, "result": failure})
             return
-        for number, value in enumerate(values):
+        for number, value in zip(numbers, values, strict=True):
             try:
-                self._send({"item": number, "value": _number(self._name, value)})
+                result = {"value": _number(self._name, value), "error": None}
             except InvalidReward as error:
-                self._fail([number], error)
+                result = self._failure(error)
+            self._send({"item": number, "result": result})
 
-    async def _call(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the function; what it returns to be awaited has the time limit here, and everything in the pool."""
-        value = self._function(**arguments)
-        return await asyncio.wait_for(value, self._timeout) if inspect.isawaitable(value) else value
-
-    def _fail(self, numbers: Sequence[int], error: Exception) -> None:
-        """Send why these items have no reward; the first traceback of a process is shown."""
+    def _failure(self, error: Exception) -> dict[str, Any]:
+        """Return the result of a call that failed; the first traceback of a process is shown."""
         self.is_worn = self.is_worn or isinstance(error, MemoryError)
-        causes = {TimeoutError: "timeout", InvalidReward: "invalid"}
-        why = next((name for kind, name in causes.items() if isinstance(error, kind)), "crash")
-        if not self._shown:
-            self._shown = True
+        if not self._is_shown:
+            self._is_shown = True
             traceback.print_exception(error)
-        text = self._described(error)
-        for number in numbers:
-            self._send({"item": number, "error": why, "text": text})
+        kinds = {TimeoutError: "timeout", InvalidReward: "invalid"}
+        why = next((why for kind, why in kinds.items() if isinstance(error, kind)), "crash")
 
-    def _described(self, error: Exception) -> str:
-        """Return type and message of an error in one line, with the last place of it in the function's own file."""
+        # Type and message in one line, with the last line of the function's own file that the error passed.
         text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
         if text == "TimeoutError":  # as `asyncio.wait_for` raises it
             text = f"took longer than {self._timeout:g} s"
-
         file = getattr(sys.modules.get(self._name.partition(":")[0]), "__file__", None)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        return text[:MAX_TEXT] + (f" ({file}, line {lines[-1]})" if lines else "")
+        text = text[:MAX_TEXT] + (f" ({file}, line {lines[-1]})" if lines else "")
+        return {"value": 0.0, "error": why, "text": text}
 
 
 class InvalidReward(ValueError):
