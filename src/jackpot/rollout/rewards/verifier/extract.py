@@ -13,12 +13,12 @@ are not accepted, because they would reward guesses made before it. A reward fun
 """
 
 import re
+from collections import deque
 
 MAX_ANSWER_LENGTH = 2_000  # characters; the longest answer in MATH has 160
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_HASHES = re.compile(r"(?<!#)####(?!#)")
-_THINKING, _DONE = "<think>", "</think>"
+_HASHES = re.compile(r"(?<!#)####(?!#)([^\n]*)(\n?)")
 
 
 def final_answer(response: str, finished: bool) -> str | None:
@@ -27,38 +27,38 @@ def final_answer(response: str, finished: bool) -> str | None:
     Args:
         finished: whether the response ended by itself and was not cut at its length limit.
     """
-    text = _without_thinking(response)
-    if text is None:
-        return None
-    starts = [match.end() for match in _BOX.finditer(text)]
-    answer = _boxed_content(text, starts[-1]) if starts else _after_hashes(text, finished)
-    return answer.strip() or None if answer is not None else None
+    text = _after_thinking(response)
+    last_box = deque(_BOX.finditer(text), maxlen=1)
+    return _boxed_content(text, last_box[0].end()) if last_box else hashed_answer(text, finished)
 
 
 def is_well_formed(response: str, finished: bool) -> bool:
     """Return whether the response ended by itself and states one answer once: one box and no `####`, or no box and one
     `####` with nothing but spaces after its line."""
-    text = _without_thinking(response)
-    if not finished or text is None or final_answer(response, finished) is None:
+    text = _after_thinking(response)
+    boxes, hashes = len(_BOX.findall(text)), [*_HASHES.finditer(text)]
+    if not finished or final_answer(response, finished) is None or boxes + len(hashes) != 1:
         return False
-    boxes, hashes = len(_BOX.findall(text)), [match.end() for match in _HASHES.finditer(text)]
-    if boxes or len(hashes) != 1:
-        return boxes == 1 and not hashes
-    return "\n" not in text[hashes[0] :].strip()
+    return not hashes or not text[hashes[0].end() :].strip()
 
 
-def hashed_answer(solution: str) -> str | None:
-    """Return the text after `####` in a worked solution, such as GSM8K's, or None where there is none."""
-    answer = _after_hashes(solution, finished=True)
-    return answer.strip() or None if answer is not None else None
+def hashed_answer(solution: str, finished: bool = True) -> str | None:
+    """Return the rest of the line after the last `####`, as in GSM8K's worked solutions; None where there is none.
+
+    Args:
+        finished: whether the text was not cut, so that its last line is whole.
+    """
+    for last in deque(_HASHES.finditer(solution), maxlen=1):
+        line = last[1].strip()
+        if (finished or last[2]) and 0 < len(line) <= MAX_ANSWER_LENGTH:
+            return line
+    return None
 
 
-def _without_thinking(response: str) -> str | None:
-    """Return the text after the thinking, or None where the thinking never ended."""
-    done = response.rfind(_DONE)
-    if done >= 0:
-        response = response[done + len(_DONE) :]
-    return None if _THINKING in response else response
+def _after_thinking(response: str) -> str:
+    """Return the text after the thinking, which is empty where the thinking never ended."""
+    text = response.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
 
 
 def _boxed_content(text: str, start: int) -> str | None:
@@ -67,17 +67,5 @@ def _boxed_content(text: str, start: int) -> str | None:
     for match in _BRACE.finditer(text, start, start + MAX_ANSWER_LENGTH + 1):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
         if depth == 0:
-            return text[start : match.start()]
+            return text[start : match.start()].strip() or None
     return None
-
-
-def _after_hashes(text: str, finished: bool) -> str | None:
-    """Return the rest of the line after the last `####`; None where it is missing, cut or too long."""
-    *_, last = [None, *_HASHES.finditer(text)]
-    if last is None:
-        return None
-    end = text.find("\n", last.end())
-    if end < 0 and not finished:
-        return None
-    line = text[last.end() : end if end >= 0 else len(text)].strip()
-    return line if len(line) <= MAX_ANSWER_LENGTH else None

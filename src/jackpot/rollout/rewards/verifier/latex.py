@@ -37,51 +37,13 @@ _SIGNS = _FRACTIONS | {
     "...": r"\ldots ",
     "…": r"\ldots ",
 }
-_SIGN = re.compile("|".join(re.escape(sign) for sign in _SIGNS))
-_REWRITES = [
-    (re.compile(r"(?<!\\)" + pattern), replacement)  # a doubled backslash ends a row of a matrix
-    for pattern, replacement in (
-        (r"\\!\s*", ""),  # a negative space joins: 1,\! 000
-        (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr)(?![A-Za-z])\s*\.?", ""),
-        (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", ""),
-        (r"\\phantom\s*(?:\{[^{}]*\}|[^\\{}])", ""),
-        (r"\\(?:mathbf|boldsymbol|bm|pmb|underline)\s*\{([^{}]*)\}", r"\1"),
-        (r"\\(?:text)?color\s*\{[^{}]*\}(?:\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\})?", r"\1"),
-        (r"\\(?:mbox|hbox|textrm|textbf|textit|textnormal|textsf|mathrm|mathit)\s*\{", r"\\text{"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:leqslant|leq)(?![A-Za-z])", r"\\le "),
-        (r"\\(?:geqslant|geq)(?![A-Za-z])", r"\\ge "),
-        (r"\\degrees?(?![A-Za-z])", r"^\\circ "),
-        (r"\\%", "%"),
-        (r"\\(?:[ ,;:]|quad(?![A-Za-z])|qquad(?![A-Za-z]))", " "),
-        (r"\\[()\[\]]", " "),  # delimiters of formulas
-        (r"(?<![A-Za-z])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![A-Za-z])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
-        (r"\+ ?\\infty", r"\\infty"),
-        (r"\\text\{\s*(\\(?:pi|infty)) ?\}", r"\1 "),
-        (r"\\text\{([A-Za-z])\}(?=\s*=)", r"\1"),
-        (r"\\rightarrow(?![A-Za-z])", r"\\to "),
-    )
-]
-_BOLD = re.compile(r"\s*\*\*((?:[^*]|\*(?!\*))+)\*\*[\s.,;:]*")  # bold text in Markdown
-_POWER = re.compile(r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)")  # of program code; not 2**3**2
-_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?(?![\d.]*[\^!])|[A-Za-z](?![A-Za-z_^]))|(?=[\\{]))")  # not √2^3
-_SUPERSCRIPT = re.compile("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-_E_NOTATION = re.compile(r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)")  # but 1E5_{16} has a base
+_E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # but 1E5_{16} has a base
 # What a number that stands alone is between:
-_BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))[\s$]*[-+]?$")
-_ENDS = re.compile(r"[\s$]*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
+_BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))(?:\s|\\?\$)*[-+]?$")
+_ENDS = re.compile(r"(?:\s|\\?\$)*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,},? [A-Za-z]{2,}")
-_SPACES = re.compile(r"\s+")
-_NEEDLESS = re.compile(r"(?<=[^A-Za-z0-9,;}]) |(?<=\}) (?![A-Za-z])| (?![A-Za-z0-9])(?<=[A-Za-z0-9] )")
-_COMMAND = re.compile(  # followed by an argument without braces
-    r"\\(frac(?![A-Za-z])|sqrt(?:\[[^][{}]*\]|(?![A-Za-z])))\s*(?=[^\s{\[])"
-)
-_LOOSE = re.compile(r"(\\(?:frac|sqrt)) +(?=[{\[])|(?<=\}) +(?=\{)")
-_HALF_DONE = re.compile(r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])")
-_TOKEN = r"\\[A-Za-z]+|[^{}]"
+_TOKEN = r"(\\[A-Za-z]+|[^{}])"
 
 
 def normalize(text: str) -> str:
@@ -90,20 +52,14 @@ def normalize(text: str) -> str:
     A space stays between letters and digits and before words, where it may carry meaning, and after a comma that had
     one: `1, 200` is two numbers, and `1,200` and `1,\! 200` are one. `**` is a power, unless it encloses the whole
     answer (bold in Markdown). `4.5e33` becomes `4.5\times 10^{33}`, whereas the e of `2e - 3` and `2e^3` is the number.
+    Dollar signs that delimit formulas go; those of amounts, `\$5` and `$5`, stay as `\$`.
     """
     if text.isascii() and text.isdecimal():
         return text
-    if bold := _BOLD.fullmatch(text):
-        text = bold[1]
-    text = _POWER.sub(r"^{\1}", text)
-    text = _SIGN.sub(lambda match: _SIGNS[match.group()], text.replace("\0", ""))
-    text = _E_NOTATION.sub(_power_of_ten, _SUPERSCRIPT.sub(_superscript, text))
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{root}}}" if (root := match[1] or match[2]) else r"\sqrt ", text)
+    text = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(text)) % 2 else " ", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = _strip_dollars(text.strip())
-    text = _SPACES.sub(" ", _add_braces(text)).strip().rstrip(".,;: ")
-    return _NEEDLESS.sub("", text)
+    return text
 
 
 def without_text_marks(text: str) -> str:
@@ -114,12 +70,6 @@ def without_text_marks(text: str) -> str:
 def has_prose(text: str) -> bool:
     r"""Return whether a normalized text has two words in a row outside of `\text{...}`."""
     return _PROSE.search(_TEXT.sub(" ", text)) is not None
-
-
-def _superscript(match: re.Match[str]) -> str:
-    """Return a power in Unicode, such as ² or ⁻³, in LaTeX."""
-    digits = match.group().translate(_SUPERSCRIPTS)
-    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
 
 
 def _power_of_ten(match: re.Match[str]) -> str:
@@ -136,17 +86,56 @@ def _power_of_ten(match: re.Match[str]) -> str:
     return f"({number})" if before.endswith("/") else number
 
 
-def _strip_dollars(text: str) -> str:
-    r"""Remove dollar signs that delimit formulas; those of amounts, `\$5` and `$5`, stay as `\$`."""
-    bare = re.findall(r"(?<!\\)\$", text)
-    if len(bare) % 2 == 0:
-        return re.sub(r"(?<!\\)\$", " ", text).strip()
-    return re.sub(r"(?<!\\)\$", r"\\$", text)
-
-
-def _add_braces(text: str) -> str:
-    r"""Add the braces that `\frac12`, `\frac{1}b` and `\sqrt3` leave out."""
-    text = _COMMAND.sub(r"\\\1\0", _LOOSE.sub(r"\1", text))  # NUL marks where the next token is an argument
-    text = re.sub(rf"\0({_TOKEN})", r"{\1}", text)
-    text = _HALF_DONE.sub(r"\1\0", text)
-    return re.sub(rf"\0({_TOKEN})", r"{\1}", text).replace("\0", "")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_COMMANDS = [  # a backslash that another precedes ends a row of a matrix
+    (r"\\!\s*", ""),  # a negative space joins: 1,\! 000
+    (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr)(?![A-Za-z])\s*\.?", ""),
+    (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", ""),
+    (r"\\phantom\s*(?:\{[^{}]*\}|[^\\{}])", ""),
+    (r"\\(?:mathbf|boldsymbol|bm|pmb|underline)\s*\{([^{}]*)\}", r"\1"),
+    (r"\\(?:text)?color\s*\{[^{}]*\}(?:\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\})?", r"\1"),
+    (r"\\(?:mbox|hbox|textrm|textbf|textit|textnormal|textsf|mathrm|mathit)\s*\{", r"\\text{"),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\(?:leqslant|leq)(?![A-Za-z])", r"\\le "),
+    (r"\\(?:geqslant|geq)(?![A-Za-z])", r"\\ge "),
+    (r"\\degrees?(?![A-Za-z])", r"^\\circ "),
+    (r"\\%", "%"),
+    (r"\\(?:[ ,;:]|quad(?![A-Za-z])|qquad(?![A-Za-z]))", " "),
+    (r"\\[()\[\]]", " "),  # delimiters of formulas
+    (r"(?<![A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+    (r"(?<![A-Za-z])sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![A-Za-z])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
+    (r"\+ ?\\infty", r"\\infty"),
+    (r"\\text\{\s*(\\(?:pi|infty)) ?\}", r"\1 "),
+    (r"\\text\{([A-Za-z])\}(?=\s*=)", r"\1"),
+    (r"\\rightarrow(?![A-Za-z])", r"\\to "),
+]
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        ("\0", ""),
+        (r"^\s*\*\*((?:[^*]|\*(?!\*))+)\*\*[\s.,;:]*$", r"\1"),  # bold text in Markdown
+        (r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)", r"^{\1}"),  # of program code; not 2**3**2
+        ("|".join(map(re.escape, _SIGNS)), lambda match: _SIGNS[match.group()]),
+        ("(?<![⁻⁰¹²³⁴⁵⁶⁷⁸⁹])[⁰¹²³⁴⁵⁶⁷⁸⁹](?![⁰¹²³⁴⁵⁶⁷⁸⁹])", lambda match: "^" + match[0].translate(_SUPERSCRIPTS)),
+        ("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
+        (_E_NOTATION, _power_of_ten),
+        # A root of brackets, of a number (but not √2^3) or of a letter; before a brace or a command the sign alone:
+        (
+            r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?(?![\d.]*[\^!])|[A-Za-z](?![A-Za-z_^]))|(?=[\\{]))",
+            lambda match: rf"\sqrt{{{match[1] or match[2]}}}" if match.lastindex else r"\sqrt ",
+        ),
+        *((r"(?<!\\)" + pattern, replacement) for pattern, replacement in _COMMANDS),
+        # Braces that \frac12, \frac{1}b and \sqrt3 leave out; NUL marks where the next token is an argument:
+        (r"(\\(?:frac|sqrt)) +(?=[{\[])|(?<=\}) +(?=\{)", r"\1"),
+        (r"\\(frac(?![A-Za-z])|sqrt(?:\[[^][{}]*\]|(?![A-Za-z])))\s*(?=[^\s{\[])", "\\\\\\1\0"),
+        ("\0" + _TOKEN, r"{\1}"),
+        (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])", "\\1\0"),
+        ("\0" + _TOKEN, r"{\1}"),
+        ("\0", ""),
+        # Spaces, and what may end a sentence:
+        (r"\s+", " "),
+        (r"^ |[ .,;:]+$", ""),
+        (r"(?<=[^A-Za-z0-9,;}]) |(?<=\}) (?![A-Za-z])| (?![A-Za-z0-9])(?<=[A-Za-z0-9] )", ""),
+    )
+]
