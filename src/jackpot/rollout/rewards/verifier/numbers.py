@@ -21,20 +21,13 @@ from typing import NamedTuple
 from jackpot.rollout.rewards.verifier.units import LABEL, read_unit
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d*|\.\d+|(?<=\d))"
-_FRACTION = rf"\\frac\{{(?P<{{0}}top>-?{_DIGITS})\}}\{{(?P<{{0}}bottom>-?{_DIGITS})\}}"
+_FRACTION = re.compile(rf"(?<![\d.])(\d*) ?\\frac\{{(-?{_DIGITS})\}}\{{(-?{_DIGITS})\}}(?! ?[\d.])")
 _NUMBER = re.compile(
-    r"(?P<sign>[-+]?)(?P<dollar>\\\$)? ?(?P<sign2>-?)(?:"
-    + r"(?P<whole>\d+) ?" + _FRACTION.replace("{0}", "mixed_")
-    + r"|(?P<whole2>\d+) (?P<top2>\d+)/(?P<bottom2>\d+)"
-    + "|" + _FRACTION.replace("{0}", "")
-    + rf"|(?P<top3>{_DIGITS})/(?P<bottom3>{_DIGITS})"
-    + rf"|(?P<plain>{_DIGITS})(?:\\(?:overline|bar)\{{(?P<repeating>\d+)\}})?"
-    + r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^(?P<braces>\{)?(?P<power>[-+]?\d+)(?(braces)\}))?)"
-)  # fmt: skip
+    r"(?P<sign>[-+]?)(?P<dollar>\\\$)? ?(?P<sign2>-?) ?(?:(?P<whole>\d+) (?=\d+/\d+(?!\d|[., ]\d)))?"
+    rf"(?P<top>-?{_DIGITS})(?:/(?P<bottom>-?{_DIGITS})|\\(?:overline|bar)\{{(?P<period>\d+)\}})?"
+    r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^(?P<braces>\{)?(?P<power>[-+]?\d{1,4})(?(braces)\}))?"
+)
 _MAX_NUMBER_LENGTH = 1_000  # characters
-_MAX_POWER = 1_000  # greatest exponent of ten
-
-
 class Quantity(NamedTuple):
     """Holds a number and its unit."""
 
@@ -56,21 +49,32 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
         is_reference: whether the text is the reference. Plain words after its number must be known units, for `5 abc`
             may be a product.
     """
-    if text.isdecimal() and text.isascii() and len(text) <= _MAX_NUMBER_LENGTH:
-        return Quantity(Fraction(int(text)), "")
     if wrapped := _WRAPPED.fullmatch(text):
         text = rf"{wrapped[1]}\text{{{wrapped[2] or ''}}}"
     body = split_unit(text, is_reference)
-    if body is None or not body.text or len(body.text) > _MAX_NUMBER_LENGTH or (wrapped and body.unit == LABEL):
+    if body is None or len(body.text) > _MAX_NUMBER_LENGTH or (wrapped and body.unit == LABEL):
         return None
-    match = _NUMBER.fullmatch(body.text)
-    if match is None or (match["sign"] and match["sign2"]) or (match["dollar"] and body.unit):
+    match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body.text).strip())
+    if match is None or (match["dollar"] and body.unit):
         return None
-    value = _value(match.groupdict())
-    if value is None:
+    if len(match["sign"] + match["sign2"]) + match["top"].startswith("-") > 1:
         return None
-    negative = "-" in (match["sign"], match["sign2"])
-    return Quantity(-value if negative else value, "dollar" if match["dollar"] else body.unit)
+    try:
+        value = _value(match.groupdict(""))
+    except (ValueError, ZeroDivisionError):  # a period without a point
+        return None
+    return Quantity(value, "dollar" if match["dollar"] else body.unit)
+
+
+def _value(groups: dict[str, str]) -> Fraction:
+    """Return the number of a match of `_NUMBER`."""
+    top, bottom = (re.sub("[, ]", "", groups[name]) for name in ("top", "bottom"))
+    value = Fraction(top) / Fraction(bottom or 1)
+    if period := groups["period"]:
+        decimals = len(top) - 1 - top.index(".")
+        value += Fraction(int(period), 10**decimals * (10 ** len(period) - 1))
+    value = (int(groups["whole"] or 0) + value) * Fraction(10) ** int(groups["power"] or 0)
+    return -value if "-" in (groups["sign"], groups["sign2"]) else value
 
 
 _WRAPPED = re.compile(r"\\text\{ ?([^A-Za-z{}]*\d[.%]?)( ?[A-Za-z][^\d{}]*)?\}")  # \text{4 cm}
@@ -111,29 +115,3 @@ def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
     if unit != LABEL:
         return unit if longest > 1 or (is_apart and names == ["m", "s"] and "/" in words) else None
     return None if is_reference or not is_apart or longest < 3 or "/" in words else unit
-
-
-def _value(groups: dict[str, str | None]) -> Fraction | None:
-    """Return the number of a match of `_NUMBER` without its sign.
-
-    None for a denominator of zero, and for a decimal with a period but no point, or with a huge power of ten.
-    """
-
-    def number(name: str) -> Fraction:
-        """Return the number of a group, 0 where the group did not match."""
-        return Fraction((groups[name] or "0").replace(",", "").replace(" ", ""))
-
-    if (plain := groups["plain"]) is not None:
-        _, point, digits = plain.partition(".")
-        value, power = number("plain"), int(groups["power"] or 0)
-        if (period := groups["repeating"]) and not point:
-            return None
-        if period:
-            value += Fraction(int(period), 10 ** len(digits) * (10 ** len(period) - 1))
-        return value * Fraction(10) ** power if abs(power) <= _MAX_POWER else None
-    top = next(name for name in ("mixed_top", "top", "top2", "top3") if groups[name] is not None)
-    bottom = number(top.replace("top", "bottom"))
-    if bottom == 0:
-        return None
-    whole = number("whole") + number("whole2")
-    return whole + number(top) / bottom

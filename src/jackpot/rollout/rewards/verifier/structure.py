@@ -5,18 +5,19 @@ A structure keeps brackets, order and count of its members, so that only the mem
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import NamedTuple
 
-_CLOSING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
-_OPENERS, _CLOSERS = frozenset("([{"), frozenset(")]}")
+_CLOSING = {"(": (")", "]"), "[": ("]", ")"), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
+_OPENS, _CLOSES = re.compile(r"[(\[{]|\\\{|\\langle|\\begin.*"), re.compile(r"[)\]}]|\\\}|\\rangle|\\end.*")
 _TOKEN = re.compile(
     r"\\text\{[,; ]*(?:and|or)[,; ]*\}|\\(?:begin|end)\{\w+\*?\}|\\[A-Za-z]+|\\.|"
     r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])|.",
     re.DOTALL,
 )
-_AND = re.compile(r"(?:\\text\{[,; ]*)?(?:and|or)(?:[,; ]*\})?")
-_MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array)\}(.*)\\end\{\1\}", re.DOTALL)
+_SEPARATOR = r"[,;]|(?:\\text\{[,; ]*)?(?:and|or)(?:[,; ]*\})?"  # of a list
+_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
+_RATIO = re.compile(r"( ?[\w.\\{}]+ ?)(:( ?[\w.\\{}]+ ?))+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _SURE_SEPARATOR = re.compile(r"[,;] |(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
@@ -31,95 +32,61 @@ class Structure(NamedTuple):
 
 
 def parse_structure(text: str) -> Structure | None:
-    """Return the structure of a normalized answer, or None where it is a single expression.
+    r"""Return the structure of a normalized answer, or None where it is a single expression.
 
     A comma between digits without a space separates thousands, if the answer also has an unambiguous separator: a comma
-    followed by a space, or a word.
+    followed by a space, or a word. `a \pm b` counts as two members. A determinant (`vmatrix`) is a number.
     """
     if _SURE_SEPARATOR.search(text):
         text = _THOUSANDS.sub("", text)
-    return _matrix(text) or _separated(text) or _bracketed(text) or _ratio(text)
-
-
-def _matrix(text: str) -> Structure | None:
-    r"""Parse a matrix row by row. A determinant (`vmatrix`) is a number and so no matrix."""
-    match = _MATRIX.fullmatch(text)
-    if match is None or match[1].lower() == "vmatrix" or "\\begin" in match[2]:
-        return None
-    rows = [row.split("&") for row in re.sub(r"^\{[clr|]*\}", "", match[2]).removesuffix("\\\\").split("\\\\")]
-    shape = "x".join(str(len(row)) for row in rows)
-    return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), True)
-
-
-def _separated(text: str) -> Structure | None:
-    r"""Parse members between `\cup`, or between commas, semicolons, `and`, `or`; `a \pm b` counts as two members."""
-    union = split_outside_brackets(text, lambda token: token == r"\cup")
-    if len(union) > 1:
+    if matrix := _MATRIX.fullmatch(text):
+        rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
+        shape = "x".join(str(len(row)) for row in rows)
+        return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), True)
+    if len(union := split_outside_brackets(text, r"\\cup")) > 1:
         return Structure("union", tuple(union), False)
-    parts = split_outside_brackets(text, _is_separator)
-    members = [sign for part in parts if part for sign in _both_signs(part)]
-    return Structure("list", tuple(members), False) if len(members) > 1 else None
+    if len(members := _members(text, _SEPARATOR)) > 1:
+        return Structure("list", members, False)
+    return _bracketed(text) or (
+        Structure("ratio", tuple(part.strip() for part in text.split(":")), True) if _RATIO.fullmatch(text) else None
+    )
 
 
 def _bracketed(text: str) -> Structure | None:
-    """Parse a tuple, interval, vector or set, all of whose text stands in brackets."""
-    opening = next((one for one in _CLOSING if text.startswith(one)), None)
-    if opening is None:
+    """Parse a tuple, interval, vector or set, all of whose text stands in brackets; `[0,1)` does."""
+    opening = next((bracket for bracket in _CLOSING if text.startswith(bracket)), None)
+    end, closing = next(((end, token) for token, end, depth in _tokens(text) if depth == 0), (0, ""))
+    if opening is None or end != len(text) or closing not in _CLOSING[opening]:
         return None
-    inside = _inside(text, opening)
-    if inside is None:
-        return None
-    parts = split_outside_brackets(inside, lambda token: token in ",;")
+    inside = text[len(opening) : -len(closing)]
     if opening == r"\{":
-        members = tuple(sign for part in parts if part for sign in _both_signs(part))
-        return Structure("set", members, False)
-    closing = next(one for one in ("]", ")", r"\rangle") if text.endswith(one))
+        return Structure("set", _members(inside, "[,;]"), False)
+    parts = split_outside_brackets(inside, "[,;]")
     return Structure(opening + closing, tuple(parts), True) if len(parts) > 1 and all(parts) else None
 
 
-def _inside(text: str, opening: str) -> str | None:
-    """Return the text between the first bracket and its closing one, if that ends the text; `[0,1)` is closed."""
+def _members(text: str, separator: str) -> tuple[str, ...]:
+    r"""Return the members of a list or set; `1 \pm x` is `1 + x` and `1 - x`."""
+    members: list[str] = []
+    for part in filter(None, split_outside_brackets(text, separator)):
+        is_pair = len(_PLUS_MINUS.findall(part)) == 1 and _bracketed(part) is None
+        members += [_PLUS_MINUS.sub(sign, part).removeprefix("+") for sign in "+-"] if is_pair else [part]
+    return tuple(members)
+
+
+def split_outside_brackets(text: str, separator: str) -> list[str]:
+    """Split a text at tokens that match a pattern and stand in no brackets, and strip the spaces around each part."""
+    cuts = [0]
+    for token, end, depth in _tokens(text):
+        if depth == 0 and re.fullmatch(separator, token):
+            cuts += [end - len(token), end]
+    return [text[start:end].strip() for start, end in zip(cuts[::2], [*cuts[1::2], len(text)], strict=True)]
+
+
+def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield each token, its end, and the number of brackets that are open after it."""
     depth = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
-        depth += (token in _OPENERS or token in (r"\{", r"\langle")) - (
-            token in _CLOSERS or token in (r"\}", r"\rangle")
-        )
-        if depth == 0:
-            is_pair = token == _CLOSING[opening] or (opening in "([" and token in ")]")
-            return text[len(opening) : match.start()] if is_pair and match.end() == len(text) else None
-    return None
-
-
-def _ratio(text: str) -> Structure | None:
-    """Parse a ratio or time, such as `3:5` and `9:24`."""
-    parts = text.split(":")
-    is_ratio = len(parts) > 1 and all(re.fullmatch(r" ?[\w.\\{}]+ ?", part) for part in parts)
-    return Structure("ratio", tuple(part.strip() for part in parts), True) if is_ratio else None
-
-
-def _is_separator(token: str) -> bool:
-    """Return whether a token separates the members of a list."""
-    return token in (",", ";") or _AND.fullmatch(token) is not None
-
-
-def _both_signs(part: str) -> list[str]:
-    r"""Return `1 \pm x` as `1 + x` and `1 - x`, and any other text alone."""
-    if len(_PLUS_MINUS.findall(part)) != 1 or _bracketed(part) is not None:
-        return [part]
-    return [_PLUS_MINUS.sub("+", part).removeprefix("+"), _PLUS_MINUS.sub("-", part)]
-
-
-def split_outside_brackets(text: str, is_separator: Callable[[str], bool]) -> list[str]:
-    """Split a text at separators that stand in no brackets, and strip the spaces around each part."""
-    parts, depth, start = [], 0, 0
-    for match in _TOKEN.finditer(text):
-        token = match.group()
-        if token in _OPENERS or token in (r"\{", r"\langle") or token.startswith(r"\begin"):
-            depth += 1
-        elif token in _CLOSERS or token in (r"\}", r"\rangle") or token.startswith(r"\end"):
-            depth -= 1
-        elif depth == 0 and is_separator(token):
-            parts.append(text[start : match.start()].strip())
-            start = match.end()
-    return [*parts, text[start:].strip()]
+        depth += (_OPENS.fullmatch(token) is not None) - (_CLOSES.fullmatch(token) is not None)
+        yield token, match.end(), depth

@@ -5,6 +5,7 @@ A unit is one of the words and symbols below, or a product or quotient of them i
 """
 
 import re
+from collections import Counter
 
 _UNITS = {
     "percent": "% percent percentage pct",
@@ -67,14 +68,39 @@ _SI = {  # symbols and names, each with a prefix or without
 _PREFIXES = {"": "", "k": "kilo", "M": "mega", "G": "giga", "c": "centi", "d": "deci", "m": "milli"}
 _PREFIXES |= {"\N{GREEK SMALL LETTER MU}": "micro", "\N{MICRO SIGN}": "micro", "n": "nano", "p": "pico"}
 _CANONICAL = {word: unit for unit, words in _UNITS.items() for word in words.split()}
-_SYMBOLS: dict[str, str] = {}  # known in \text only: elsewhere `mg` may be a product of letters
-for _symbol, _names in _SI.items():
-    for _short, _long in _PREFIXES.items():
-        _SYMBOLS[_short + _symbol] = _long + _names.split()[0]
-        _CANONICAL |= {_long + _name: _long + _names.split()[0] for _name in _names.split()}
-_QUOTIENTS = {"mph": ("mile", "hour"), "kph": ("kilometer", "hour"), "kmh": ("kilometer", "hour")}
-_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_POWERS_AFTER = {"squared": 2, "cubed": 3}
+_CANONICAL |= {
+    long + name: long + names.split()[0]
+    for names in _SI.values()
+    for name in names.split()
+    for long in _PREFIXES.values()
+}
+_SYMBOLS = {  # known in \text only: elsewhere `mg` may be a product of letters
+    short + symbol: long + names.split()[0] for symbol, names in _SI.items() for short, long in _PREFIXES.items()
+}
+_SPELLINGS = [
+    (re.compile(pattern, re.IGNORECASE), replacement)
+    for pattern, replacement in (
+        (r"\b([ap])\. ?m\b\.?", r"\1m"),
+        (r"\^\\circ", "degree"),
+        (r"\bdeg(?:ree)?s? ?c(?:elsius)?\b", "celsius"),
+        (r"\bdeg(?:ree)?s? ?f(?:ahrenheit)?\b", "fahrenheit"),
+        (r"\\mu(?![A-Za-z]) *", "\N{GREEK SMALL LETTER MU}"),
+    )
+]
+_PRODUCTS = [
+    (re.compile(pattern, re.IGNORECASE), replacement)
+    for pattern, replacement in (
+        (r"\bper\b", "/"),
+        (r"\bmph\b", "mile hour^-1"),
+        (r"\bk(?:p|m)h\b", "kilometer hour^-1"),
+        (r"\b(?:square|sq)\b[. ]*([a-z]+)", r"\1^2"),
+        (r"\b(?:cubic|cu)\b[. ]*([a-z]+)", r"\1^3"),
+        (r"([a-z]) squared\b", r"\1^2"),
+        (r"([a-z]) cubed\b", r"\1^3"),
+        (r"\\cdot(?![a-z])|[.()*-](?!\d)", " "),
+    )
+]
+_FACTOR = re.compile(r"([^\W\d_]+|[%¢€£]|\\\$)(?: ?\^\{?(-?\d)\}?)?")
 _MEANINGFUL = frozenset(
     word
     for line in (
@@ -92,14 +118,8 @@ _MEANINGFUL = frozenset(
     for word in line.split()
 )
 _MILLIONS = re.compile("[a-z]+illions?")
-_HALF_DAY = re.compile(r"\b([ap])\. ?m\b\.?", re.IGNORECASE)
-_TEMPERATURE = re.compile(r"(?:\^\\circ ?|\bdeg(?:ree)?s? )(c|f)(?:elsius|ahrenheit)?\b", re.IGNORECASE)
-_MICRO = re.compile(r"\\mu(?![A-Za-z]) *")
-_TOKEN = re.compile(
-    r"(?P<word>[^\W\d_]+|[%¢€£]|\\\$)(?: ?\^\{?(?P<power>-?\d)\}?)?|(?P<rest>/|\\cdot(?![a-z])|[^\s.()*-])"
-)
 _NO_LABEL = re.compile(r"\d|[=<>+*^_\\{}]|(?<![a-z])/|/(?![a-z])")
-_MOST_WORDS = 5  # of a label or a product
+_MOST_WORDS = 5  # of a label
 LABEL = "label"  # the unit of a number that is followed by other words
 _K = "K"  # kelvin, or where the reference has no unit perhaps thousand
 
@@ -111,9 +131,8 @@ def read_unit(text: str, symbols: bool) -> str | None:
         text: what stands in `\text{...}` or after a number, such as ` km/h`; powers in LaTeX.
         symbols: whether all symbols of `_SI` are known.
     """
-    text = _HALF_DAY.sub(r"\1m", text)
-    text = _TEMPERATURE.sub(lambda match: "celsius" if match[1] in "cC" else "fahrenheit", text)
-    text = _MICRO.sub("\N{GREEK SMALL LETTER MU}", text.replace(r"^\circ", "degree"))
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
     if text.strip() == _K:
         return _K
     if unit := _product(text, symbols):
@@ -136,32 +155,18 @@ def units_agree(given: str, wanted: str) -> bool:
 
 def _product(text: str, symbols: bool) -> str | None:
     """Return known units and their powers in alphabetical order, such as `hour^-1 kilometer`; None for other texts."""
-    powers: list[list] = []  # unit and exponent of each factor
-    sign, power_before = 1, 1
-    for match in _TOKEN.finditer(text):
-        word = match["word"]
-        if word is None:
-            if match["rest"] not in ("/", r"\cdot"):
-                return None
-            sign = -1 if match["rest"] == "/" else sign
-        elif (lower := word.lower()) == "per":
-            sign = -1
-        elif lower in _POWERS and match["power"] is None:
-            power_before = _POWERS[lower]
-        elif lower in _POWERS_AFTER and powers and match["power"] is None:
-            powers[-1][1] *= _POWERS_AFTER[lower]
-        elif lower in _QUOTIENTS and match["power"] is None:
-            top, bottom = _QUOTIENTS[lower]
-            powers += [[top, sign], [bottom, -sign]]
-        elif (unit := _known(word, symbols)) is not None:
-            powers.append([unit, sign * power_before * int(match["power"] or 1)])
-            power_before = 1
-        else:
-            return None
-    if len(powers) > _MOST_WORDS or power_before > 1 or text.rstrip(" .").endswith("/"):
+    for pattern, replacement in _PRODUCTS:
+        text = pattern.sub(replacement, text)
+    numerator, *denominators = text.split("/")
+    if not all(map(str.strip, denominators)) or _FACTOR.sub("", text.replace("/", "")).strip():
         return None
-    total = {unit: sum(power for other, power in powers if other == unit) for unit, _ in powers}
-    return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in sorted(total.items()) if power)
+    powers = Counter[str | None]()
+    for side, sign in ((numerator, 1), (" ".join(denominators), -1)):
+        for word, power in _FACTOR.findall(side):
+            powers[_known(word, symbols)] += sign * int(power or 1)
+    if None in powers:
+        return None
+    return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in sorted(powers.items()) if power)
 
 
 def _known(word: str, symbols: bool) -> str | None:
