@@ -50,7 +50,7 @@ def choice(letter: str, option: str = "") -> str:
 
 def parse_choice(reference: str) -> Choice | None:
     r"""Return the choice that a reference names, or None; `(A) \cup (B)` is an expression."""
-    match = _REFERENCE.fullmatch(reference.strip()) if "(" in reference else None
+    match = _REFERENCE.fullmatch(reference.strip())
     if match is None or _NO_OPTION.match(option := match["option"] or match["bare_option"] or ""):
         return None
     return Choice(match["letter"], normalize(option))
@@ -58,14 +58,12 @@ def parse_choice(reference: str) -> Choice | None:
 
 def letter_choice(text: str) -> str | None:
     """Return the reference for a text that names a letter, such as `B`, `b`, `(B)` or `B. 142`, else None."""
-    if parse_choice(text) is not None:
-        return text
     letter, option = _given(text.strip())
-    return choice(letter, option) if letter else None
+    return text if parse_choice(text) else choice(letter, option) if letter else None
 
 
-def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool | None]) -> bool | None:
-    """Return whether a normalized answer is a choice; None where only algebra can decide.
+def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) -> bool:
+    """Return whether a normalized answer is a choice.
 
     Args:
         compare: compares two normalized texts that are no choices.
@@ -89,14 +87,13 @@ def _given(text: str) -> tuple[str, str]:
     return match["letter"] or match["bare_letter"], rest
 
 
-def _is_option(answer: str, option: str, compare: Callable[[str, str], bool | None]) -> bool | None:
+def _is_option(answer: str, option: str, compare: Callable[[str, str], bool]) -> bool:
     """Return whether an answer is the text of an option: the same prose, or equal mathematics."""
     mine, theirs = (without_text_marks(text).strip(" .").lower() for text in (answer, option))
     if not option or mine == theirs:
         return option != ""
-    if has_prose(option) and parse_quantity(option, is_reference=True) is None:
-        return False
-    return compare(answer, option)
+    is_prose = has_prose(option) and parse_quantity(option, is_reference=True) is None
+    return not is_prose and compare(answer, option)
 
 
 def without_letter(answer: str) -> str:

@@ -16,23 +16,17 @@ Both sides are normalized (`latex.py`) and then compared by the form of the *ref
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
 
 from jackpot.rollout.rewards.verifier.choices import is_choice, parse_choice, without_letter
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.rewards.verifier.latex import has_prose, normalize, without_text_marks
-from jackpot.rollout.rewards.verifier.numbers import (
-    MeasuredExpression,
-    Quantity,
-    parse_quantity,
-    split_unit,
-)
+from jackpot.rollout.rewards.verifier.numbers import MeasuredExpression, parse_quantity, split_unit
 from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure, split_outside_brackets
 from jackpot.rollout.rewards.verifier.units import units_agree
 
-Equality = bool | None  # None: only algebra can decide
-Algebra = Callable[[str, str], Equality]  # compares an answer and a reference, both normalized single expressions
+Algebra = Callable[[str, str], bool]  # compares an answer and a reference, both normalized single expressions
 
 _BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # but no variable: x_2
 _BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # but no limit: \int^1_0
@@ -48,12 +42,25 @@ _WRAPPING = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|####|^\s*[\[({]\s*['\"]|</
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
 
 
-def compare_without_algebra(answer: str, reference: str) -> Equality:
+
+
+class _Undecided(Exception):
+    """Reports that only algebra can decide."""
+
+
+def compare_without_algebra(answer: str, reference: str) -> bool | None:
     """Compare as `compare`, but return None where only algebra can decide."""
-    return compare(answer, reference, lambda one, other: None)
+    try:
+        return compare(answer, reference, _undecided)
+    except _Undecided:
+        return None
 
 
-def compare(answer: str, reference: str, algebra: Algebra) -> Equality:
+def _undecided(answer: str, reference: str) -> bool:
+    raise _Undecided
+
+
+def compare(answer: str, reference: str, algebra: Algebra) -> bool:
     """Return whether an answer, as extracted from a response, equals the reference.
 
     Where one side has more than `MAX_ANSWER_LENGTH` characters, only the same text is equal.
@@ -61,21 +68,21 @@ def compare(answer: str, reference: str, algebra: Algebra) -> Equality:
     Args:
         algebra: decides whether two expressions are equal.
     """
+
+    def compare_texts(one: str, other: str) -> bool:
+        """Compare two normalized texts."""
+        return _compare(one, other, algebra)
+
     if max(len(answer), len(reference)) > MAX_ANSWER_LENGTH:
         return answer == reference
     try:
-        return _compare_texts(answer, reference, lambda one, other: _by_algebra(one, other, algebra))
+        if (chosen := parse_choice(reference)) is not None:
+            return is_choice(normalize(answer), chosen, compare_texts)
+        if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
+            return True  # 2e-3 and 2e - 3, which may be meant alike
+        return compare_texts(without_letter(normalize(answer)), normalize(reference))
     except RecursionError:  # brackets nested some hundred times
         return False
-
-
-def _compare_texts(answer: str, reference: str, algebra: Algebra) -> Equality:
-    """Compare an answer with a reference as they were written."""
-    if (chosen := parse_choice(reference)) is not None:
-        return is_choice(normalize(answer), chosen, lambda one, other: _compare(one, other, algebra))
-    if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
-        return True  # 2e-3 and 2e - 3, which may be meant alike
-    return _compare(without_letter(normalize(answer)), normalize(reference), algebra)
 
 
 def is_readable(reference: str) -> bool:
@@ -94,69 +101,39 @@ def is_readable(reference: str) -> bool:
 
 def _has_value(text: str) -> bool:
     """Return whether a normalized reference is a number, words, a structure of such, or perhaps an expression."""
-    if parse_quantity(text, is_reference=True) is not None or _words(text) is not None:
+    if parse_quantity(text, is_reference=True) is not None or _words(text) is not None or _WRAPPED.fullmatch(text):
         return True
-    if _WRAPPED.fullmatch(text):
-        return True
-    structure = parse_structure(text)
-    if structure is not None:
+    if structure := parse_structure(text):
         return all(map(_has_value, structure.members))
     is_misread = parse_quantity(text, is_reference=False) is not None or has_prose(text)  # words as products of letters
     return text != "" and not is_misread
 
 
-def _by_algebra(answer: str, reference: str, algebra: Algebra) -> Equality:
-    r"""Compare by algebra; where bases, `\ldots` or `\mod 7` differ, which algebra drops, return False."""
-    bases_differ = _BASE_WITHIN.findall(answer) != _BASE_WITHIN.findall(reference)
-    if bases_differ or bool(_OPEN.search(answer)) != bool(_OPEN.search(reference)):
-        return False
-    return algebra(answer, reference)
-
-
-def _compare(answer: str, reference: str, algebra: Algebra) -> Equality:
+def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     """Compare two normalized texts by the form of the reference; members of structures come here too."""
-    if answer == reference:
+    if without_text_marks(answer) == without_text_marks(reference):
         return reference != ""
-    if (r"\text" in answer or r"\text" in reference) and without_text_marks(answer) == without_text_marks(reference):
-        return True
     mine, theirs = _name(answer), _name(reference)
     if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
-        return algebra(answer, reference)
-    answer, reference = _value_of(answer, mine), _value_of(reference, theirs)
-    if (number := parse_quantity(reference, is_reference=True)) is not None:
-        return _as_number(answer, number, algebra)
-    if (based := _in_base(reference)) is not None:
-        given = _in_base(answer)
-        return answer in (digits := based[0] + based[1], normalize(digits)) if given is None else given == based
-    if (words := _words(reference)) is not None:
-        return _same_words(words, answer)
-    structure = parse_structure(_unwrapped(reference))
-    if structure is not None:
-        return _as_structure(answer, structure, algebra)
+        return _by_algebra(answer, reference, algebra)
+    answer, reference = (
+        text.removeprefix(name).strip().removeprefix(r"\approx").strip()
+        for text, name in ((answer, mine), (reference, theirs))
+    )
+    if parse_quantity(reference, is_reference=True) is None:
+        if (based := _in_base(reference)) is not None:
+            return (_in_base(answer) or answer) in (based, based[:2], normalize(based[0] + based[1]), based[0] + based[1])
+        if (words := _words(reference)) is not None:
+            return _same_words(words, _words(answer))
+        if (structure := parse_structure(_unwrapped(reference))) is not None:
+            return _as_structure(parse_structure(_unwrapped(answer)), structure, algebra)
     return _as_expression(answer, reference, algebra)
 
 
-def _as_number(answer: str, number: Quantity, algebra: Algebra) -> Equality:
-    """Compare an answer with a number: by value and unit if it is a number too, else by algebra."""
-    given = parse_quantity(answer, is_reference=False)
-    if given is not None:
-        return given.value == number.value and units_agree(given.unit, number.unit)
-    if "=" in answer:
-        return _all(_as_number(side, number, algebra) for side in _sides(answer))
-    if not _is_one_expression(answer):
-        return False
-    split = split_unit(answer, is_reference=False)
-    if split is None or not units_agree(split.unit, number.unit) or r"\infty" in answer:
-        return False
-    return algebra(split.text, _latex(number.value))
-
-
-def _sides(equation: str) -> list[str]:
-    r"""Return the sides of `\frac94 = 2.25` without the name of `x = \frac94 = 2.25`; [""] for other texts."""
-    sides = split_outside_brackets(equation, lambda token: token == "=")
-    if len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}="):
-        del sides[0]
-    return sides if len(sides) > 1 else [""]
+def _name(text: str) -> str:
+    r"""Return the `x =` or `x \in` that a text begins with, or an empty text."""
+    match = _NAME.match(text)
+    return match.group() if match and not _RELATION.search(text[match.end() :]) else ""
 
 
 def _in_base(text: str) -> tuple[str, str, int] | None:
@@ -168,86 +145,6 @@ def _in_base(text: str) -> tuple[str, str, int] | None:
     return (match[1], digits, base) if all(int(digit, _GREATEST_BASE) < base for digit in digits) else None
 
 
-def _latex(value: Fraction) -> str:
-    """Write a fraction in LaTeX."""
-    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-def _is_one_expression(text: str) -> bool:
-    """Return whether a text is one expression: not empty, no words, no relation, not several (`5 6` is no product)."""
-    if not text or _words(text) is not None or _RELATION.search(text) or _TWO_NUMBERS.search(text):
-        return False
-    return parse_structure(text) is None
-
-
-def _as_structure(answer: str, reference: Structure, algebra: Algebra) -> Equality:
-    """Compare a structured answer: kind, number of members, and the members themselves."""
-    given = parse_structure(_unwrapped(answer))
-    loose = {"list", "set"}
-    if given is None or (given.kind != reference.kind and not {given.kind, reference.kind} <= loose):
-        return False
-    mine, theirs = _without_shared_name(given.members), _without_shared_name(reference.members)
-    if len(mine) != len(theirs) or any(map(_name, mine)) != any(map(_name, theirs)):
-        return False
-    if reference.ordered or all(len(words or "") > 1 for words in map(_words, theirs)):
-        return _all(_compare(one, other, algebra) for one, other in zip(mine, theirs, strict=True))
-    return _matched(list(mine), theirs, algebra)
-
-
-def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
-    """Strip a name that all members share: `x = 1, x = 2` becomes 1, 2; `x = 1, y = 2` stays."""
-    names = {_name(member) for member in members}
-    return tuple(member.removeprefix(_name(member)).strip() for member in members) if len(names) == 1 else members
-
-
-def _all(equalities: Iterable[Equality]) -> Equality:
-    """Combine the results of members: False if any is False, else None if any is None, else True."""
-    seen = set(equalities)
-    return False if False in seen else None if None in seen else True
-
-
-def _matched(answers: list[str], references: tuple[str, ...], algebra: Algebra) -> Equality:
-    """Match each reference with an answer of its own. Greedy is enough, for equality is transitive."""
-    equality: Equality = True
-    for reference in references:
-        possible = [_compare(answer, reference, algebra) for answer in answers]
-        if True in possible:
-            answers.pop(possible.index(True))
-        elif None in possible:
-            equality = None
-        else:
-            return False
-    return equality
-
-
-def _as_expression(answer: str, reference: str, algebra: Algebra) -> Equality:
-    """Compare expressions: a relation equals only a relation, and units are compared as with numbers."""
-    if answer.replace("} ", "}") == reference.replace("} ", "}"):
-        return True
-    if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)) or parse_structure(answer) is not None:
-        return False
-    if (r"\infty" in answer) != (r"\infty" in reference):
-        return False
-    if _RELATION.search(reference):
-        return algebra(answer, reference)
-    mine = split_unit(answer, is_reference=False)
-    theirs = split_unit(reference, is_reference=True) or MeasuredExpression(reference, "")
-    if mine is None or not mine.text or _words(mine.text) is not None or not units_agree(mine.unit, theirs.unit):
-        return False
-    return algebra(mine.text, theirs.text)
-
-
-def _name(text: str) -> str:
-    r"""Return the `x =` or `x \in` that a text begins with, or an empty text."""
-    match = _NAME.match(text)
-    return match.group() if match and not _RELATION.search(text[match.end() :]) else ""
-
-
-def _value_of(text: str, name: str) -> str:
-    r"""Return the text without its name and without a leading `\approx`."""
-    return text.removeprefix(name).strip().removeprefix(r"\approx").strip()
-
-
 def _unwrapped(text: str) -> str:
     r"""Return the content of a `\text{...}` that is the whole text, else the text."""
     match = _WRAPPED.fullmatch(text)
@@ -256,20 +153,76 @@ def _unwrapped(text: str) -> str:
 
 def _words(text: str) -> str | None:
     r"""Return the words of an answer in words; None where it is mathematics, a list, or a number with a unit."""
-    wrapped = _WRAPPED.fullmatch(text)
-    inside = wrapped[1] if wrapped else text
+    inside = _unwrapped(text)
     if letter := _LETTER.fullmatch(inside):
         return letter[1]
-    if wrapped:
-        several = parse_structure(inside) is not None
-        return inside if re.search("[A-Za-z]", inside) and not several else None
-    return inside if _WORDS.fullmatch(inside) and parse_structure(inside) is None else None
+    is_words = _WORDS.fullmatch(inside) if inside == text else re.search("[A-Za-z]", inside)
+    return inside if is_words and parse_structure(inside) is None else None
 
 
-def _same_words(words: str, answer: str) -> bool:
+def _same_words(words: str, given: str | None) -> bool:
     """Return whether an answer consists of these words; case counts for capitals and single letters."""
-    given = _words(answer)
-    if given is None:
-        return False
-    one, other = (" ".join(text.replace("-", " ").rstrip(".").split()) for text in (given, words))
+    one, other = (" ".join(text.replace("-", " ").rstrip(".").split()) for text in (given or "", words))
     return one == other if words.isupper() or len(words) == 1 else one.lower() == other.lower()
+
+
+def _as_structure(answer: Structure | None, reference: Structure, algebra: Algebra) -> bool:
+    """Compare a structured answer: kind, number of members, and the members themselves."""
+    if answer is None or (answer.kind != reference.kind and not {answer.kind, reference.kind} <= {"list", "set"}):
+        return False
+    mine, theirs = _without_shared_name(answer.members), _without_shared_name(reference.members)
+    if len(mine) != len(theirs) or any(map(_name, mine)) != any(map(_name, theirs)):
+        return False
+    if reference.ordered or all(len(_words(member) or "") > 1 for member in theirs):
+        return all(_compare(one, other, algebra) for one, other in zip(mine, theirs, strict=True))
+    left = [*mine]
+    for member in theirs:  # each with an answer of its own; greedy is enough, for equality is transitive
+        match = next((one for one in left if _compare(one, member, algebra)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
+    """Strip a name that all members share: `x = 1, x = 2` becomes 1, 2; `x = 1, y = 2` stays."""
+    names = {_name(member) for member in members}
+    return tuple(member.removeprefix(_name(member)).strip() for member in members) if len(names) == 1 else members
+
+
+def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
+    """Compare expressions and numbers with their units; a relation equals only a relation."""
+    number, given = parse_quantity(reference, is_reference=True), parse_quantity(answer, is_reference=False)
+    if number and given:
+        return given.value == number.value and units_agree(given.unit, number.unit)
+    sides = split_outside_brackets(answer, "=")
+    if number and len(sides) > 1:  # a chain, which may have a name: x = 9/4 = 2.25
+        is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
+        return all(_as_expression(side, reference, algebra) for side in sides[is_named:])
+    is_relation = _RELATION.search(reference) is not None
+    if (_RELATION.search(answer) is not None) != is_relation or parse_structure(answer) is not None:
+        return False
+    if (r"\infty" in answer) != (r"\infty" in reference) or (number and _TWO_NUMBERS.search(answer)):
+        return False
+    if is_relation:
+        return _by_algebra(answer, reference, algebra)
+    mine = split_unit(answer, is_reference=False)
+    theirs = split_unit(reference, is_reference=True) or MeasuredExpression(reference, "")
+    if number:
+        theirs = MeasuredExpression(_latex(number.value), number.unit)
+    if mine is None or not mine.text or _words(mine.text) is not None or not units_agree(mine.unit, theirs.unit):
+        return False
+    return _by_algebra(mine.text, theirs.text, algebra)
+
+
+def _latex(value: Fraction) -> str:
+    """Write a fraction in LaTeX."""
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _by_algebra(answer: str, reference: str, algebra: Algebra) -> bool:
+    r"""Compare by algebra; where bases, `\ldots` or `\mod 7` differ, which algebra drops, return False."""
+    bases_differ = _BASE_WITHIN.findall(answer) != _BASE_WITHIN.findall(reference)
+    if bases_differ or bool(_OPEN.search(answer)) != bool(_OPEN.search(reference)):
+        return False
+    return algebra(answer, reference)
