@@ -13,4 +13,8 @@ def equal(answer: str, reference: str) -> bool:
 
 def parses(text: str) -> bool:
     """Whether math-verify parses a normalized expression, as our verifier passes it on."""
-    return expressions.parse(text) is not None
+    try:
+        expressions.parse(text)
+    except Exception:
+        return False
+    return True

@@ -20,7 +20,7 @@ from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerP
 from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import final_answer, is_well_formed
 
-VERIFY = "jackpot.rollout.rewards.verifier.verify:verify"  # the function that compares an answer with a reference
+VERIFY = "jackpot.rollout.rewards.verifier.expressions:verify"  # the function that compares an answer with a reference
 BUILT_IN: Mapping[str, Callable[[DecodedResponse, bool], float]] = {
     "correct": lambda response, correct: float(correct),
     "format": lambda response, correct: float(is_well_formed(response.text, response.finished)),

@@ -28,7 +28,6 @@ _GIVEN = re.compile(
 _NOT_ITS_TEXT = re.compile(
     r"[+*/^_=<>]|[A-Z]$|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z]))"
 )
-_PREFIX = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")
 
 
 class Choice(NamedTuple):
@@ -94,8 +93,3 @@ def _is_option(answer: str, option: str, compare: Callable[[str, str], bool]) ->
         return option != ""
     is_prose = has_prose(option) and parse_quantity(option, is_reference=True) is None
     return not is_prose and compare(answer, option)
-
-
-def without_letter(answer: str) -> str:
-    r"""Return a normalized answer without the letter of its option: `\text{(B) }142` is 142."""
-    return _PREFIX.sub("", answer, count=1)

@@ -17,21 +17,20 @@ Both sides are normalized (`latex.py`) and then compared by the form of the *ref
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 
-from jackpot.rollout.rewards.verifier.choices import is_choice, parse_choice, without_letter
+from jackpot.rollout.rewards.verifier.choices import is_choice, parse_choice
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.rewards.verifier.latex import has_prose, normalize, without_text_marks
-from jackpot.rollout.rewards.verifier.numbers import MeasuredExpression, parse_quantity, split_unit
+from jackpot.rollout.rewards.verifier.numbers import parse_quantity, split_unit
 from jackpot.rollout.rewards.verifier.structure import Structure, parse_structure, split_outside_brackets
 from jackpot.rollout.rewards.verifier.units import units_agree
 
 Algebra = Callable[[str, str], bool]  # compares an answer and a reference, both normalized single expressions
 
-_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([0-9]{1,2})\}?")  # but no variable: x_2
+_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([1-9][0-9]?)\}?")  # but no variable: x_2
 _BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # but no limit: \int^1_0
 _SUM_WITH_E = re.compile(r"\de ?[-+] ?\d")
-_SMALLEST_BASE, _GREATEST_BASE = 2, 36
+_OPTION = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")  # the letter of 142 in \text{(B) }142
 _OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # denotes more than one value
 _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
@@ -40,8 +39,6 @@ _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+|[A-Z]{2}|[A-Za-z]\([A-Za-z]\))(?:_\{?\
 _TWO_NUMBERS = re.compile(r"(?<![_^\d.,])\d[\d.,]* \d")
 _WRAPPING = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|####|^\s*[\[({]\s*['\"]|</?[a-z]{2,}>", re.IGNORECASE)
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
-
-
 
 
 class _Undecided(Exception):
@@ -80,7 +77,7 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
             return is_choice(normalize(answer), chosen, compare_texts)
         if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
             return True  # 2e-3 and 2e - 3, which may be meant alike
-        return compare_texts(without_letter(normalize(answer)), normalize(reference))
+        return compare_texts(_OPTION.sub("", normalize(answer), count=1), normalize(reference))
     except RecursionError:  # brackets nested some hundred times
         return False
 
@@ -91,22 +88,17 @@ def is_readable(reference: str) -> bool:
     False for what is left of a wrapping (`\boxed{5}`, `['5']`, `#### 5`), unbalanced braces, `5 apples` and sentences.
     """
     text = normalize(reference)
-    if _WRAPPING.search(reference) or text.count("{") != text.count("}"):
+    if text == "" or _WRAPPING.search(reference) or text.count("{") != text.count("}"):
         return False
+    is_value = parse_choice(reference) or parse_quantity(text, is_reference=True) or _words(text)
+    if is_value or _WRAPPED.fullmatch(text):
+        return True
     try:
-        return parse_choice(reference) is not None or _has_value(text)
+        if structure := parse_structure(text):
+            return all(map(is_readable, structure.members))
     except RecursionError:
         return False
-
-
-def _has_value(text: str) -> bool:
-    """Return whether a normalized reference is a number, words, a structure of such, or perhaps an expression."""
-    if parse_quantity(text, is_reference=True) is not None or _words(text) is not None or _WRAPPED.fullmatch(text):
-        return True
-    if structure := parse_structure(text):
-        return all(map(_has_value, structure.members))
-    is_misread = parse_quantity(text, is_reference=False) is not None or has_prose(text)  # words as products of letters
-    return text != "" and not is_misread
+    return parse_quantity(text, is_reference=False) is None and not has_prose(text)  # words as products of letters
 
 
 def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
@@ -122,7 +114,8 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     )
     if parse_quantity(reference, is_reference=True) is None:
         if (based := _in_base(reference)) is not None:
-            return (_in_base(answer) or answer) in (based, based[:2], normalize(based[0] + based[1]), based[0] + based[1])
+            is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
+            return is_equal or answer == normalize(reference.partition("_")[0])  # 1E5, a power of ten elsewhere
         if (words := _words(reference)) is not None:
             return _same_words(words, _words(answer))
         if (structure := parse_structure(_unwrapped(reference))) is not None:
@@ -136,13 +129,13 @@ def _name(text: str) -> str:
     return match.group() if match and not _RELATION.search(text[match.end() :]) else ""
 
 
-def _in_base(text: str) -> tuple[str, str, int] | None:
-    """Return sign, digits and base of a number such as `12_5` or `1F_{16}`; None for `x_2`, `19_8` and other texts."""
+def _in_base(text: str) -> tuple[int, int] | None:
+    """Return value and base of a number such as `12_5` or `1F_{16}`; None for `x_2`, `19_8` and other texts."""
     match = _BASE.fullmatch(text)
-    if match is None or not _SMALLEST_BASE <= int(match[3]) <= _GREATEST_BASE:
+    try:
+        return (int(match[1] + match[2], int(match[3])), int(match[3])) if match else None
+    except ValueError:
         return None
-    digits, base = match[2].upper(), int(match[3])
-    return (match[1], digits, base) if all(int(digit, _GREATEST_BASE) < base for digit in digits) else None
 
 
 def _unwrapped(text: str) -> str:
@@ -206,18 +199,13 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
         return False
     if is_relation:
         return _by_algebra(answer, reference, algebra)
-    mine = split_unit(answer, is_reference=False)
-    theirs = split_unit(reference, is_reference=True) or MeasuredExpression(reference, "")
+    answer, unit = split_unit(answer, is_reference=False) or ("", "")
+    reference, wanted = split_unit(reference, is_reference=True) or (reference, "")
     if number:
-        theirs = MeasuredExpression(_latex(number.value), number.unit)
-    if mine is None or not mine.text or _words(mine.text) is not None or not units_agree(mine.unit, theirs.unit):
+        reference, wanted = str(number.value), number.unit
+    if not answer or _words(answer) is not None or not units_agree(unit, wanted):
         return False
-    return _by_algebra(mine.text, theirs.text, algebra)
-
-
-def _latex(value: Fraction) -> str:
-    """Write a fraction in LaTeX."""
-    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return _by_algebra(answer, reference, algebra)
 
 
 def _by_algebra(answer: str, reference: str, algebra: Algebra) -> bool:

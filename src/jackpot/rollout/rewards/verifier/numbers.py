@@ -27,7 +27,8 @@ _NUMBER = re.compile(
     rf"(?P<top>-?{_DIGITS})(?:/(?P<bottom>-?{_DIGITS})|\\(?:overline|bar)\{{(?P<period>\d+)\}})?"
     r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^(?P<braces>\{)?(?P<power>[-+]?\d{1,4})(?(braces)\}))?"
 )
-_MAX_NUMBER_LENGTH = 1_000  # characters
+
+
 class Quantity(NamedTuple):
     """Holds a number and its unit."""
 
@@ -35,15 +36,8 @@ class Quantity(NamedTuple):
     unit: str  # as `read_unit` returns
 
 
-class MeasuredExpression(NamedTuple):
-    """Holds an expression and the unit behind it."""
-
-    text: str
-    unit: str  # as in `Quantity`
-
-
 def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
-    """Return the number that a normalized text denotes; None where it is no number or has over a thousand characters.
+    """Return the number that a normalized text denotes, or None where it is no number.
 
     Args:
         is_reference: whether the text is the reference. Plain words after its number must be known units, for `5 abc`
@@ -51,19 +45,16 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
     """
     if wrapped := _WRAPPED.fullmatch(text):
         text = rf"{wrapped[1]}\text{{{wrapped[2] or ''}}}"
-    body = split_unit(text, is_reference)
-    if body is None or len(body.text) > _MAX_NUMBER_LENGTH or (wrapped and body.unit == LABEL):
-        return None
-    match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body.text).strip())
-    if match is None or (match["dollar"] and body.unit):
+    body, unit = split_unit(text, is_reference) or ("", "")
+    match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
+    if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
         return None
     if len(match["sign"] + match["sign2"]) + match["top"].startswith("-") > 1:
         return None
     try:
-        value = _value(match.groupdict(""))
-    except (ValueError, ZeroDivisionError):  # a period without a point
+        return Quantity(_value(match.groupdict("")), "dollar" if match["dollar"] else unit)
+    except (ValueError, ZeroDivisionError):  # a period without a point, or thousands of digits
         return None
-    return Quantity(value, "dollar" if match["dollar"] else body.unit)
 
 
 def _value(groups: dict[str, str]) -> Fraction:
@@ -90,22 +81,22 @@ _PLAIN_UNIT = re.compile(
 )
 
 
-def split_unit(text: str, is_reference: bool) -> MeasuredExpression | None:
+def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
     Return None where other words follow, so that they are not taken for a product of letters.
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
-        return MeasuredExpression(text[: match.start()], read_unit(match[1], symbols=True) or "")
+        return text[: match.start()], read_unit(match[1], symbols=True) or ""
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
-            return None if unit is None else MeasuredExpression(text[: match.start()], unit)
+            return None if unit is None else (text[: match.start()], unit)
     match = _PLAIN_UNIT.search(text)
     if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
-        return MeasuredExpression(text[: match.start()], unit)
-    return MeasuredExpression(text, "")
+        return text[: match.start()], unit
+    return text, ""
 
 
 def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
