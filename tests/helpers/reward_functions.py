@@ -67,20 +67,9 @@ def has_torch(**_: object) -> float:
     return float("torch" in sys.modules)
 
 
-def infinite(**_: object) -> float:
-    return float("inf")
-
-
-def huge(**_: object) -> float:
-    return -1.1e30
-
-
-def words(**_: object) -> str:
-    return "1.0"
-
-
-def nothing(**_: object) -> None:
-    return None
+def returns(*, response: str, **_: object) -> object:
+    """Return what is no reward."""
+    return {"infinite": float("inf"), "huge": -1.1e30, "words": "1.0", "nothing": None}[response]
 
 
 def raises(**_: object) -> float:

@@ -52,12 +52,6 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def seconds_of(process: int) -> float:
-    """Processor seconds that it has used."""
-    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def wait_until(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not happened():
@@ -67,14 +61,15 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def reward_fn() -> Iterator[RewardFn]:
-    with closing(reward_fn_of("correct", workers=2)) as one:
+    with closing(reward_fn_of("correct")) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def says() -> Iterator[RewardFn]:
     """Rewards what is right with 10 and everything with 1, unless the response has it do something else."""
-    with closing(reward_fn_of(RewardConfig(name="correct", weight=10.0), "helpers.reward_functions:says")) as one:
+    correct = RewardConfig(name="correct", weight=10.0)
+    with closing(reward_fn_of(correct, "helpers.reward_functions:says", timeout=0.5)) as one:
         yield one
 
 
@@ -95,6 +90,7 @@ def test_a_bomb_costs_its_own_reward_and_nothing_else(reward_fn):
     scores = reward_fn.scores([answer(one) for one in (FINE, BOMB, WRONG, FINE, BOMB, r"\boxed{x}")])
     assert [score.reward_error for score in scores] == [None, "timeout", None, None, "timeout", None]
     assert [score.correct for score in scores] == [True, False, False, True, False, False]
+    assert scores[1].error_text == "correct: took longer than 1.5 s"
     assert time.monotonic() - before < 2 * TIMEOUT + PATIENCE  # equal bombs are one question
     assert reward_fn.scores([answer(FINE)]) == [score(1.0, True)]
 
@@ -106,27 +102,11 @@ def test_a_bomb_costs_its_own_reward_and_nothing_else(reward_fn):
         r"\boxed{" * 1_000_000,
         "#### " + "9" * 10_000_000,
         r"\boxed{" + "(" * 900 + "x" + ")" * 900 + "}",
-        r"\boxed{" + r"\frac{1}{" * 150 + "x" + "}" * 150 + "}",
-        r"\boxed{1000000000!}",
-        r"\boxed{\int_0^1 x^{x^{x^{x^x}}} dx}",
         r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n^n}}",
-        r"\boxed{10^{10^{10}}}",
         "\\boxed{\0}",
         "\\boxed{\ud800}",
     ],
-    ids=[
-        "10 MB",
-        "boxes",
-        "hashes",
-        "brackets",
-        "fractions",
-        "factorial",
-        "integral",
-        "sum",
-        "power",
-        "NUL",
-        "surrogate",
-    ],
+    ids=["10 MB", "boxes", "hashes", "brackets", "sum", "NUL", "surrogate"],
 )
 def test_hostile_answers_are_wrong_and_harm_nobody(reward_fn, response):
     hostile, fine = reward_fn.scores([answer(response), answer(FINE)])
@@ -151,6 +131,8 @@ def test_a_reward_function_that_fails_costs_its_own_part_only(says, word, error)
     scores = says.scores([answer("fine" + rest), answer(word + rest), answer("fine" + rest)])
     assert scores[0] == scores[2] == score(11.0, True)
     assert scores[1] == score(10.0, True, error)
+    ended = "helpers.reward_functions:says: its process ended twice"
+    assert scores[1].error_text.startswith(ended) is (word in ("exit", "killed", "quit"))
 
 
 def test_what_a_reward_function_prints_is_no_answer(says):
@@ -170,10 +152,11 @@ def test_what_a_reward_function_started_ends_with_it(says, tmp_path):
 
 
 def test_a_process_that_ended_between_two_calls_is_replaced():
-    with closing(reward_fn_of("correct")) as one:
-        assert one.scores([answer(FINE)])[0].correct
-        os.kill(one._verifier.process_ids[0], signal.SIGKILL)
-        assert one.scores([answer(FINE), answer(WRONG)]) == [score(1.0, True), score(0.0, False)]
+    with closing(reward_fn_of(own("process"))) as one:
+        [first] = one.scores([answer("")])
+        os.kill(int(first.reward), signal.SIGKILL)
+        [second, third] = one.scores([answer("")] * 2)
+    assert first.reward != second.reward == third.reward > 0
 
 
 def test_a_reward_function_is_given_a_response_of_ten_megabytes():
@@ -182,8 +165,8 @@ def test_a_reward_function_is_given_a_response_of_ten_megabytes():
 
 
 def test_a_limit_of_infinity_is_none():
-    with closing(reward_fn_of("correct", timeout=math.inf)) as one:
-        assert one.scores([answer(FINE)]) == [score(1.0, True)]
+    with closing(reward_fn_of(own("one"), timeout=math.inf)) as one:
+        assert one.scores([answer("")]) == [score(1.0, False)]
 
 
 def test_rewards_are_summed_by_their_weights():
@@ -202,10 +185,10 @@ def test_a_function_gets_problem_response_answer_and_finished():
         assert [score.reward for score in one.scores(given)] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("function", ["infinite", "words", "nothing", "huge"])
-def test_a_reward_that_is_no_number_or_huge_is_refused(function, capfd):
-    with closing(reward_fn_of(f"helpers.reward_functions:{function}")) as one:
-        assert one.scores([answer("")] * 2) == [score(0.0, False, "invalid")] * 2
+def test_a_reward_that_is_no_number_or_huge_is_refused(capfd):
+    bad = ["infinite", "words", "nothing", "huge"]
+    with closing(reward_fn_of(own("returns"))) as one:
+        assert one.scores([answer(word) for word in bad]) == [score(0.0, False, "invalid")] * 4
     errors = capfd.readouterr().err
     assert errors.count("Traceback") == 1 and "a number from -1e30 to 1e30" in errors  # once, and not for each answer
 
@@ -215,27 +198,15 @@ def test_a_reward_that_is_no_number_or_huge_is_refused(function, capfd):
     [
         ("raises", r"RuntimeError: no judge answers \(.*/reward_functions\.py, line \d+\)"),
         ("of_the_text", r"TypeError: of_the_text\(\) got an unexpected keyword argument 'problem'"),
-        ("nothing", r"InvalidReward: helpers\.reward_functions:nothing returned None; a reward is .*"),
+        ("returns", r"InvalidReward: helpers\.reward_functions:returns returned None; a reward is .*"),
         ("waits", r"took longer than 0\.2 s"),
         ("judged", r"took longer than 0\.2 s"),
     ],
 )
 def test_why_a_reward_failed_stands_in_its_score(name, text):
     with closing(reward_fn_of(own(name, timeout=0.2))) as one:
-        [found] = one.scores([answer("sleep" if name == "judged" else "3")])
+        [found] = one.scores([answer({"judged": "sleep", "returns": "nothing"}.get(name, "3"))])
     assert re.fullmatch(rf"helpers\.reward_functions:{name}: {text}", found.error_text)
-
-
-def test_why_nothing_was_verified_stands_in_the_score():
-    with closing(reward_fn_of("correct", timeout=0.5)) as one:
-        one.scores([answer(FINE)])  # the process is ready
-        [found] = one.scores([answer(BOMB)])
-    assert found.error_text == "correct: took longer than 0.5 s"
-
-
-def test_one_that_ends_its_process_has_a_text_too(says):
-    [found] = says.scores([answer("exit")])
-    assert found.error_text.startswith("helpers.reward_functions:says: its process ended twice")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +306,8 @@ def test_a_number_that_is_not_known_makes_nothing_right():
 def test_answers_are_not_verified_where_nothing_asks_for_it():
     with closing(reward_fn_of(own("one"))) as one:
         assert one.scores([answer(FINE), answer(BOMB)], None) == [Score(reward=1.0)] * 2
-        assert not one._verifier.process_ids
+        assert one.scores([answer("#### 18"), answer("#### 19")]) == [score(1.0, True), score(1.0, False)]
+        assert not one._verifier.process_ids  # numbers need none
 
 
 def test_a_reward_fn_without_processes_is_refused():
@@ -358,13 +330,12 @@ def test_several_processes_share_the_load():
 
 def test_a_reward_worker_does_not_import_torch():
     with closing(reward_fn_of("helpers.reward_functions:has_torch")) as one:
-        assert one.scores([answer(FINE)]) == [score(0.0, True)]
+        assert one.scores([answer("#### 18")]) == [score(0.0, True)]
 
 
 def test_a_closed_reward_fn_has_no_processes_and_says_so():
-    one = reward_fn_of("helpers.reward_functions:length")
-    assert one.scores([answer(FINE)])[0].correct
-    processes = [process for pool in (one._verifier, *one._functions.values()) for process in pool.process_ids]
+    one = reward_fn_of(own("length"), own("one"))
+    processes = [process for pool in one._functions.values() for process in pool.process_ids]
     assert len(processes) == 2 and all(map(is_alive, processes))
     one.close()
     one.close()
@@ -376,18 +347,18 @@ def test_a_closed_reward_fn_has_no_processes_and_says_so():
 def test_the_package_verifies_answers_that_exist():
     assert jackpot.verify(r"So it is $\boxed{\frac{1}{2}}$.", "0.5") is True
     assert jackpot.verify(r"\boxed{5} and #### 18", "18", finished=False) is False
-    pairs = [(FINE, "18"), (WRONG, "18"), ("#### 18", "18"), ("18", "18")]
+    pairs = [(r"\boxed{18.0}", "18"), ("#### 19", "18"), ("#### 18", "18"), ("18", "18")]
     assert jackpot.verify_all(pairs) == [True, False, True, False]
 
 
-def test_as_many_processes_verify_as_there_is_work_for():
-    with closing(reward_fn_of("correct", workers=3)) as one:
-        assert one.scores([answer("#### 18"), answer(r"\boxed{19}")]) == [score(1.0, True), score(0.0, False)]
-        assert not one._verifier.process_ids  # numbers need none
-        assert one.scores([answer(FINE)]) == [score(1.0, True)]
-        assert len(one._verifier.process_ids) == 1
-        one.scores([answer(rf"\boxed{{2 \cdot {n}}}") for n in range(9)])
-        assert 1 < len(one._verifier.process_ids) <= 3
+def test_there_are_as_many_processes_as_there_is_work_for():
+    with closing(RewardWorkerPool("helpers.reward_functions:process", CallLimits(TIMEOUT), workers=3)) as pool:
+        assert not pool.process_ids
+        for _ in range(2):
+            pool.run([{}])
+            assert len(pool.process_ids) == 1
+        pool.run([{}] * 9)
+        assert 1 < len(pool.process_ids) <= 3
 
 
 def test_a_forgotten_pool_ends_its_processes():
@@ -401,37 +372,31 @@ def test_a_forgotten_pool_ends_its_processes():
 PARENT = """
 import sys
 from jackpot.rollout.rewards.pool import CallLimits, RewardWorkerPool
-pool = RewardWorkerPool("helpers.reward_functions:says", CallLimits(timeout=1.0), workers=1)
-pool.wait_until_ready()
-print(*pool.process_ids, flush=True)
+idle, busy = (RewardWorkerPool(f"helpers.reward_functions:{name}", CallLimits(timeout=0.5), workers=1)
+              for name in ("process", "runs_until"))
+for pool in (idle, busy):
+    pool.wait_until_ready()
+print(*idle.process_ids, *busy.process_ids, flush=True)
 for word in sys.stdin:
-    pool.run([dict(problem="", response=word, answer="", finished=True)])
-    print(*pool.process_ids, flush=True)
+    print(int(idle.run([{}])[0].value), flush=True)
+    busy.run([{"response": word.strip()}])
 """
 
 
-@pytest.fixture
-def parent() -> Iterator[subprocess.Popen]:
-    """Makes the calls that it reads, and prints the number of its reward worker."""
+def test_workers_outlive_ctrl_c_and_end_with_a_killed_parent(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    with subprocess.Popen([sys.executable, "-c", PARENT], env=environment, **pipes) as one:
-        yield one
-        one.kill()
-
-
-def processes_of(parent: subprocess.Popen) -> list[int]:
-    return [int(number) for number in parent.stdout.readline().split()]
-
-
-def test_busy_workers_end_soon_after_a_parent_that_is_killed(parent):
-    processes = processes_of(parent)
-    assert len(processes) == 1 and all(map(is_alive, processes))
-    before = {process: seconds_of(process) for process in processes}
-    parent.stdin.write("spin\n")
-    wait_until(lambda: any(seconds_of(process) > before[process] + 0.2 for process in processes))
-    parent.kill()
-    wait_until(lambda: not any(map(is_alive, processes)))
+    with subprocess.Popen([sys.executable, "-c", PARENT], env=environment, **pipes) as parent:
+        processes = [int(number) for number in parent.stdout.readline().split()]
+        assert all(os.getpgid(process) == process for process in processes)  # a terminal's signal does not reach them
+        for process in processes:
+            os.kill(process, signal.SIGINT)
+        parent.stdin.write(f"{tmp_path / 'busy'}\n")
+        assert int(parent.stdout.readline()) == processes[0]
+        wait_until((tmp_path / "busy").exists)
+        assert all(map(is_alive, processes))
+        parent.kill()
+        wait_until(lambda: not any(map(is_alive, processes)))
 
 
 def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
@@ -449,14 +414,3 @@ def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
             assert process.wait(PATIENCE) == -signal.SIGALRM
         finally:
             process.kill()
-
-
-def test_idle_workers_outlive_ctrl_c_and_end_with_their_parent(parent):
-    processes = processes_of(parent)
-    assert all(os.getpgid(process) == process for process in processes)  # a terminal's signal does not reach them
-    for process in processes:
-        os.kill(process, signal.SIGINT)
-    parent.stdin.write("fine\n")
-    assert processes_of(parent) == processes
-    parent.kill()
-    wait_until(lambda: not any(map(is_alive, processes)))

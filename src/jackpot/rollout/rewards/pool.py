@@ -21,10 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from subprocess import Popen
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jackpot.core.errors import ConfigError, TrainingError
-from jackpot.core.types import RewardError
+
+if TYPE_CHECKING:  # it imports torch
+    from jackpot.core.types import RewardError
 
 _ENTRY = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jackpot.rollout.rewards.worker import main; main()"
@@ -51,7 +53,7 @@ class RewardResult(NamedTuple):
     """Holds the number that the function returned for an item, or why it returned none."""
 
     value: float  # 0 where there is an error
-    error: RewardError | None
+    error: "RewardError | None"
     retries: int = 0  # tries after the first
     text: str | None = None  # says what the error is
 
@@ -198,7 +200,7 @@ class _Worker:
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
         with theirs:  # a session of its own: Ctrl-C does not reach it, and it is killed with all that it starts
-            self.process = Popen([sys.executable, "-c", _ENTRY, path], stdin=theirs, start_new_session=True)
+            self.process = Popen([sys.executable, "-c", _ENTRY, path], stdin=theirs.fileno(), start_new_session=True)
         self.is_async = self.is_shared = False  # is_shared: there is one process of the function
 
     def begin(self, function: str, timeout: float, memory: float) -> None:
