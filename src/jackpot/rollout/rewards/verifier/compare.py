@@ -103,8 +103,6 @@ def is_readable(reference: str) -> bool:
 
 def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     """Compare two normalized texts by the form of the reference; members of structures come here too."""
-    if without_text_marks(answer) == without_text_marks(reference):
-        return reference != ""
     mine, theirs = _name(answer), _name(reference)
     if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
         return _by_algebra(answer, reference, algebra)
@@ -112,6 +110,8 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
         text.removeprefix(name).strip().removeprefix(r"\approx").strip()
         for text, name in ((answer, mine), (reference, theirs))
     )
+    if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
+        return reference != ""
     if parse_quantity(reference, is_reference=True) is None:
         if (based := _in_base(reference)) is not None:
             is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
@@ -170,7 +170,7 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
         return all(_compare(one, other, algebra) for one, other in zip(mine, theirs, strict=True))
     left = [*mine]
     for member in theirs:  # each with an answer of its own; greedy is enough, for equality is transitive
-        match = next((one for one in left if _compare(one, member, algebra)), None)
+        match = member if member in left else next((one for one in left if _compare(one, member, algebra)), None)
         if match is None:
             return False
         left.remove(match)
