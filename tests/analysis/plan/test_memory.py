@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from helpers.runs import small_config
 from jackpot.analysis.plan import dry_step
-from jackpot.analysis.plan.dry_step import MicroBatchShape, tracked_fake_tensors
+from jackpot.analysis.plan.dry_step import MemoryTracker, MicroBatchShape
 from jackpot.analysis.plan.memory import MemoryPlan, micro_batch, plan_memory
 from jackpot.analysis.plan.sizes import model_sizes
 from jackpot.objectives.kernels import autograd
@@ -139,7 +140,7 @@ def test_the_weights_that_an_adapter_changes_are_made_to_be_sent(without_trainin
 
 
 def test_tensors_are_counted_while_they_are_there() -> None:
-    with tracked_fake_tensors() as tracker:
+    with FakeTensorMode(), MemoryTracker() as tracker:
         first = torch.zeros(256)
         view, second = first[1:], torch.zeros(512)
         assert tracker.alive == 4 * (256 + 512)
