@@ -5,14 +5,13 @@ sums, and a few numbers of each response.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from jackpot.analysis.mismatch.tokens import TokenMismatch
-from jackpot.core.bands import POSITIONS, band_masks, band_names
+from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.errors import DataError
 from jackpot.core.metrics import ClusteredMean
 from jackpot.core.statistics import Estimate, Sample
@@ -36,7 +35,7 @@ class ResponseGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBand:
-    """The numbers of tokens in one band of positions or entropies."""
+    """The numbers of tokens in one band of lengths of their response, of positions or of entropies."""
 
     name: str
     tokens: int
@@ -45,29 +44,6 @@ class TokenBand:
     k1: Estimate
     k3: Estimate
     kl: tuple[Estimate, Estimate] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthBand:
-    """The numbers of responses in one band of lengths; means and errors over responses."""
-
-    name: str
-    responses: int
-    max_gap: Estimate
-    mean_gap: Estimate
-    high: int  # responses whose largest gap is above HIGH_GAP
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthRow:
-    """The gaps of one kind of response to every prompt; means and errors over prompts."""
-
-    name: str
-    tokens: float  # mean number of tokens per prompt
-    max_gap: Estimate  # largest |p - q| per prompt
-    mean_gap: Estimate  # mean |p - q| per prompt
-    high: int  # prompts whose largest gap is above HIGH_GAP
-    each: tuple[float, ...]  # the largest gap to every prompt, largest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +71,7 @@ class MismatchNumbers:
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
-    by_length: tuple[LengthBand, ...]
-    by_position: tuple[TokenBand, ...]
-    by_entropy: tuple[TokenBand, ...]  # by the entropy of the learner's distribution; empty where it is unknown
+    bands: dict[str, tuple[TokenBand, ...]]  # of length, position and the learner's entropy; none where it is unknown
     each: tuple[ResponseGap, ...]
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
@@ -146,8 +120,7 @@ class MismatchSums:
 
     def __init__(self) -> None:
         self._all = _BandSums()
-        self._positions = [_BandSums() for _ in POSITIONS]
-        self._entropies = [_BandSums() for _ in ENTROPY_BANDS]
+        self._bands: dict[str, dict[str, _BandSums]] = {}  # by kind and name
         self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []
         self._pairs: list[Tensor] = []
@@ -160,12 +133,15 @@ class MismatchSums:
 
         columns = _columns(tokens)
         self._all.add(columns, torch.ones(len(tokens.gap), dtype=torch.bool))
-        for sums, here in zip(self._positions, band_masks(tokens.position, POSITIONS).values(), strict=True):
-            sums.add(columns, here)
+        values = {"length": torch.full_like(tokens.position, len(tokens.gap)), "position": tokens.position}
+        masks = {kind: band_masks(numbers, POSITIONS) for kind, numbers in values.items()}
         if tokens.entropy is not None:
-            entropy = tokens.entropy.clamp(min=0.0)  # rounding can leave a little less than 0
-            for sums, here in zip(self._entropies, band_masks(entropy, ENTROPY_BANDS).values(), strict=True):
-                sums.add(columns, here)
+            masks["entropy"] = band_masks(
+                tokens.entropy.clamp(min=0.0), ENTROPY_BANDS
+            )  # rounding can leave less than 0
+        for kind, of_kind in masks.items():
+            for name, here in of_kind.items():
+                self._bands.setdefault(kind, {}).setdefault(name, _BandSums()).add(columns, here)
 
         gap = tokens.gap
         self._responses.append(
@@ -185,15 +161,17 @@ class MismatchSums:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
         means, ratios = self._all.means, torch.cat(self._log_ratios)
-        every = _length_band("all", self._responses)
+        largest, typical = (
+            Sample(tuple(getattr(one, name) for one in self._responses)).estimate for name in ("max_gap", "mean_gap")
+        )
         return MismatchNumbers(
             responses=len(self._responses),
             tokens=len(ratios),
             max_gap=self._all.largest,
             gap=means["gap"],
-            response_max_gap=every.max_gap,
-            response_mean_gap=every.mean_gap,
-            high=every.high,
+            response_max_gap=largest,
+            response_mean_gap=typical,
+            high=sum(one.max_gap > HIGH_GAP for one in self._responses),
             log_gap=means["log_gap"],
             other_token=means.get("other_token"),
             other_experts=means.get("other_experts"),
@@ -207,9 +185,10 @@ class MismatchSums:
             above=float((ratios > math.log(FAR)).double().mean()),
             below=float((ratios < -math.log(FAR)).double().mean()),
             support=means.get("support"),
-            by_length=_by_length(self._responses),
-            by_position=_bands(self._positions, band_names(POSITIONS)),
-            by_entropy=_bands(self._entropies, band_names(ENTROPY_BANDS)),
+            bands={
+                kind: tuple(band.band(name) for name, band in bands.items() if band.columns)
+                for kind, bands in self._bands.items()
+            },
             each=tuple(self._responses),
             drawn=_drawn(torch.cat(self._pairs)),
         )
@@ -232,29 +211,6 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
     return columns | {name: values for name, values in others.items() if values is not None}
 
 
-def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[TokenBand, ...]:
-    """Return the bands that have a token."""
-    return tuple(band.band(name) for band, name in zip(sums, names, strict=True) if band.columns)
-
-
-def _by_length(responses: Sequence[ResponseGap]) -> tuple[LengthBand, ...]:
-    """Return the bands that have a response."""
-    masks = band_masks(torch.tensor([response.tokens for response in responses]), POSITIONS)
-    chosen = {name: [responses[row] for row in here.nonzero()[:, 0].tolist()] for name, here in masks.items()}
-    return tuple(_length_band(name, members) for name, members in chosen.items() if members)
-
-
-def _length_band(name: str, responses: Sequence[ResponseGap]) -> LengthBand:
-    """Average the gaps over responses, each counting once."""
-    return LengthBand(
-        name=name,
-        responses=len(responses),
-        max_gap=Sample(tuple(response.max_gap for response in responses)).estimate,
-        mean_gap=Sample(tuple(response.mean_gap for response in responses)).estimate,
-        high=sum(response.max_gap > HIGH_GAP for response in responses),
-    )
-
-
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
     """Return quantiles of the ratio: the smallest value that at least this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
@@ -268,45 +224,3 @@ def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})
     return tuple((float(p), float(q)) for p, q in pairs[rows].tolist())
-
-
-def compare_lengths(long: Sequence[Tensor], short: Sequence[Sequence[Tensor]], limit: int) -> tuple[LengthRow, ...]:
-    """Return a row each for the long response, its beginning, the first short one and all short ones.
-
-    This is the control of the TIS post: several short responses together have as many tokens as a long one, and so as
-    many chances of a large gap. A larger gap of the long one comes from its length. Its beginning, of a short one's
-    length, shows whether the difference comes from the last tokens only.
-
-    Args:
-        long: |p - q| of the long response to each prompt, [N] each.
-        short: |p - q| of the short responses to the same prompts, in the same order; equally many to each.
-        limit: most tokens of a short response, and of the beginning.
-
-    Prompts with an empty response are left out.
-    """
-    pairs = [(gaps, several) for gaps, several in zip(long, short, strict=True) if len(gaps) and all(map(len, several))]
-    if not pairs:
-        return ()
-
-    count = len(pairs[0][1])
-    texts = {
-        f"1 of up to {limit * count} tokens": [[gaps] for gaps, _ in pairs],
-        f"its first {limit} tokens": [[gaps[:limit]] for gaps, _ in pairs],
-        f"1 of up to {limit} tokens": [[several[0]] for _, several in pairs],
-        f"{count} of up to {limit} tokens": [list(several) for _, several in pairs],
-    }
-    return tuple(_length_row(name, each) for name, each in texts.items())
-
-
-def _length_row(name: str, texts: Sequence[Sequence[Tensor]]) -> LengthRow:
-    largest = [max(float(gaps.max()) for gaps in parts) for parts in texts]
-    tokens = [sum(map(len, parts)) for parts in texts]
-    means = [sum(float(gaps.sum()) for gaps in parts) / n for parts, n in zip(texts, tokens, strict=True)]
-    return LengthRow(
-        name=name,
-        tokens=sum(tokens) / len(tokens),
-        max_gap=Sample(tuple(largest)).estimate,
-        mean_gap=Sample(tuple(means)).estimate,
-        high=sum(gap > HIGH_GAP for gap in largest),
-        each=tuple(sorted(largest, reverse=True)),
-    )

@@ -47,10 +47,6 @@ def mismatch(
         int | None, typer.Option(min=1, help="Responses that each sampler generates; default 256.")
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a response; default 256.")] = None,
-    short: Annotated[
-        int | None,
-        typer.Option(min=2, help="Compare each response with this many responses of max_new_tokens / this number."),
-    ] = None,
     reread: Annotated[
         bool, typer.Option("--reread", help="Score the samplers' probabilities by a forward pass, as learners do.")
     ] = False,
@@ -68,7 +64,7 @@ def mismatch(
     """
     console = Console(stderr=as_json)
     limit = None if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    settings = {"responses": responses, "short": short, "reread": reread or None, "seed": seed, "sampling": limit}
+    settings = {"responses": responses, "reread": reread or None, "seed": seed, "sampling": limit}
     settings |= {"benchmarks": recipes.split_names(benchmarks) or None}
     changes = [{key: value} for key, value in settings.items() if value is not None]
     samplers, learners = (list(map(recipes.parse_overrides, texts or [])) for texts in (sampler, learner))
