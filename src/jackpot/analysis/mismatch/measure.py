@@ -5,7 +5,8 @@ sums, and a few numbers of each response.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -76,51 +77,14 @@ class MismatchNumbers:
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
 
-class _BandSums:
-    """The sums of one band of tokens."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, ClusteredMean] = {}
-        self.largest = -math.inf
-
-    def add(self, columns: dict[str, Tensor], here: Tensor) -> None:
-        """Add the tokens of one response that lie in the band, where `here` [N] is True."""
-        if bool(here.any()):
-            for name, values in columns.items():
-                added = ClusteredMean.of(values[here], here[here])
-                self.columns[name] = self.columns[name] + added if name in self.columns else added
-            self.largest = max(self.largest, float(columns["gap"][here].max()))
-
-    @property
-    def means(self) -> dict[str, Estimate]:
-        """The mean of every column."""
-        return {name: mean for name, sums in self.columns.items() if (mean := sums.estimate)}
-
-    def bounds(self, name: str) -> tuple[Estimate, Estimate] | None:
-        """Return the means of a lower and of an upper bound; None where they are unknown."""
-        means = self.means
-        return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
-
-    def band(self, name: str) -> TokenBand:
-        """Return the means of the band."""
-        means = self.means
-        return TokenBand(
-            name=name,
-            tokens=int(self.columns["gap"].count),
-            gap=means["gap"],
-            max_gap=self.largest,
-            k1=means["k1"],
-            k3=means["k3"],
-            kl=self.bounds("kl"),
-        )
-
-
 class MismatchSums:
     """Sums the gaps of responses, in any order, and returns the numbers of all."""
 
     def __init__(self) -> None:
-        self._all = _BandSums()
-        self._bands: dict[str, dict[str, _BandSums]] = {}  # by kind and name
+        self._sums: ClusteredMean | None = None  # [bands, columns]
+        self._largest = torch.tensor(-math.inf)  # gap in each band
+        self._bands: list[tuple[str, str]] = []  # kind and name
+        self._columns: list[str] = []
         self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []
         self._pairs: list[Tensor] = []
@@ -128,22 +92,18 @@ class MismatchSums:
 
     def add(self, uid: str, tokens: TokenMismatch) -> None:
         """Add one response; a response without a sampled token is ignored."""
-        if not len(tokens.gap):
+        gap, columns, masks = tokens.gap, _columns(tokens), _masks(tokens)
+        if not len(gap):
             return
 
-        columns = _columns(tokens)
-        self._all.add(columns, torch.ones(len(tokens.gap), dtype=torch.bool))
-        values = {"length": torch.full_like(tokens.position, len(tokens.gap)), "position": tokens.position}
-        masks = {kind: band_masks(numbers, POSITIONS) for kind, numbers in values.items()}
-        if tokens.entropy is not None:
-            masks["entropy"] = band_masks(
-                tokens.entropy.clamp(min=0.0), ENTROPY_BANDS
-            )  # rounding can leave less than 0
-        for kind, of_kind in masks.items():
-            for name, here in of_kind.items():
-                self._bands.setdefault(kind, {}).setdefault(name, _BandSums()).add(columns, here)
+        here, values = torch.stack([*masks.values()]), torch.stack([*columns.values()])
+        y = torch.where(here[:, None], values, 0.0).sum(-1)
+        n = here.sum(-1, keepdim=True).double().expand_as(y)
+        added = ClusteredMean(y, n, y.square(), y * n, n.square(), (n > 0).double())
+        self._sums = self._sums + added if self._sums else added
+        self._largest = torch.maximum(self._largest, torch.where(here, gap, -math.inf).amax(-1))
+        self._bands, self._columns = [*masks], [*columns]
 
-        gap = tokens.gap
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )
@@ -160,14 +120,18 @@ class MismatchSums:
         if not self._responses:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
-        means, ratios = self._all.means, torch.cat(self._log_ratios)
+        means, ratios = self._means(0), torch.cat(self._log_ratios)
         largest, typical = (
             Sample(tuple(getattr(one, name) for one in self._responses)).estimate for name in ("max_gap", "mean_gap")
         )
+        bands: dict[str, tuple[TokenBand, ...]] = {}
+        for row, (kind, name) in enumerate(self._bands):
+            if row and (band := self._band(row, name)):
+                bands[kind] = (*bands.get(kind, ()), band)
         return MismatchNumbers(
             responses=len(self._responses),
             tokens=len(ratios),
-            max_gap=self._all.largest,
+            max_gap=float(self._largest[0]),
             gap=means["gap"],
             response_max_gap=largest,
             response_mean_gap=typical,
@@ -177,21 +141,61 @@ class MismatchSums:
             other_experts=means.get("other_experts"),
             k1=means["k1"],
             k3=means["k3"],
-            kl=self._all.bounds("kl"),
+            kl=_bounds(means, "kl"),
             kl_is_exact=self._is_exact,
-            variation=self._all.bounds("variation"),
+            variation=_bounds(means, "variation"),
             ratio=means["ratio"],
             quantiles=_quantiles(ratios),
             above=float((ratios > math.log(FAR)).double().mean()),
             below=float((ratios < -math.log(FAR)).double().mean()),
             support=means.get("support"),
-            bands={
-                kind: tuple(band.band(name) for name, band in bands.items() if band.columns)
-                for kind, bands in self._bands.items()
-            },
+            bands=bands,
             each=tuple(self._responses),
             drawn=_drawn(torch.cat(self._pairs)),
         )
+
+    def _means(self, row: int) -> dict[str, Estimate]:
+        """Return the mean of every column in a band; none in a band without tokens."""
+        sums = self._sums
+        assert sums is not None  # there is a response
+        parts = [getattr(sums, part.name)[row] for part in fields(sums)]
+        every = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *parts, strict=True)}
+        return {name: mean for name, mean in every.items() if mean}
+
+    def _band(self, row: int, name: str) -> TokenBand | None:
+        """Return the numbers of a band; None where it has no tokens."""
+        means = self._means(row)
+        if not means:
+            return None
+        return TokenBand(
+            name=name,
+            tokens=int(self._sums.count[row, 0]) if self._sums else 0,
+            gap=means["gap"],
+            max_gap=float(self._largest[row]),
+            k1=means["k1"],
+            k3=means["k3"],
+            kl=_bounds(means, "kl"),
+        )
+
+
+def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimate] | None:
+    """Return the means of a lower and of an upper bound; None where they are unknown."""
+    return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
+
+
+def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
+    """Return which tokens lie in each band, [N] bool, by its kind and name; the first one has all."""
+    kinds: dict[str, tuple[Tensor, Sequence[float]]]
+    kinds = {"length": (torch.full_like(tokens.position, len(tokens.gap)), POSITIONS)}
+    kinds["position"] = (tokens.position, POSITIONS)
+    masks = {("all", ""): torch.ones(len(tokens.gap), dtype=torch.bool)}
+    if tokens.entropy is not None:
+        kinds["entropy"] = (tokens.entropy.clamp(min=0.0), ENTROPY_BANDS)  # rounding can leave a little less than 0
+    return masks | {
+        (kind, name): here
+        for kind, (values, starts) in kinds.items()
+        for name, here in band_masks(values, starts).items()
+    }
 
 
 def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
