@@ -36,8 +36,8 @@ INT8 = {"quantization": "int8_w8a8"}
 def apart(
     *learners: dict[str, Any], samplers: tuple[dict[str, Any], ...] = ({},), model: str = POLICY, **settings: Any
 ) -> list[MismatchPair]:
-    """What is measured of 24 responses of at most 16 tokens."""
-    given = {"responses": 24, "sampling.max_new_tokens": 16, "threads": 1} | settings
+    """What is measured of 24 responses of at most 8 tokens."""
+    given = {"responses": 24, "sampling.max_new_tokens": 8, "threads": 1} | settings
     changes = [nest(key, value) for key, value in given.items()]
     config = mismatch_config(model, [[one] for one in samplers], [[one] for one in learners], changes)
     return list(measure_mismatch(config, lambda text: None).pairs)
