@@ -67,21 +67,21 @@ def mismatch(
     settings = {"responses": responses, "reread": reread or None, "seed": seed, "sampling": limit}
     settings |= {"benchmarks": recipes.split_names(benchmarks) or None}
     changes = [{key: value} for key, value in settings.items() if value is not None]
+    changes += map(recipes.parse_override, overrides or [])
     samplers, learners = (list(map(recipes.parse_overrides, texts or [])) for texts in (sampler, learner))
-    every_change = [*changes, *map(recipes.parse_override, overrides or [])]
-    config = sides.mismatch_config(model, samplers, learners, every_change)
     with status(console, "starting") as listen:
-        result = measuring.measure_mismatch(config, listen)
+        result = measuring.measure_mismatch(sides.mismatch_config(model, samplers, learners, changes), listen)
 
     folder = out or results.default_folder("mismatch", model)
     sections = views.mismatch_sections(result)
     files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(result))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
-        return
+    else:
+        show_answer(console, views.verdicts(result), sections.values(), show_all, files, _next(model))
 
-    several = len(result.pairs) > 1
-    verdicts = [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
+
+def _next(model: str) -> dict[str, str]:
+    """Return what to type next where the model is that of a run."""
     is_run = (Path(model) / "config.yaml").is_file()
-    commands = {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}
-    show_answer(console, verdicts, sections.values(), show_all, files, commands)
+    return {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}

@@ -61,6 +61,12 @@ def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
     return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
 
 
+def verdicts(result: MismatchResult) -> list[str]:
+    """Return a sentence for each pair, which names it where there are several."""
+    several = len(result.pairs) > 1
+    return [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
+
+
 def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
     """Return the sections of the page by their names."""
     details = as_details({"tokens": _token_section(result.pairs)})
