@@ -42,7 +42,7 @@ def candidates(found: ReplayResult, label: str):
 def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
     found = of(tmp_path, noise(0.02))
     assert (found.answer.verdict, found.answer.correction) == ("none needed", "none")
-    assert "No correction is needed" in found.answer.sentence and "Judged on 4,000 tokens" in found.answer.sentence
+    assert "No correction is needed" in found.answer.sentence and "Judged on 2,000 tokens" in found.answer.sentence
 
 
 def test_of_one_distribution_no_variation_is_left(tmp_path):
@@ -188,7 +188,7 @@ def partly_known(lists_hold: float):
     """`lists_hold` of the states are certain and the same in both models; the others are wide, far apart, and 20 tokens
     are not nearly all of them."""
     generator = torch.Generator().manual_seed(0)
-    for number in range(100):
+    for number in range(50):
         logits = torch.randn(40, 200, generator=generator, dtype=torch.float64)
         certain = torch.rand(40, generator=generator) < lists_hold
         logits[certain, 0] += 16.0
@@ -235,8 +235,8 @@ def test_wrong_log_probs_are_noticed_beside_lists_that_hold_most(tmp_path):
 def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
     """In half of the responses the policy had moved, and Z of the old policy is not known there."""
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
-    fresh = list(records(noise(0.3), responses=100))
-    stale = list(records(noise(0.3), responses=100, seed=1))
+    fresh = list(records(noise(0.3), responses=60))
+    stale = list(records(noise(0.3), responses=60, seed=1))
     for line in stale:
         line["uid"] += " stale"
         line["old_log_probs"] = [value - 0.05 for value in line["log_probs"]]
@@ -244,7 +244,7 @@ def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
     labels = {one.label for one in found.answer.candidates}
     assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
     assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis new").known == 1.0
-    assert any("obrs expected" in text and "2,000 of 4,000 tokens" in text for text in found.left_out)
+    assert any("obrs expected" in text and "1,200 of 2,400 tokens" in text for text in found.left_out)
 
 
 def test_the_stale_variation_is_between_old_and_new_policy(tmp_path):
@@ -267,7 +267,7 @@ def test_the_stale_variation_is_between_old_and_new_policy(tmp_path):
 
 
 def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypatch):
-    path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=80))
+    path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=50))
     whole = replay(path, names=["tis", "icepop", "is"])
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     small = replay(path, names=["tis", "icepop", "is"])
@@ -345,8 +345,8 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted(tmp_path):
     path = write(tmp_path / "synthetic.jsonl", iter(lines))
     path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
     found = replay(path, names=["none"])
-    assert float(found.run["responses"].value) == 130 and any("70 responses" in text for text in found.left_out)
-    assert found.unreadable == 31 and "line 201 is no JSON object" in found.problems[0]
+    assert float(found.run["responses"].value) == 30 and any("70 responses" in text for text in found.left_out)
+    assert found.unreadable == 31 and "line 101 is no JSON object" in found.problems[0]
     with pytest.raises(DataError, match="70 responses: they have no sampled token"):
         replayed(tmp_path, lines[:70])
 
@@ -374,8 +374,8 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
     for name in [name for name in lines[0] if "top" in name]:
         del lines[0][name]
     found = replayed(tmp_path, lines, names=[*SIMPLE, "obrs"])
-    assert candidates(found, "tis").known == pytest.approx(199 / 200) and found.answer.correction == "tis"
-    assert any("obrs" in text and "3,980 of 4,000 tokens" in text for text in found.left_out)
+    assert candidates(found, "tis").known == pytest.approx(99 / 100) and found.answer.correction == "tis"
+    assert any("obrs" in text and "1,980 of 2,000 tokens" in text for text in found.left_out)
 
 
 def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
