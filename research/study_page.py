@@ -177,6 +177,11 @@ def _clock() -> ShareHours:
     return Estimator(config, model_sizes(config), prompts).shares(GPUS[gpus.kind], gpus.count)
 
 
+@cache
+def _iterations() -> int:
+    return resolve(PRICED, None, []).iterations
+
+
 def hours_alone(clock: ShareHours) -> Hours:
     """The hours of the policy without a rollout model."""
     return clock.run(clock.work, clock.policy, [clock.costs["policy"]])
@@ -197,9 +202,9 @@ def _iteration_hours(share: float | None, acceptance: float | None, is_frozen: b
         costs = clock.costs
         clock = replace(clock, costs={**costs, "rollout_model": replace(costs["rollout_model"], trained=0)})
     if share is None:
-        return hours_alone(clock).iterations / clock.iterations
+        return hours_alone(clock).iterations / _iterations()
     hours = clock.at(share) if acceptance is None else hours_drafted(clock, acceptance)
-    return hours.iterations / clock.iterations
+    return hours.iterations / _iterations()
 
 
 def model_hours(one: Finished) -> float:

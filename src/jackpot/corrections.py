@@ -169,12 +169,7 @@ def correct(
         DataError: tensors of other shapes, dtypes or devices, or one that this correction needs and that is missing; on
             a CPU also numbers that cannot be what their name says, where a look at them waits for nothing.
     """
-    if callable(correction) or isinstance(correction, str):
-        chosen = make_correction(correction, **settings)
-    elif settings:
-        raise ConfigError(f"settings {settings} were given beside a correction that has its own; leave them out")
-    else:
-        chosen = correction
+    chosen = _chosen(correction, settings)
     tensors = {
         "rollout_log_probs": rollout_log_probs,
         "target_log_probs": target_log_probs,
@@ -189,22 +184,44 @@ def correct(
     for needed in sorted(chosen.reads):
         if tensors[needed] is None:
             raise DataError(f"correction {correction} reads {needed}, which is not given: {_ADVICE[needed]}")
-    rollout, target = rollout_log_probs.detach(), target_log_probs.detach()
-    estimate = z if isinstance(z, obrs.ZEstimate) else obrs.known_z(torch.ones_like(rollout) if z is None else z)
-    inputs = CorrectionInputs(
-        rollout_log_probs=rollout,
-        target_log_probs=target,
-        proximal_log_probs=target if proximal_log_probs is None else proximal_log_probs.detach(),
-        response_mask=response_mask,
-        uniforms=_uniforms(rollout, response_mask, seed) if uniforms is None else uniforms,
-        advantages=torch.zeros_like(rollout) if advantages is None else advantages,
-        z=obrs.ZEstimate(*(part.detach() for part in estimate)),
-    )
+    inputs = _filled(tensors, response_mask, z if isinstance(z, obrs.ZEstimate) else None, seed)
     totals = measured(chosen, inputs)
     result = chosen.apply(inputs, totals)
     sums = correction_summary(result, inputs, totals, has_z=z is not None)
     kappa = {} if z is None else {"obrs/kappa": result.kappa}
     return Corrected(result.weights, result.accept_mask, {name: metric.value for name, metric in sums.items()} | kappa)
+
+
+def _chosen(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
+    """Return the correction of `correct`: one that is made has its settings."""
+    if callable(correction) or isinstance(correction, str):
+        return make_correction(correction, **settings)
+    if settings:
+        raise ConfigError(f"settings {settings} were given beside a correction that has its own; leave them out")
+    return correction
+
+
+def _filled(
+    tensors: Mapping[str, Tensor | None], mask: Tensor, estimate: obrs.ZEstimate | None, seed: int
+) -> CorrectionInputs:
+    """Return the inputs of a correction from the arguments of `correct`, with what stands for those left out.
+
+    Args:
+        estimate: of Z; None: `z` is known exactly, or read by nobody.
+    """
+    given = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    rollout, target = given["rollout_log_probs"], given["target_log_probs"]
+    z = estimate or obrs.known_z(given.get("z", torch.ones_like(rollout)))
+    uniforms = given.get("uniforms")
+    return CorrectionInputs(
+        rollout_log_probs=rollout,
+        target_log_probs=target,
+        proximal_log_probs=given.get("proximal_log_probs", target),
+        response_mask=mask,
+        uniforms=_uniforms(rollout, mask, seed) if uniforms is None else uniforms,
+        advantages=given.get("advantages", torch.zeros_like(rollout)),
+        z=obrs.ZEstimate(*(part.detach() for part in z)),
+    )
 
 
 def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:

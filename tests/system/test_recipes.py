@@ -7,7 +7,7 @@ import pytest
 from helpers.paths import ROOT
 from helpers.runs import run
 from helpers.trainable import learned
-from jackpot.analysis.plan.tiny import tiny_run
+from jackpot.analysis.plan.tiny import make_tiny
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from tools.toy_models import STUDY_MODELS
 
@@ -56,8 +56,8 @@ def assert_trains(recipe: str, arm: str | None, folder: Path) -> None:
     original = resolve(recipe, arm, ["threads=1"])
     paths = {"policy": original.policy.path, "rollout_model": original.rollout_model and original.rollout_model.path}
     stand_ins = [f"{role}.path={STAND_INS[path]}" for role, path in paths.items() if path in STAND_INS]
-    with tiny_run(resolve(recipe, arm, ["threads=1", *stand_ins]), folder / "tiny") as made:
-        lines = run(made.config, folder)
+    made = make_tiny(resolve(recipe, arm, ["threads=1", *stand_ins]), folder / "tiny")
+    lines = run(made.config, folder)
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for line in lines[1:]:
         learned(line)

@@ -50,7 +50,7 @@ def test_it_says_what_it_changes_and_what_came_out(trained: tuple[Path, str]) ->
     assert row(output, "engine") == ["vllm", "transformers"] and row(output, "iterations") == ["218", "2"]
     folder = "runs/mine-frozen-tiny-seed7"
     assert row(output, "policy.path") == ["Qwen/Qwen3-8B-Base", f"{folder}/tiny/models/Qwen--Qwen3-8B-Base"]
-    assert "math_train.jsonl: made up in place of the problems of math" in output
+    assert "train/math.jsonl: made up in place of the problems of math" in output
     assert "iteration 2/2" in output and f"Run folder: {folder}" in output
     assert "objective" not in output.partition("iteration 0/2")[0] and "seed" not in row(output, "policy.path")[0]
 
@@ -60,7 +60,7 @@ def test_the_same_command_finds_the_run(trained: tuple[Path, str]) -> None:
     again = jackpot("train", "mine.yaml", "--arm", "frozen", "--tiny", "seed=7", cwd=cwd)
     assert again.returncode == 0 and "finished (2 iterations)" in again.stdout, again.stderr
     run = "runs/mine-frozen-tiny-seed7"
-    answered = jackpot("sample", run, "--problems", "1", cwd=cwd, JACKPOT_DATA=f"{run}/tiny/data")
+    answered = jackpot("sample", run, "--problems", "1", cwd=cwd)
     assert answered.returncode == 0 and "before" in answered.stdout, answered.stderr
 
 

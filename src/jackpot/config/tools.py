@@ -137,8 +137,6 @@ class MismatchConfig(SetsConfig):
     """Names of sets of problems to take the prompts from instead of the task."""
     responses: Count = 256
     """Responses of each sampler, one to each problem; beyond the number of problems, further ones to the same."""
-    short: Annotated[int, Field(ge=2)] | None = None
-    """Number of additional short responses to every prompt, each limited to max_new_tokens / short; null: none."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of sampling and of generated problems."""
     sampling: MismatchSampling = MismatchSampling()

@@ -218,10 +218,8 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
         models["critic"] = load_critic(config, path, device)
     if reference := config.objective.reference:
-        model = load_model(reference.path or config.policy.path, torch.float32, device)
-        _train_in_codes(config, model)
-        widen(config, model)
-        models["reference"] = model
+        models["reference"] = load_model(reference.path or config.policy.path, torch.float32, device)
+        prepare(config, "reference", models["reference"], pick_device(config.device).type == "cpu")
     return models
 
 
@@ -234,15 +232,9 @@ def load_trained(config: Config, role: Role, path: str, device: torch.device | N
     settings = getattr(config, role)
     with role_named(role):
         model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
-    widen(config, model)
-    if not _train_in_codes(config, model):
-        _fuse(config, model)
-    if settings.lora is not None:
-        add_adapter(model, settings.lora, fold_in(config.seed, "adapter", role))
-        if resumes:
-            load_adapter(model, Path(path))
-    if config.activation_checkpointing and settings.optimizer is not None:
-        checkpoint_activations(model)
+    prepare(config, role, model, pick_device(config.device).type == "cpu")
+    if settings.lora is not None and resumes:
+        load_adapter(model, Path(path))
     return model
 
 
@@ -250,37 +242,32 @@ def load_critic(config: Config, path: str, device: torch.device | None) -> PreTr
     """Load the value model of a critic to train: the one in `path`."""
     with role_named("critic"):
         model = load_value_model(path, torch.float32, device)
-    _fuse(config, model)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
+    prepare(config, "critic", model, pick_device(config.device).type == "cpu")
     return model
 
 
-def _fuse(config: Config, model: PreTrainedModel) -> None:
-    """Fuse parts of a model that will compute on the CPU; models that are to be sharded over GPUs stand there too."""
-    if pick_device(config.device).type == "cpu":
-        fuse(model)
+def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> None:
+    """Have a model of a learner compute as in training, with an adapter and checkpoints where the settings ask for
+    them.
 
-
-def widen(config: Config, model: PreTrainedModel) -> None:
-    """Have the output layer of a model multiply in float32 where the settings say so; in one flow its weight is rounded
-    as the engine's is."""
-    if config.head_dtype == "fp32":
-        widen_head(model, DTYPES[config.compute_dtype] if config.trained_quantization else None)
-
-
-def _train_in_codes(config: Config, model: PreTrainedModel) -> bool:
-    """Let a model compute with the codes of the engine; its other parts stay those of the engine, unfused.
-
-    Returns:
-        Whether it does; False where training has number formats of its own.
+    Args:
+        name: of `load_models`.
+        on_cpu: whether it computes on the CPU, where parts of trained models are fused; models that are to be sharded
+            over GPUs stand there too.
     """
-    if config.trained_quantization is None:
-        return False
-    fp8_cache, exact = config.engine.kv_cache_dtype == "fp8", pick_device(config.device).type == "cpu"
-    scheme, dtype = SCHEMES[config.trained_quantization], DTYPES[config.compute_dtype]
-    train_in_codes(model, scheme, config.fp8_backward, fp8_cache, exact, dtype)
-    return True
+    settings = getattr(config, name, None)  # none of the reference
+    in_codes = name != "critic" and config.trained_quantization
+    if name != "critic" and config.head_dtype == "fp32":  # in one flow the weight is rounded as the engine's is
+        widen_head(model, DTYPES[config.compute_dtype] if in_codes else None)
+    if in_codes:  # those of the engine; other parts stay those of the engine, unfused
+        scheme, fp8_cache = SCHEMES[in_codes], config.engine.kv_cache_dtype == "fp8"
+        train_in_codes(model, scheme, config.fp8_backward, fp8_cache, on_cpu, DTYPES[config.compute_dtype])
+    elif on_cpu and settings:
+        fuse(model)
+    if lora := getattr(settings, "lora", None):
+        add_adapter(model, lora, fold_in(config.seed, "adapter", name))
+    if config.activation_checkpointing and settings and settings.optimizer is not None:
+        checkpoint_activations(model)
 
 
 def make_learner(

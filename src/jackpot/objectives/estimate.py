@@ -59,10 +59,7 @@ def estimate_z(
     if not (temperature > 0 and lam > 0):
         raise DataError(f"temperature is {temperature} and lam {lam}; both must be above 0")
     with torch.no_grad():
-        if head is None:
-            at_ids, policy_ids, policy_top = _read_logits(scores, ids, temperature)
-        else:
-            at_ids, policy_ids, policy_top = _read_head(scores, head, ids, temperature)
+        at_ids, policy_ids, policy_top = _read_policy(scores, head, ids, temperature)
         filled = torch.full_like(policy_top, -torch.inf) if fill_ins is None else fill_ins(policy_ids)
         if getattr(filled, "shape", None) != policy_ids.shape:
             raise DataError(f"fill_ins returned {described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
@@ -124,16 +121,21 @@ def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, he
         )
 
 
-def _read_logits(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy's log-probs of ids [..., K], and its own K most probable ids with theirs."""
-    scaled = logits.float() / temperature
-    normalizer = scaled.logsumexp(-1, keepdim=True)
-    top, top_ids = scaled.topk(min(ids.shape[-1], scaled.shape[-1]), dim=-1)
-    return scaled.gather(-1, ids) - normalizer, top_ids, top - normalizer
+def _read_policy(
+    scores: Tensor, head: nn.Linear | None, ids: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the policy's log-probs of ids [..., K], and its own K most probable ids with theirs.
 
+    Args:
+        scores: logits without a `head`, else hidden states.
+    """
+    if head is None:
+        scaled = scores.float() / temperature
+        normalizer = scaled.logsumexp(-1, keepdim=True)
+        top, top_ids = scaled.topk(min(ids.shape[-1], scaled.shape[-1]), dim=-1)
+        return scaled.gather(-1, ids) - normalizer, top_ids, top - normalizer
 
-def _read_head(hidden: Tensor, head: nn.Linear, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    rows, k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
+    rows, k = scores.reshape(-1, scores.shape[-1]), ids.shape[-1]
     output = linear_head(
         Head(hidden=rows, weight=head.weight, bias=head.bias, soft_cap=None),
         ids.new_zeros(len(rows)),  # of sampled tokens, whose log-probs nothing reads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums, compare_lengths
+from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
@@ -221,8 +221,8 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
     responses = [response(length, seed=length) for length in (1, 3, 5, 17, 40, 80)]
     found = measured(responses)
     gaps = [np.abs(p - q)[range(len(ids)), ids] for p, q, ids in responses]
-    assert [band.name for band in found.by_position] == ["0", "1-3", "4-15", "16-63", "64-255"]
-    for band, (start, end) in zip(found.by_position, [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)], strict=True):
+    assert [band.name for band in found.bands["position"]] == ["0", "1-3", "4-15", "16-63", "64-255"]
+    for band, (start, end) in zip(found.bands["position"], [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)], strict=True):
         here = np.concatenate([one[start:end] for one in gaps])
         assert band.tokens == len(here) and band.gap.value == pytest.approx(here.mean())
         assert band.max_gap == pytest.approx(here.max())
@@ -230,17 +230,14 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
     every = np.concatenate(gaps)
     edges = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)
     filled = [(a, b) for a, b in pairwise(edges) if ((entropy >= a) & (entropy < b)).any()]
-    assert len(filled) == len(found.by_entropy) > 1
-    for band, (start, end) in zip(found.by_entropy, filled, strict=True):
+    assert len(filled) == len(found.bands["entropy"]) > 1
+    for band, (start, end) in zip(found.bands["entropy"], filled, strict=True):
         here = (entropy >= start) & (entropy < end)
         assert band.name == f"{start:g}-{end:g}" and band.gap.value == pytest.approx(every[here].mean())
-    assert [(band.name, band.responses) for band in found.by_length] == [
-        ("1-3", 2),
-        ("4-15", 1),
-        ("16-63", 2),
-        ("64-255", 1),
-    ]
-    assert found.by_length[2].max_gap.value == pytest.approx((gaps[3].max() + gaps[4].max()) / 2)
+    by_length = found.bands["length"]
+    assert [(band.name, band.tokens) for band in by_length] == [("1-3", 4), ("4-15", 5), ("16-63", 57), ("64-255", 80)]
+    assert by_length[2].gap.value == pytest.approx(np.concatenate(gaps[3:5]).mean())
+    assert by_length[2].max_gap == pytest.approx(max(gaps[3].max(), gaps[4].max()))
 
 
 def test_equal_sides_are_0_and_the_order_does_not_matter():
@@ -271,29 +268,6 @@ def test_the_picture_has_the_worst_token(monkeypatch):
     assert len(found.drawn) <= 11 and max(abs(a - b) for a, b in found.drawn) == pytest.approx(gaps.max(), rel=1e-6)
 
 
-def test_one_long_response_stands_beside_short_ones():
-    long = [torch.tensor([0.1, 0.2, 0.3, 0.9]), torch.tensor([0.5, 0.1]), torch.zeros(0)]
-    short = [
-        [torch.tensor([0.1, 0.1]), torch.tensor([0.6, 0.2])],
-        [torch.tensor([0.3]), torch.tensor([0.0, 0.2])],
-        [torch.tensor([1.0]), torch.tensor([1.0])],
-    ]
-    rows = compare_lengths([one.double() for one in long], [[x.double() for x in each] for each in short], limit=2)
-    assert [row.name for row in rows] == [
-        "1 of up to 4 tokens",
-        "its first 2 tokens",
-        "1 of up to 2 tokens",
-        "2 of up to 2 tokens",
-    ]
-    assert [row.tokens for row in rows] == [3.0, 2.0, 1.5, 3.5]
-    assert [row.each for row in rows] == [
-        pytest.approx(each) for each in ((0.9, 0.5), (0.5, 0.2), (0.3, 0.1), (0.6, 0.3))
-    ]
-    assert [row.max_gap.value for row in rows] == pytest.approx([0.7, 0.35, 0.2, 0.45])
-    assert rows[3].mean_gap.value == pytest.approx((1.0 / 4 + 0.5 / 3) / 2) and rows[0].high == 1
-    assert compare_lengths([torch.zeros(0)], [[torch.ones(1)]], limit=2) == ()
-
-
 def test_most_probable_tokens_are_compared_where_sampled():
     p, q, ids = response(40, seed=3)
     sampled = torch.arange(40) % 3 > 0
@@ -321,5 +295,5 @@ def test_a_certain_token_falls_into_the_lowest_band():
     )
     measure = MismatchSums()
     measure.add("one", tokens)
-    [band] = measure.numbers().by_entropy
+    [band] = measure.numbers().bands["entropy"]
     assert band.name == "0-0.01" and band.kl is None and not measure.numbers().kl_is_exact

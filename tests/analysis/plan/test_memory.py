@@ -7,27 +7,47 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from helpers.runs import small_config
 from jackpot.analysis.plan import dry_step
-from jackpot.analysis.plan.dry_step import MicroBatchShape, tracked_fake_tensors
+from jackpot.analysis.plan.dry_step import MemoryTracker, MicroBatchShape
 from jackpot.analysis.plan.memory import MemoryPlan, micro_batch, plan_memory
 from jackpot.analysis.plan.sizes import model_sizes
 from jackpot.objectives.kernels import autograd
 
+V = 320  # tokens of the models that are traced
 
-@cache  # tracing a step takes a second
-def plan(*overrides: str, arm: str | None = None) -> MemoryPlan:
+
+def planned(*overrides: str, arm: str | None = None) -> MemoryPlan:
     config = small_config(*overrides, arm=arm)
     return plan_memory(config, model_sizes(config), 6)
 
 
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Settings with two models of one layer and 320 tokens, which are traced in a fraction of the starters' time."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, width in (("policy", 64), ("rollout_model", 32), ("reference", 512)):
+        shape = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, num_key_value_heads=2)
+        config = Qwen3Config(vocab_size=V, num_hidden_layers=1, head_dim=16, **shape)
+        config.architectures = ["Qwen3ForCausalLM"]
+        config.save_pretrained(folder / name)
+    return f"policy.path={folder / 'policy'}", f"rollout_model.path={folder / 'rollout_model'}"
+
+
+@pytest.fixture(scope="module")
+def plan(paths: tuple[str, str]) -> Callable[..., MemoryPlan]:
+    """Plans a run of these models, each once."""
+    return cache(lambda *overrides: planned(*paths, *overrides))
+
+
 @pytest.fixture
 def without_training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryPlan]:
-    """`plan` without the seconds that tracing a training step takes, for what is counted from shapes alone."""
+    """Plans a run of the starters without tracing a training step, for what is counted from shapes alone."""
     monkeypatch.setattr("jackpot.analysis.plan.memory.dry_step", lambda config, shape: 0)
-    return plan.__wrapped__
+    return planned
 
 
 def test_weights_gradients_and_moments_are_counted_by_parameters(without_training) -> None:
@@ -77,25 +97,22 @@ def test_the_largest_micro_batch_is_what_the_budget_allows(
     assert micro_batch(small_config(*overrides), 6) == expected
 
 
-def test_logits_that_forward_keeps_are_counted() -> None:
-    shape, vocabulary = MicroBatchShape(4, 16, 6, 24), 32
-    assert (
-        plan("device=auto").training - plan("device=auto", "head_logits_memory=0").training
-        == 2 * shape.rows * shape.response_tokens * vocabulary * 4
-    )
+def test_logits_that_forward_keeps_are_counted(plan) -> None:
+    tokens = 16 * 24  # of the responses, with logits of two models
+    assert plan().training - plan("head_logits_memory=0").training == 2 * tokens * V * 4
 
 
-def test_a_vocabulary_of_many_tiles_is_planned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_of_many_tiles_is_planned_too(plan, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan().training
-    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 256)
-    assert 0 < plan.__wrapped__().training <= whole
+    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 16 * 24 * 64)
+    assert 0 < plan("seed=1").training <= whole
 
 
-def test_a_critic_is_planned_too() -> None:
-    settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4")
+def test_a_critic_is_planned_too(paths: tuple[str, str], plan) -> None:
+    settings = (*paths, "objective.advantage=gae", "critic.optimizer.learning_rate=1e-4")
     config = small_config(*settings)
     sizes = model_sizes(config)
-    assert sizes["critic"].parameters == sizes["policy"].parameters + 96 + 1  # a value head with a bias
+    assert sizes["critic"].parameters == sizes["policy"].parameters - 64 * V + 64 + 1  # a value head with a bias
     memory = plan_memory(config, sizes, 6)
     assert memory.gradients == 4 * sum(size.parameters for size in sizes.values())
     assert (
@@ -113,7 +130,7 @@ def test_an_engine_takes_its_cache_its_tokens_and_a_step(without_training) -> No
     assert several == 3 * rows * (policy + written + vocabulary)
 
 
-def test_checkpointed_activations_take_less() -> None:
+def test_checkpointed_activations_take_less(plan) -> None:
     long, short = plan("sampling.max_new_tokens=48"), plan()
     assert long.training > 1.5 * short.training
     assert plan("activation_checkpointing=true").training < short.training
@@ -125,9 +142,11 @@ def test_a_gradient_that_waits_for_the_iteration_is_counted(without_training) ->
     assert waiting.gradients == without_training("batch.mini_batch_size=8").gradients + 4 * writer
 
 
-def test_a_reference_is_read_too() -> None:
+def test_a_reference_is_read_too(paths: tuple[str, str], plan) -> None:
+    wide = paths[0].partition("=")[2].replace("policy", "reference")
     for estimate in ("exact", "k3"):
-        assert plan(f"objective.reference={{kl_loss_coef: 0.1, kl_loss_type: {estimate}}}").training > plan().training
+        settings = f"objective.reference={{path: {wide}, kl_loss_coef: 0.1, kl_loss_type: {estimate}}}"
+        assert plan(settings).training > plan().training
 
 
 def test_the_weights_that_an_adapter_changes_are_made_to_be_sent(without_training) -> None:
@@ -139,7 +158,7 @@ def test_the_weights_that_an_adapter_changes_are_made_to_be_sent(without_trainin
 
 
 def test_tensors_are_counted_while_they_are_there() -> None:
-    with tracked_fake_tensors() as tracker:
+    with FakeTensorMode(), MemoryTracker() as tracker:
         first = torch.zeros(256)
         view, second = first[1:], torch.zeros(512)
         assert tracker.alive == 4 * (256 + 512)
@@ -158,15 +177,9 @@ def test_tensors_are_counted_while_they_are_there() -> None:
     ],
 )
 def test_later_tiles_are_not_run_and_the_peak_is_the_same(
-    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: tuple[str, ...], paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two models with a vocabulary of 12 tiles, in micro-batches of one sequence."""
-    for name, width, layers in (("policy", 64, 2), ("rollout_model", 32, 1)):
-        shape = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, num_key_value_heads=2)
-        config = Qwen3Config(vocab_size=768, num_hidden_layers=layers, head_dim=16, **shape)
-        config.architectures = ["Qwen3ForCausalLM"]
-        config.save_pretrained(tmp_path / name)
-    paths = (f"policy.path={tmp_path / 'policy'}", f"rollout_model.path={tmp_path / 'rollout_model'}")
+    """Two models with a vocabulary of 5 tiles, in micro-batches of one sequence."""
     monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 24 * 64)
     config = small_config(*paths, "batch.micro_batch_tokens=30", *settings)
     found = dry_step.dry_step(config, micro_batch(config, 6))
@@ -174,7 +187,7 @@ def test_later_tiles_are_not_run_and_the_peak_is_the_same(
     assert found == pytest.approx(dry_step.dry_step(config, micro_batch(config, 6)), rel=0.01)
 
 
-def test_shapes_that_depend_on_values_are_planned_roughly(tmp_path) -> None:
+def test_shapes_that_depend_on_values_are_planned_roughly(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -190,6 +203,6 @@ def test_shapes_that_depend_on_values_are_planned_roughly(tmp_path) -> None:
         )
     )
     model.save_pretrained(tmp_path)
-    memory = plan(f"policy.path={tmp_path}", "rollout_model=null", "objective.correction=none")
+    memory = planned(f"policy.path={tmp_path}", "rollout_model=null", "objective.correction=none")
     assert memory.weights == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert memory.training is None and memory.peak > 4 * memory.weights

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from helpers.runs import run, weights
 from helpers.trainable import learned
-from jackpot.analysis.plan.tiny import TinyRun, replaced_models, tiny, tiny_run
-from jackpot.analysis.plan.tiny_models import PLAIN_TOKENS, SPECIAL_TOKENS, built_in_tokenizer
+from jackpot.analysis.plan.tiny import TinyRun, make_tiny, replaced_models, tiny
+from jackpot.analysis.plan.tiny_models import BYTES, own_tokenizer
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.config.engines import DraftConfig
@@ -27,11 +26,13 @@ from jackpot.rollout.tasks.math import Math
 MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
     "objective.overlong_buffer.len",
-    "task.train.source", "task.train.subset", "task.train.split", "task.train.limit", "task.test.limit",
-    "task.train.columns.problem", "task.train.columns.answer",
+    "task.train.source", "task.train.subset", "task.train.split", "task.train.limit",
+    "task.test.source", "task.test.subset", "task.test.split", "task.test.limit",
+    "task.train.columns.problem", "task.train.columns.answer", "task.train.answers",
+    "task.test.columns.problem", "task.test.columns.answer", "task.test.answers",
     "task.max_prompt_tokens", "task.reward_workers", "sampling.max_new_tokens", "sampling.stop_token_ids",
     "batch.prompts", "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens",
-    "evaluation.problems", "evaluation.k",
+    "evaluation.problems", "evaluation.k", "evaluation.benchmarks",
 }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def assert_only_the_size_changes(config: Config) -> None:
     assert result.evaluation.engine is None or result.evaluation.engine.name == "transformers"
     assert result.evaluation.problems <= 4 and min(config.evaluation.k, 2) == result.evaluation.k
     if config.task.name == "math":
-        assert result.task.train.limit == result.task.test.limit == 4
+        assert result.task.test.source.startswith("folder/data/test/")
         assert result.batch.micro_batch_tokens < 600 < config.batch.micro_batch_tokens
 
 
@@ -121,7 +122,7 @@ def test_lengths_keep_proportions_and_stop_tokens_meaning() -> None:
     overlong = {"len": 1024, "penalty_factor": 1.0}
     result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong_buffer": overlong}))
     assert result.objective.overlong_buffer.len == 4 and result.objective.overlong_buffer.penalty_factor == 1.0
-    assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (512 + 1,)  # <|end|>
+    assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (256,)  # <end>, after all bytes
     assert small(own()).sampling.stop_token_ids == ()
     assert small(own(sampling={"num_top_log_probs": 1000})).sampling.num_top_log_probs == 128
 
@@ -166,8 +167,7 @@ def test_an_engine_of_another_kind_keeps_drafts_and_head() -> None:
 def test_starters_and_small_models_of_ones_own_stay(tmp_path: Path) -> None:
     config = resolve("quickstart", None, [])
     assert (small(config).policy, small(config).rollout_model) == (config.policy, config.rollout_model)
-    with tiny_run(own(), tmp_path) as made:
-        folder = made.config.policy.path
+    folder = make_tiny(own(), tmp_path).config.policy.path
     config = own(policy={"path": folder})
     assert small(config).policy.path == folder
 
@@ -196,30 +196,30 @@ def large_model(folder: Path, words: int | None) -> str:
     """Save the config of a large model and, unless `words` is None, a tokenizer with that many words more."""
     Qwen2Config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
     if words is not None:
-        tokenizer = built_in_tokenizer()
+        tokenizer = own_tokenizer(BYTES)
         tokenizer.add_tokens([f"word{number}" for number in range(words)])
         tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-@pytest.mark.parametrize(("words", "why"), [(3, None), (None, "not on this disk"), (4, "they differ")])
-def test_all_models_keep_their_tokenizers_or_none(words: int | None, why: str | None, tmp_path: Path) -> None:
-    policy, rollout_model = large_model(tmp_path / "a", 3), large_model(tmp_path / "b", words)
+@pytest.mark.parametrize(("words", "others"), [(3, None), (3, 4), (None, 3)])
+def test_all_models_take_the_policys_tokenizer_or_bytes(words: int | None, others: int | None, tmp_path: Path) -> None:
+    policy, rollout_model = large_model(tmp_path / "a", words), large_model(tmp_path / "b", others)
     config = own(policy={"path": policy}, rollout_model={"path": rollout_model, "optimizer": None})
-    with tiny_run(config, tmp_path / "tiny") as made:
-        tokenizers = [load_tokenizer(model.path) for model in (made.config.policy, made.config.rollout_model)]
+    made = make_tiny(config, tmp_path / "tiny")
+    tokenizers = [load_tokenizer(model.path) for model in (made.config.policy, made.config.rollout_model)]
     check_same_tokenizer(*tokenizers)
-    assert ("word2" in tokenizers[0].get_vocab()) == (why is None)
+    assert ("word2" in tokenizers[0].get_vocab()) == (words is not None)
     listed = [recipe for key, recipe, _ in made.changes if key == "tokenizer"]
-    assert len(listed) == (why is not None) and all(why in recipe for recipe in listed)
+    assert listed == ([] if words else ["the policy's own (not on this disk)"])
 
 
-def test_a_small_model_is_replaced_beside_one_without_tokenizer(tmp_path: Path) -> None:
+def test_a_small_model_is_replaced_beside_a_large_one(tmp_path: Path) -> None:
     other = {"path": large_model(tmp_path / "b", None), "optimizer": None}
-    with tiny_run(own(policy={"path": "starter:policy"}, rollout_model=other), tmp_path / "tiny") as made:
-        paths = made.config.policy.path, made.config.rollout_model.path
-    assert paths[0] == str(tmp_path / "tiny" / "models" / "starter--policy")
-    check_same_tokenizer(*(load_tokenizer(path) for path in paths))
+    config = own(policy={"path": "starter:text_policy"}, rollout_model=other)
+    made = make_tiny(config, tmp_path / "tiny").config
+    assert made.policy.path == str(tmp_path / "tiny" / "models" / "starter--text_policy")
+    check_same_tokenizer(*(load_tokenizer(path) for path in (made.policy.path, made.rollout_model.path)))
 
 
 # Runs
@@ -244,27 +244,27 @@ def lines_of(made: TinyRun, folder: Path) -> list[dict]:
 def test_every_architecture_loads_generates_and_trains(path: str, other: str, tmp_path: Path) -> None:
     rollout_model = {"path": other, "optimizer": {"learning_rate": 1.0e-3}}
     config = own(policy={"path": path}, rollout_model=rollout_model, task={"template": "chat"})
-    with tiny_run(config, tmp_path / "tiny") as made:
-        before = AutoModelForCausalLM.from_pretrained(made.config.policy.path)
-        small_one = AutoModelForCausalLM.from_pretrained(made.config.rollout_model.path)
-        assert before.config.model_type == small_one.config.model_type == load_config(path).model_type
-        assert before.config.tie_word_embeddings == load_config(path).tie_word_embeddings
-        assert small_one.num_parameters() < before.num_parameters() / 2
-        lines = lines_of(made, tmp_path / "run")
+    made = make_tiny(config, tmp_path / "tiny")
+    before = AutoModelForCausalLM.from_pretrained(made.config.policy.path)
+    small_one = AutoModelForCausalLM.from_pretrained(made.config.rollout_model.path)
+    assert before.config.model_type == small_one.config.model_type == load_config(path).model_type
+    assert before.config.tie_word_embeddings == load_config(path).tie_word_embeddings
+    assert small_one.num_parameters() < before.num_parameters() / 2
+    lines = lines_of(made, tmp_path / "run")
     assert lines[1]["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < lines[1]["obrs/acceptance"] < 0.99
     after = weights(tmp_path / "run", "policy")
     moved = [not torch.equal(after[name], value) for name, value in before.state_dict().items() if name in after]
     assert len(moved) == len(after) and all(moved)
     saved = load_tokenizer(tmp_path / "run" / "checkpoints" / "last" / "policy")
-    assert saved.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [PLAIN_TOKENS + place for place in range(5)]
+    assert saved.eos_token_id == own_tokenizer(BYTES).eos_token_id and len(saved) > len(own_tokenizer(BYTES))
 
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyRun, list[dict]]:
     folder = tmp_path_factory.mktemp("joint")
     config = resolve("joint_3b", "jackpot", ["policy.optimizer.learning_rate=1e-3"])
-    with tiny_run(config, folder / "tiny") as made:
-        return folder, config, made, lines_of(made, folder)
+    made = make_tiny(config, folder / "tiny")
+    return folder, config, made, lines_of(made, folder)
 
 
 def test_a_recipe_runs_without_hub_or_data(joint) -> None:
@@ -273,7 +273,7 @@ def test_a_recipe_runs_without_hub_or_data(joint) -> None:
         assert math.isfinite(lines[2][f"eval/{benchmark}/mean_at_k"])
         rows = (folder / "eval" / f"iteration-000002-{benchmark}.jsonl").read_text().splitlines()
         assert len(rows) == 4 * 2
-    assert len(made.data) == 7 and all("made up in place of" in line for line in made.data)
+    assert len(made.data) == 5 and all("made up in place of" in line for line in made.data)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     shown = {(one["split"], one["source"], one["rows"]) for one in events if one["event"] == "data"}
     assert shown >= {("train", "math", 4), ("test", "math500", 4)}
@@ -288,29 +288,15 @@ def test_what_is_told_is_what_differs(joint) -> None:
     engines = {"engine", "evaluation.engine"}
     assert shown.keys() == {key for key in differing if not key.startswith(ENGINES)} | engines | {"tokenizer"}
     assert all((before[key], after[key]) == shown[key] for key in shown.keys() - engines - {"tokenizer"})
-    paths = f"{config.policy.path}, {config.rollout_model.path}"
-    assert shown["tokenizer"] == (
-        f"each model's own (not on this disk: {paths})",
-        "built-in byte-level, plain chat format",
-    )
+    assert shown["tokenizer"] == ("the policy's own (not on this disk)", "bytes, plain chat format")
 
 
 def test_the_same_again_finds_the_run_and_its_models(joint) -> None:
     folder, config, made, _ = joint
     stamps = {path: path.stat().st_mtime_ns for path in (folder / "tiny").rglob("*")}
-    with tiny_run(config, folder / "tiny") as again:
-        assert again.config == made.config and run(again.config, folder) == []
+    again = make_tiny(config, folder / "tiny")
+    assert again.config == made.config and run(again.config, folder) == []
     assert {path: path.stat().st_mtime_ns for path in (folder / "tiny").rglob("*")} == stamps
-
-
-def test_the_environment_is_as_before_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for before in (None, str(tmp_path)):
-        if before:
-            monkeypatch.setenv(DATA_FOLDER, before)
-        with pytest.raises(KeyError), tiny_run(own(), tmp_path / "tiny"):
-            assert os.environ[DATA_FOLDER] == str(tmp_path / "tiny" / "data")
-            raise KeyError
-        assert os.environ.get(DATA_FOLDER) == before
 
 
 # Data
@@ -325,27 +311,30 @@ def test_benchmarks_that_are_here_give_their_first_problems(tmp_path: Path, monk
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     real = [{"question": f"{number} " + "é" * 300, "answer": f"so\n#### 1{number}"} for number in range(9)]
     (tmp_path / "gsm8k_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in real))
-    with tiny_run(own(), tmp_path / "tiny") as made:
-        tokenizer = load_tokenizer(made.config.policy.path)
-    assert "gsm8k_train.jsonl: the first problems of gsm8k" in made.data
-    assert "gsm8k_test.jsonl: made up in place of the problems of gsm8k" in made.data
-    rows = rows_of(made, "gsm8k_train.jsonl")
-    assert [row["answer"] for row in rows] == [row["answer"] for row in real[:4]]
-    assert [row["question"] for row in rows] == [f"{number} " + "é" * 149 for number in range(4)]  # 300 bytes
-    ids = tokenizer.encode(r"\boxed{10}\boxed{13}\boxed{14}", add_special_tokens=False)
-    assert (
-        len(ids) > 3 and sum(token_id >= PLAIN_TOKENS + len(SPECIAL_TOKENS) for token_id in ids) == 2
-    )  # 14 is of the fifth
+    made = make_tiny(own(), tmp_path / "tiny")
+    assert made.data == [
+        "train/gsm8k.jsonl: the first problems of gsm8k",
+        "test/gsm8k.jsonl: made up in place of the problems of gsm8k",
+    ]
+    rows = rows_of(made, "train/gsm8k.jsonl")
+    assert [row["answer"] for row in rows] == [[f"1{number}"] for number in range(4)]
+    assert [row["problem"] for row in rows] == [f"{number} " + "é" * 149 for number in range(4)]  # 300 bytes
+    ids = load_tokenizer(made.config.policy.path).encode(r"\boxed{10}\boxed{13}\boxed{14}", add_special_tokens=False)
+    assert len(ids) > 3 and sum(token_id >= 258 for token_id in ids) == 2  # 14 is of the fifth
 
 
 def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps([{"q": f"what is {number}?", "a": number + 0.0, "when": "now"} for number in range(9)]))
-    data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}}
-    with tiny_run(own(task={"train": data, "test": data}), tmp_path / "tiny") as made:
-        lines_of(made, tmp_path / "run")
-    assert rows_of(made, "train-mine.jsonl") == rows_of(made, "test-mine.jsonl")
-    assert rows_of(made, "train-mine.jsonl")[3] == {"q": "what is 3?", "a": 3.0, "when": "now"}
+    data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}, "streaming": True}
+    config = own(task={"train": data, "test": data | {"streaming": False}}, evaluation={"benchmarks": [str(path)]})
+    made = make_tiny(config, tmp_path / "tiny")
+    lines = lines_of(made, tmp_path / "run")
+    files = ("train/mine.jsonl", "test/mine.jsonl", "benchmarks/mine.jsonl")
+    first, *others = (rows_of(made, file) for file in files)
+    assert all(rows == first for rows in others) and made.config.task.train.streaming
+    assert first[3] == {"id": "3", "problem": "what is 3?", "answer": ["3"]}
+    assert math.isfinite(lines[2]["eval/mine/mean_at_k"])
 
 
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])
@@ -353,9 +342,10 @@ def test_what_is_not_here_is_made_up_in_columns_of_its_own(source: str, tmp_path
     columns = {"problem": "{a.b} {c}", "answer": "reward_model.ground_truth", "options": ["x", "y"], "uid": "key"}
     train = {"source": source, "columns": columns, "answers": {"regex": "is (.*)"}}
     parts = {"subset": "all", "split": "part"}  # of the hub; a file has neither
-    with tiny_run(own(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny") as made:
-        assert made.config.task.train.columns == ColumnsConfig() and made.config.task.train.answers is None
-    rows = rows_of(made, Path(made.config.task.train.source).name)
+    made = make_tiny(own(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny")
+    settings = made.config.task.train
+    assert (settings.columns, settings.answers, settings.subset) == (ColumnsConfig(), None, None)
+    rows = [json.loads(line) for line in Path(settings.source).read_text().splitlines()]
     assert len(rows) == 4 and all(row.keys() == {"problem", "answer", "id"} for row in rows)
 
 
@@ -374,31 +364,29 @@ def test_each_source_gets_a_file_and_long_texts_are_cut(tmp_path: Path) -> None:
         {"source": str(tmp_path / "other" / "train.json"), "columns": {"problem": "{Body} {Question}"}, "weight": 2.0},
         "gsm8k",
     ]
-    with tiny_run(own(task={"train": train, "test": "gsm8k"}), tmp_path / "tiny") as made:
-        task = Math(built_in_tokenizer(), made.config.task)
-        room = made.config.batch.micro_batch_tokens - made.config.sampling.max_new_tokens
-        assert all(len(task.prompt("train", index).token_ids) <= room for index in range(12))
-    names = [Path(one.source).name for one in made.config.task.train]
-    assert names == ["train-train.jsonl", "train1-train.jsonl", "gsm8k"]
+    made = make_tiny(own(task={"train": train, "test": "gsm8k"}), tmp_path / "tiny")
+    task = Math(own_tokenizer(BYTES), made.config.task)
+    room = made.config.batch.micro_batch_tokens - made.config.sampling.max_new_tokens
+    assert all(len(task.prompt("train", index).token_ids) <= room for index in range(12))
+    files = ["train/train.jsonl", "train1/train.jsonl", "train2/gsm8k.jsonl"]
+    assert [one.source for one in made.config.task.train] == [str(tmp_path / "tiny" / "data" / file) for file in files]
     assert [one.weight for one in made.config.task.train] == [1.0, 2.0, 1.0]
-    (system, user), body = rows_of(made, names[0])[0]["prompt"], rows_of(made, names[1])[0]
-    assert len(system["content"]) + len(user["content"]) <= 300 and len(body["Body"]) + len(body["Question"]) <= 300
+    (system, user), body = (rows_of(made, file)[0]["problem"] for file in files[:2])
+    assert (system["role"], user["role"]) == ("system", "user")
+    assert len(system["content"]) + len(user["content"]) == len(body) == 300
 
 
 def test_what_is_wrong_with_the_data_is_told_as_in_any_run(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DataError, match="unknown benchmark 'gsm8kk'"),
-        tiny_run(own(task={"train": "gsm8kk"}), tmp_path),
-    ):
-        pass
+    with pytest.raises(DataError, match="unknown benchmark 'gsm8kk'"):
+        make_tiny(own(task={"train": "gsm8kk"}), tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     config = own(task={"train": str(tmp_path / "bad.jsonl")})
-    with pytest.raises(DataError, match="no column 'problem'"), tiny_run(config, tmp_path / "tiny"):
-        pass
+    with pytest.raises(DataError, match="no column 'problem'"):
+        make_tiny(config, tmp_path / "tiny")
 
 
 def test_another_recipe_in_the_folder_of_a_run_is_refused(joint) -> None:
     folder = joint[0]
-    config = resolve("joint_4b", "jackpot", [])
-    with pytest.raises(CheckpointError, match="other settings"), tiny_run(config, folder / "tiny") as made:
+    made = make_tiny(resolve("joint_4b", "jackpot", []), folder / "tiny")
+    with pytest.raises(CheckpointError, match="other settings"):
         run(made.config, folder)

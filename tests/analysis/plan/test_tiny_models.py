@@ -6,22 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from jackpot.analysis.plan.tiny_models import (
-    END,
-    LARGE,
-    PLAIN_TOKENS,
-    SMALL,
-    SPECIAL_TOKENS,
-    built_in_tokenizer,
-    own_tokenizer,
-    save_tiny,
-    with_answers,
-)
+from jackpot.analysis.plan.tiny_models import BYTES, LARGE, SMALL, own_tokenizer, save_tiny
 from jackpot.models.load import check_same_tokenizer, load_config, load_model, load_tokenizer, load_value_model
-from jackpot.rollout.tasks.templates import Template
 
 ANSWERS = ["72", r"\frac{1}{2}", "72"]
-TEXT = "Natalia's clips: $x^2 + \\frac{1}{3}$ é 漢\n\n  #### 12"
+PLAIN = 258  # bytes, padding and the end
 ARCHITECTURES = {
     "Qwen/Qwen3-8B-Base": "Qwen3ForCausalLM",
     "Qwen/Qwen2.5-3B": "Qwen2ForCausalLM",
@@ -34,7 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     top, configs = tmp_path_factory.mktemp("tiny"), {}
     for name in ARCHITECTURES:
         configs[name] = AutoConfig.for_model("llama") if "lama" in name else load_config(name)
-        save_tiny(top / name, configs[name], LARGE, built_in_tokenizer(), ANSWERS, seed=0)
+        save_tiny(top / name, configs[name], LARGE, BYTES, ANSWERS, seed=0)
     return {name: top / name for name in ARCHITECTURES}
 
 
@@ -46,39 +35,22 @@ def test_a_model_loads_with_its_tokenizer(folders: dict[str, Path], name: str) -
     assert (head is embedding) == (name == "Qwen/Qwen2.5-3B")
     assert len(tokenizer) < len(head) and len(head) % 64 == 0  # wider than the vocabulary, as the real ones are
     assert sum(parameter.numel() for parameter in model.parameters()) < 300_000
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(END)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
     value = load_value_model(folders[name], torch.float32)
     assert value(input_ids=torch.tensor([[1, 2]])).logits.abs().max() == 0.0
-
-
-def test_text_comes_back_and_special_tokens_are_one_token_each() -> None:
-    tokenizer = built_in_tokenizer()
-    ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    assert tokenizer.decode(ids) == TEXT and max(ids) < PLAIN_TOKENS and len(ids) < len(TEXT.encode())
-    for place, token in enumerate(SPECIAL_TOKENS):
-        assert tokenizer.encode(token, add_special_tokens=False) == [PLAIN_TOKENS + place]
-        assert tokenizer.decode([PLAIN_TOKENS + place], skip_special_tokens=True) == ""
-    assert tokenizer.encode("", add_special_tokens=True) == []
 
 
 def test_each_answer_is_one_token_whatever_stands_around_it(folders: dict[str, Path]) -> None:
     tokenizer = load_tokenizer(folders["Qwen/Qwen2.5-3B"])
     for text in (r"\boxed{72}", r" \boxed{\frac{1}{2}}", r"$\boxed{72}$", r"\boxed{72}."):
         [token_id] = tokenizer.encode(text, add_special_tokens=False)
-        assert token_id >= PLAIN_TOKENS and tokenizer.decode([token_id], skip_special_tokens=True) == text
-
-
-def test_a_chat_has_a_line_for_each_role() -> None:
-    tokenizer = built_in_tokenizer()
-    chat = Template("chat", tokenizer, instruction="", system_prompt="S")
-    assert chat.text("Q") == "<|system|>\nS<|end|>\n<|user|>\nQ<|end|>\n<|assistant|>\n"
-    assert tokenizer.decode(chat.token_ids(chat.text("Q"))) == chat.text("Q")
+        assert token_id >= PLAIN and tokenizer.decode([token_id], skip_special_tokens=True) == text
 
 
 def test_two_sizes_share_a_vocabulary(tmp_path: Path) -> None:
     like = load_config("Qwen/Qwen3-8B-Base")
     for name, size, seed in (("a", LARGE, 3), ("b", LARGE, 3), ("c", LARGE, 4), ("d", SMALL, 3)):
-        save_tiny(tmp_path / name, like, size, built_in_tokenizer(), ["1"], seed)
+        save_tiny(tmp_path / name, like, size, BYTES, ["1"], seed)
     large, again, other, small = (load_model(tmp_path / name, torch.float32) for name in "abcd")
     check_same_tokenizer(load_tokenizer(tmp_path / "a"), load_tokenizer(tmp_path / "d"))
     assert all(one.equal(two) for one, two in zip(large.parameters(), again.parameters(), strict=True))
@@ -87,22 +59,25 @@ def test_two_sizes_share_a_vocabulary(tmp_path: Path) -> None:
     assert small.lm_head.weight.shape[0] == large.lm_head.weight.shape[0]
 
 
-def test_answers_do_not_move_the_special_tokens() -> None:
-    few, many = with_answers(built_in_tokenizer(), ["9" * 101]), with_answers(built_in_tokenizer(), map(str, range(50)))
-    assert all(few.convert_tokens_to_ids(token) == many.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
-    assert len(few) == PLAIN_TOKENS + len(SPECIAL_TOKENS) and len(many) == len(few) + 12 * 50
+def test_answers_come_after_all_tokens_and_long_ones_do_not(tmp_path: Path) -> None:
+    like = load_config("Qwen/Qwen3-8B-Base")
+    for name, answers in (("few", ["9" * 101]), ("many", [*map(str, range(50))])):
+        save_tiny(tmp_path / name, like, SMALL, BYTES, answers, seed=0)
+    few, many = (load_tokenizer(tmp_path / name) for name in ("few", "many"))
+    assert few.get_vocab() == own_tokenizer(BYTES).get_vocab() and few.get_vocab().items() <= many.get_vocab().items()
+    assert len(few) == PLAIN and len(many) == PLAIN + 12 * 50
 
 
 def test_a_folders_tokenizer_is_taken_and_answers_occur(tmp_path: Path) -> None:
     """A tokenizer of 20,000 tokens: of 12 answer tokens, each in a hundred samples has one."""
-    tokenizer = built_in_tokenizer()
+    tokenizer = own_tokenizer(BYTES)
     tokenizer.add_tokens([f"word{number}" for number in range(20_000)])
     tokenizer.save_pretrained(tmp_path / "large")
     like = load_config("Qwen/Qwen3-8B-Base")
     like.save_pretrained(tmp_path / "large")
-    save_tiny(tmp_path / "tiny", like, LARGE, own_tokenizer(str(tmp_path / "large")), ["7"], seed=0)
+    save_tiny(tmp_path / "tiny", like, LARGE, str(tmp_path / "large"), ["7"], seed=0)
     model, saved = load_model(tmp_path / "tiny", torch.float32), load_tokenizer(tmp_path / "tiny")
-    assert len(saved) == len(tokenizer) + 12 and saved.convert_tokens_to_ids("word5") == PLAIN_TOKENS + 5 + 5
+    assert len(saved) == len(tokenizer) + 12 and saved.convert_tokens_to_ids("word5") == PLAIN + 5
     with torch.no_grad():
         probs = model(input_ids=torch.arange(300)[None]).logits[0].softmax(dim=-1)
     assert 0.01 < probs[:, len(tokenizer) : len(saved)].sum(dim=-1).mean().item() < 0.5

@@ -5,14 +5,14 @@ sums, and a few numbers of each response.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from jackpot.analysis.mismatch.tokens import TokenMismatch
-from jackpot.core.bands import POSITIONS, band_masks, band_names
+from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.errors import DataError
 from jackpot.core.metrics import ClusteredMean
 from jackpot.core.statistics import Estimate, Sample
@@ -36,7 +36,7 @@ class ResponseGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBand:
-    """The numbers of tokens in one band of positions or entropies."""
+    """The numbers of tokens in one band of lengths of their response, of positions or of entropies."""
 
     name: str
     tokens: int
@@ -45,29 +45,6 @@ class TokenBand:
     k1: Estimate
     k3: Estimate
     kl: tuple[Estimate, Estimate] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthBand:
-    """The numbers of responses in one band of lengths; means and errors over responses."""
-
-    name: str
-    responses: int
-    max_gap: Estimate
-    mean_gap: Estimate
-    high: int  # responses whose largest gap is above HIGH_GAP
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthRow:
-    """The gaps of one kind of response to every prompt; means and errors over prompts."""
-
-    name: str
-    tokens: float  # mean number of tokens per prompt
-    max_gap: Estimate  # largest |p - q| per prompt
-    mean_gap: Estimate  # mean |p - q| per prompt
-    high: int  # prompts whose largest gap is above HIGH_GAP
-    each: tuple[float, ...]  # the largest gap to every prompt, largest first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,59 +72,19 @@ class MismatchNumbers:
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
-    by_length: tuple[LengthBand, ...]
-    by_position: tuple[TokenBand, ...]
-    by_entropy: tuple[TokenBand, ...]  # by the entropy of the learner's distribution; empty where it is unknown
+    bands: dict[str, tuple[TokenBand, ...]]  # of length, position and the learner's entropy; none where it is unknown
     each: tuple[ResponseGap, ...]
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
-
-
-class _BandSums:
-    """The sums of one band of tokens."""
-
-    def __init__(self) -> None:
-        self.columns: dict[str, ClusteredMean] = {}
-        self.largest = -math.inf
-
-    def add(self, columns: dict[str, Tensor], here: Tensor) -> None:
-        """Add the tokens of one response that lie in the band, where `here` [N] is True."""
-        if bool(here.any()):
-            for name, values in columns.items():
-                added = ClusteredMean.of(values[here], here[here])
-                self.columns[name] = self.columns[name] + added if name in self.columns else added
-            self.largest = max(self.largest, float(columns["gap"][here].max()))
-
-    @property
-    def means(self) -> dict[str, Estimate]:
-        """The mean of every column."""
-        return {name: mean for name, sums in self.columns.items() if (mean := sums.estimate)}
-
-    def bounds(self, name: str) -> tuple[Estimate, Estimate] | None:
-        """Return the means of a lower and of an upper bound; None where they are unknown."""
-        means = self.means
-        return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
-
-    def band(self, name: str) -> TokenBand:
-        """Return the means of the band."""
-        means = self.means
-        return TokenBand(
-            name=name,
-            tokens=int(self.columns["gap"].count),
-            gap=means["gap"],
-            max_gap=self.largest,
-            k1=means["k1"],
-            k3=means["k3"],
-            kl=self.bounds("kl"),
-        )
 
 
 class MismatchSums:
     """Sums the gaps of responses, in any order, and returns the numbers of all."""
 
     def __init__(self) -> None:
-        self._all = _BandSums()
-        self._positions = [_BandSums() for _ in POSITIONS]
-        self._entropies = [_BandSums() for _ in ENTROPY_BANDS]
+        self._sums: ClusteredMean | None = None  # [bands, columns]
+        self._largest = torch.tensor(-math.inf)  # gap in each band
+        self._bands: list[tuple[str, str]] = []  # kind and name
+        self._columns: list[str] = []
         self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []
         self._pairs: list[Tensor] = []
@@ -155,19 +92,18 @@ class MismatchSums:
 
     def add(self, uid: str, tokens: TokenMismatch) -> None:
         """Add one response; a response without a sampled token is ignored."""
-        if not len(tokens.gap):
+        gap, columns, masks = tokens.gap, _columns(tokens), _masks(tokens)
+        if not len(gap):
             return
 
-        columns = _columns(tokens)
-        self._all.add(columns, torch.ones(len(tokens.gap), dtype=torch.bool))
-        for sums, here in zip(self._positions, band_masks(tokens.position, POSITIONS).values(), strict=True):
-            sums.add(columns, here)
-        if tokens.entropy is not None:
-            entropy = tokens.entropy.clamp(min=0.0)  # rounding can leave a little less than 0
-            for sums, here in zip(self._entropies, band_masks(entropy, ENTROPY_BANDS).values(), strict=True):
-                sums.add(columns, here)
+        here, values = torch.stack([*masks.values()]), torch.stack([*columns.values()])
+        y = torch.where(here[:, None], values, 0.0).sum(-1)
+        n = here.sum(-1, keepdim=True).double().expand_as(y)
+        added = ClusteredMean(y, n, y.square(), y * n, n.square(), (n > 0).double())
+        self._sums = self._sums + added if self._sums else added
+        self._largest = torch.maximum(self._largest, torch.where(here, gap, -math.inf).amax(-1))
+        self._bands, self._columns = [*masks], [*columns]
 
-        gap = tokens.gap
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )
@@ -184,35 +120,82 @@ class MismatchSums:
         if not self._responses:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
-        means, ratios = self._all.means, torch.cat(self._log_ratios)
-        every = _length_band("all", self._responses)
+        means, ratios = self._means(0), torch.cat(self._log_ratios)
+        largest, typical = (
+            Sample(tuple(getattr(one, name) for one in self._responses)).estimate for name in ("max_gap", "mean_gap")
+        )
+        bands: dict[str, tuple[TokenBand, ...]] = {}
+        for row, (kind, name) in enumerate(self._bands):
+            if row and (band := self._band(row, name)):
+                bands[kind] = (*bands.get(kind, ()), band)
         return MismatchNumbers(
             responses=len(self._responses),
             tokens=len(ratios),
-            max_gap=self._all.largest,
+            max_gap=float(self._largest[0]),
             gap=means["gap"],
-            response_max_gap=every.max_gap,
-            response_mean_gap=every.mean_gap,
-            high=every.high,
+            response_max_gap=largest,
+            response_mean_gap=typical,
+            high=sum(one.max_gap > HIGH_GAP for one in self._responses),
             log_gap=means["log_gap"],
             other_token=means.get("other_token"),
             other_experts=means.get("other_experts"),
             k1=means["k1"],
             k3=means["k3"],
-            kl=self._all.bounds("kl"),
+            kl=_bounds(means, "kl"),
             kl_is_exact=self._is_exact,
-            variation=self._all.bounds("variation"),
+            variation=_bounds(means, "variation"),
             ratio=means["ratio"],
             quantiles=_quantiles(ratios),
             above=float((ratios > math.log(FAR)).double().mean()),
             below=float((ratios < -math.log(FAR)).double().mean()),
             support=means.get("support"),
-            by_length=_by_length(self._responses),
-            by_position=_bands(self._positions, band_names(POSITIONS)),
-            by_entropy=_bands(self._entropies, band_names(ENTROPY_BANDS)),
+            bands=bands,
             each=tuple(self._responses),
             drawn=_drawn(torch.cat(self._pairs)),
         )
+
+    def _means(self, row: int) -> dict[str, Estimate]:
+        """Return the mean of every column in a band; none in a band without tokens."""
+        sums = self._sums
+        assert sums is not None  # there is a response
+        parts = [getattr(sums, part.name)[row] for part in fields(sums)]
+        every = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *parts, strict=True)}
+        return {name: mean for name, mean in every.items() if mean}
+
+    def _band(self, row: int, name: str) -> TokenBand | None:
+        """Return the numbers of a band; None where it has no tokens."""
+        means = self._means(row)
+        if not means:
+            return None
+        return TokenBand(
+            name=name,
+            tokens=int(self._sums.count[row, 0]) if self._sums else 0,
+            gap=means["gap"],
+            max_gap=float(self._largest[row]),
+            k1=means["k1"],
+            k3=means["k3"],
+            kl=_bounds(means, "kl"),
+        )
+
+
+def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimate] | None:
+    """Return the means of a lower and of an upper bound; None where they are unknown."""
+    return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
+
+
+def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
+    """Return which tokens lie in each band, [N] bool, by its kind and name; the first one has all."""
+    kinds: dict[str, tuple[Tensor, Sequence[float]]]
+    kinds = {"length": (torch.full_like(tokens.position, len(tokens.gap)), POSITIONS)}
+    kinds["position"] = (tokens.position, POSITIONS)
+    masks = {("all", ""): torch.ones(len(tokens.gap), dtype=torch.bool)}
+    if tokens.entropy is not None:
+        kinds["entropy"] = (tokens.entropy.clamp(min=0.0), ENTROPY_BANDS)  # rounding can leave a little less than 0
+    return masks | {
+        (kind, name): here
+        for kind, (values, starts) in kinds.items()
+        for name, here in band_masks(values, starts).items()
+    }
 
 
 def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
@@ -232,29 +215,6 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
     return columns | {name: values for name, values in others.items() if values is not None}
 
 
-def _bands(sums: Sequence[_BandSums], names: Sequence[str]) -> tuple[TokenBand, ...]:
-    """Return the bands that have a token."""
-    return tuple(band.band(name) for band, name in zip(sums, names, strict=True) if band.columns)
-
-
-def _by_length(responses: Sequence[ResponseGap]) -> tuple[LengthBand, ...]:
-    """Return the bands that have a response."""
-    masks = band_masks(torch.tensor([response.tokens for response in responses]), POSITIONS)
-    chosen = {name: [responses[row] for row in here.nonzero()[:, 0].tolist()] for name, here in masks.items()}
-    return tuple(_length_band(name, members) for name, members in chosen.items() if members)
-
-
-def _length_band(name: str, responses: Sequence[ResponseGap]) -> LengthBand:
-    """Average the gaps over responses, each counting once."""
-    return LengthBand(
-        name=name,
-        responses=len(responses),
-        max_gap=Sample(tuple(response.max_gap for response in responses)).estimate,
-        mean_gap=Sample(tuple(response.mean_gap for response in responses)).estimate,
-        high=sum(response.max_gap > HIGH_GAP for response in responses),
-    )
-
-
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
     """Return quantiles of the ratio: the smallest value that at least this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
@@ -268,45 +228,3 @@ def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})
     return tuple((float(p), float(q)) for p, q in pairs[rows].tolist())
-
-
-def compare_lengths(long: Sequence[Tensor], short: Sequence[Sequence[Tensor]], limit: int) -> tuple[LengthRow, ...]:
-    """Return a row each for the long response, its beginning, the first short one and all short ones.
-
-    This is the control of the TIS post: several short responses together have as many tokens as a long one, and so as
-    many chances of a large gap. A larger gap of the long one comes from its length. Its beginning, of a short one's
-    length, shows whether the difference comes from the last tokens only.
-
-    Args:
-        long: |p - q| of the long response to each prompt, [N] each.
-        short: |p - q| of the short responses to the same prompts, in the same order; equally many to each.
-        limit: most tokens of a short response, and of the beginning.
-
-    Prompts with an empty response are left out.
-    """
-    pairs = [(gaps, several) for gaps, several in zip(long, short, strict=True) if len(gaps) and all(map(len, several))]
-    if not pairs:
-        return ()
-
-    count = len(pairs[0][1])
-    texts = {
-        f"1 of up to {limit * count} tokens": [[gaps] for gaps, _ in pairs],
-        f"its first {limit} tokens": [[gaps[:limit]] for gaps, _ in pairs],
-        f"1 of up to {limit} tokens": [[several[0]] for _, several in pairs],
-        f"{count} of up to {limit} tokens": [list(several) for _, several in pairs],
-    }
-    return tuple(_length_row(name, each) for name, each in texts.items())
-
-
-def _length_row(name: str, texts: Sequence[Sequence[Tensor]]) -> LengthRow:
-    largest = [max(float(gaps.max()) for gaps in parts) for parts in texts]
-    tokens = [sum(map(len, parts)) for parts in texts]
-    means = [sum(float(gaps.sum()) for gaps in parts) / n for parts, n in zip(texts, tokens, strict=True)]
-    return LengthRow(
-        name=name,
-        tokens=sum(tokens) / len(tokens),
-        max_gap=Sample(tuple(largest)).estimate,
-        mean_gap=Sample(tuple(means)).estimate,
-        high=sum(gap > HIGH_GAP for gap in largest),
-        each=tuple(sorted(largest, reverse=True)),
-    )

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.mismatch.learner import LearnerScores, learner_model, learner_scores
-from jackpot.analysis.mismatch.measure import LengthRow, MismatchNumbers, MismatchSums, compare_lengths
+from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
 from jackpot.config.config import Sampling
@@ -53,7 +53,6 @@ class MismatchPair:
     vocabulary: int
     numbers: MismatchNumbers
     layers: tuple[LayerDifference, ...]  # which sampler and learner compute in different number formats
-    lengths: tuple[LengthRow, ...]  # one long response against several short ones; empty where not requested for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +61,6 @@ class MismatchResult:
 
     settings: dict[str, Any]  # as `MismatchConfig` has them
     pairs: tuple[MismatchPair, ...]
-
-
-# the responses of one sampler, equally many to each prompt, prompt by prompt, and what it says of them
-_Sampled = tuple[Sequence[Rollout], Sequence[SamplerScores]]
 
 
 def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> MismatchResult:
@@ -98,12 +93,31 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
 
         for name, sampler in zip(samplers, config.samplers, strict=True):
             listen(f"{name} generates")
-            sampled = _sample(config, sampler, tasks, tokenizer, device)
+            rollouts, scores = _sample(config, sampler, tasks, tokenizer, device)
             for learner_name, learner in zip(learners, config.learners, strict=True):
                 listen(f"{learner_name} scores the responses of {name}")
                 temperature = learner.temperature or config.sampling.temperature
-                scored = _learner_scores(learner, [rollouts for rollouts, _ in sampled], temperature, device)
-                pairs.append(_pair((name, learner_name), (sampler, learner), sampled, scored, config))
+                read = _learner_scores(learner, rollouts, temperature, device)
+                sums = MismatchSums()
+                for by, reading in zip(scores, read, strict=True):
+                    sums.add(by.uid, token_mismatch(by, reading))
+                numbers, formats = sums.numbers(), [_formats(side, device.type) for side in (sampler, learner)]
+                varying = [
+                    side for side, role in ((name, config.samplers), (learner_name, config.learners)) if len(role) > 1
+                ]
+                pairs.append(
+                    MismatchPair(
+                        name=varying[0] if len(varying) == 1 else f"{name} | {learner_name}",
+                        sampler=name,
+                        learner=learner_name,
+                        verdict=verdict(sampler, learner, device.type, config.sampling, numbers.gap.value),
+                        cut=sum(rollout.finish == "length" for rollout in rollouts) / len(rollouts),
+                        top_log_probs=scores[0].top_ids.shape[1],
+                        vocabulary=scores[0].vocabulary,
+                        numbers=numbers,
+                        layers=layer_differences(*formats),
+                    )
+                )
     return MismatchResult(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
 
 
@@ -113,43 +127,25 @@ def _sample(
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-) -> list[_Sampled]:
-    """Generate the responses, and apart from them the short ones if any, so that these change no batch of the others.
-
-    Every sampler has the same prompts and the same random numbers.
-    """
+) -> tuple[list[Rollout], list[SamplerScores]]:
+    """Generate the responses. Every sampler has the same prompts and the same random numbers."""
     with closing(make_engine(sampler.engine, sampler.path, device, _VERSION)) as engine:
         vocabulary = engine.capabilities.vocab_size
         settings = config.sampling.model_dump() | {"num_top_log_probs": _top_log_probs(config, engine.capabilities)}
         sampling = Sampling.model_validate(settings)
-        sets = [_requests(config, tasks, sampling, range(1))]
-        if config.short:
-            brief = sampling.model_copy(update={"max_new_tokens": _short_limit(config, config.short)})
-            sets.append(_requests(config, tasks, brief, range(1, 1 + config.short)))
-        sampled = [
-            [
-                rollout
-                for task, requests in requested
-                for rollout in generate_rollouts(engine, task, tokenizer, requests)
-            ]
-            for requested in sets
+        rollouts = [
+            rollout
+            for task, requests in _requests(config, tasks, sampling)
+            for rollout in generate_rollouts(engine, task, tokenizer, requests)
         ]
 
-    sides = [[sampler_scores(rollout, vocabulary, sampling.truncated) for rollout in rollouts] for rollouts in sampled]
+    scores = [sampler_scores(rollout, vocabulary, sampling.truncated) for rollout in rollouts]
     has_experts = isinstance(sampler.engine, TransformersEngineConfig) and expert_layers(load_meta_model(sampler.path))
     if config.reread or has_experts:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
-        scored = _learner_scores(as_learner, sampled, sampling.temperature, device)
-        sides = [
-            [_read_again(side, scores, config.reread) for side, scores in zip(*both, strict=True)]
-            for both in zip(sides, scored, strict=True)
-        ]
-    return list(zip(sampled, sides, strict=True))
-
-
-def _short_limit(config: MismatchConfig, short: int) -> int:
-    """Return the tokens that a short response has at most."""
-    return max(1, config.sampling.max_new_tokens // short)
+        read = _learner_scores(as_learner, rollouts, sampling.temperature, device)
+        scores = [_read_again(*both, config.reread) for both in zip(scores, read, strict=True)]
+    return rollouts, scores
 
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
@@ -157,46 +153,39 @@ def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
     vocabulary, most = capabilities.vocab_size, capabilities.num_top_log_probs
     if config.top_log_probs is not None:
         return min(config.top_log_probs, vocabulary)
-    tokens = config.responses * config.sampling.max_new_tokens * (2 if config.short else 1)
+    tokens = config.responses * config.sampling.max_new_tokens
     is_small = vocabulary * tokens <= _MOST_LOG_PROBS and most >= vocabulary
     return vocabulary if is_small else min(_TOP_LOG_PROBS, most)
 
 
 def _requests(
-    config: MismatchConfig, tasks: Sequence[Task], sampling: Sampling, samples: range
+    config: MismatchConfig, tasks: Sequence[Task], sampling: Sampling
 ) -> Iterator[tuple[Task, list[Request]]]:
-    """Yield the requests of one set of responses, which are spread evenly over the tasks.
-
-    Args:
-        samples: the numbers of the responses to one prompt.
-    """
+    """Yield the requests for the responses, which are spread evenly over the tasks."""
     for number, task in enumerate(tasks):
         count = config.responses // len(tasks) + (number < config.responses % len(tasks))
-        keys = [
-            (prompt, ("mismatch", number, prompt.uid, sample))
-            for prompt in PromptStream(task, "test", config.seed).next(count)
-            for sample in samples
-        ]
-        requests = [
-            Request(uid="/".join(map(str, key)), prompt=prompt, seed=fold_in(config.seed, *key), sampling=sampling)
-            for prompt, key in keys
-        ]
-        yield task, requests
+        prompts = PromptStream(task, "test", config.seed).next(count)
+        keys = [("mismatch", number, prompt.uid, 0) for prompt in prompts]
+        yield (
+            task,
+            [
+                Request(uid="/".join(map(str, key)), prompt=prompt, seed=fold_in(config.seed, *key), sampling=sampling)
+                for prompt, key in zip(prompts, keys, strict=True)
+            ],
+        )
 
 
 def _learner_scores(
-    learner: LearnerConfig, sampled: Sequence[Sequence[Rollout]], temperature: float, device: torch.device
-) -> list[list[LearnerScores]]:
+    learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device
+) -> list[LearnerScores]:
     """Score the responses: transformers gives whole distributions, every other engine single tokens."""
     if isinstance(learner.engine, TransformersEngineConfig):
         model = learner_model(learner.engine, learner.path, device)
-        cast = DTYPES[learner.autocast] if learner.autocast else None
-        return [list(learner_scores(model, rollouts, temperature, cast)) for rollouts in sampled]
+        return list(
+            learner_scores(model, rollouts, temperature, DTYPES[learner.autocast] if learner.autocast else None)
+        )
     with closing(make_engine(learner.engine, learner.path, device, _VERSION)) as engine:
-        return [
-            [LearnerScores(log_probs=log_probs.double()) for log_probs in engine.score(rollouts, temperature)]
-            for rollouts in sampled
-        ]
+        return [LearnerScores(log_probs=log_probs.double()) for log_probs in engine.score(rollouts, temperature)]
 
 
 def _read_again(side: SamplerScores, scores: LearnerScores, reread: bool) -> SamplerScores:
@@ -212,42 +201,6 @@ def _read_again(side: SamplerScores, scores: LearnerScores, reread: bool) -> Sam
         none = side.top_ids[:, :0]
         return replace(side, log_probs=scores.log_probs, top_ids=none, top_log_probs=none.double())
     return replace(side, log_probs=scores.log_probs, top_log_probs=scores.top_log_probs)
-
-
-def _pair(
-    names: tuple[str, str],
-    sides: tuple[SideConfig, LearnerConfig],
-    sampled: Sequence[_Sampled],
-    scored: Sequence[Sequence[LearnerScores]],
-    config: MismatchConfig,
-) -> MismatchPair:
-    """Compare a sampler with a learner on the responses, and on the short ones if there are any."""
-    tokens = [list(map(token_mismatch, scores, read)) for (_, scores), read in zip(sampled, scored, strict=True)]
-    (rollouts, scores), device = sampled[0], pick_device(config.device).type
-    sums = MismatchSums()
-    for side, mismatch in zip(scores, tokens[0], strict=True):
-        sums.add(side.uid, mismatch)
-    numbers = sums.numbers()
-
-    lengths: tuple[LengthRow, ...] = ()
-    if config.short:
-        long, short = ([mismatch.gap for mismatch in of_responses] for of_responses in tokens)
-        groups = [short[first : first + config.short] for first in range(0, len(short), config.short)]
-        lengths = compare_lengths(long, groups, _short_limit(config, config.short))
-
-    varying = [name for name, role in zip(names, (config.samplers, config.learners), strict=True) if len(role) > 1]
-    return MismatchPair(
-        name=varying[0] if len(varying) == 1 else " | ".join(names),
-        sampler=names[0],
-        learner=names[1],
-        verdict=verdict(*sides, device, config.sampling, numbers.gap.value),
-        cut=sum(rollout.finish == "length" for rollout in rollouts) / len(rollouts),
-        top_log_probs=scores[0].top_ids.shape[1],
-        vocabulary=scores[0].vocabulary,
-        numbers=numbers,
-        layers=layer_differences(*(_formats(side, device) for side in sides)),
-        lengths=lengths,
-    )
 
 
 def _formats(side: SideConfig, device: str) -> dict[str, str]:

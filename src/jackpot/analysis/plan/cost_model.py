@@ -170,26 +170,6 @@ class Drafts(NamedTuple):
     acceptance: float  # probability that one is accepted where those before it were
 
 
-class Decoding(NamedTuple):
-    """Holds the seconds that one engine takes for each part of decoding. A step gives every sequence one token."""
-
-    overhead: float  # of a step, for scheduling, launching and sampling
-    step_moved: float  # of a step, to read the weights
-    pair_moved: float  # of a (query, key) pair, to read the key and its value
-    token_flops: float  # of a token, for its operations
-    pair_flops: float  # of a pair, for its operations
-
-    def seconds(self, steps: float, tokens: float, pairs: float) -> float:
-        """Return the seconds of some steps.
-
-        Args:
-            tokens: number of tokens decoded, of all sequences.
-            pairs: number of (query, key) pairs whose query is one of these tokens.
-        """
-        moved = steps * self.step_moved + pairs * self.pair_moved
-        return max(moved, tokens * self.token_flops + pairs * self.pair_flops) + steps * self.overhead
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpeed:
     """Computes how fast an engine generates, from its model, limits and GPUs."""
@@ -217,43 +197,29 @@ class EngineSpeed:
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:
         """Return the seconds in which some engines generate `sequences` responses each, the longest of all last.
 
-        With k drafts a pass of the model reads k + 1 tokens, and the other model takes k passes over as many before it.
+        A step gives every sequence one token. With k drafts a pass of the model reads k + 1 tokens, and the other model
+        takes k passes over as many before it, which together stand for several steps.
         """
         concurrent = self.concurrent(sequences, lengths)
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
-        return self.decoding(gpu).seconds(steps, tokens, pairs) + sequences * self.prefill(lengths.prompt)
 
-    def decoding(self, gpu: Gpu) -> "Decoding":
-        """Return what decoding takes, without reading prompts."""
-        count = self.drafts.tokens if self.drafts else 0
-        given = tokens_per_verification(self.drafts.acceptance, count) if self.drafts else 1.0  # tokens of a step
-        moved = 1 / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE) / given  # seconds of a byte
-        read = (count + 1) / self._flop_rate / given  # seconds of an operation on one token
-        models = self._models()
-        return Decoding(
-            overhead=(count + 1) * STEP_SECONDS / given,
-            step_moved=moved * self.weight_bytes * sum(passes * model.parameters for model, passes in models),
-            pair_moved=moved * self.number_bytes * sum(passes * model.cache for model, passes in models),
-            token_flops=read * sum(self.linear * model.body + model.head for model, _ in models),
-            pair_flops=read * sum(model.pair for model, _ in models),
+        models, read, given = [(self.model, 1)], 1, 1.0  # models with their passes, tokens of a pass, and steps
+        if self.drafts:
+            models.append((self.drafts.model, self.drafts.tokens))
+            read = self.drafts.tokens + 1
+            given = tokens_per_verification(self.drafts.acceptance, self.drafts.tokens)
+
+        moved = steps * self.weight_bytes * sum(passes * model.parameters for model, passes in models)
+        moved += pairs * self.number_bytes * sum(passes * model.cache for model, passes in models)
+        flops = tokens * sum(self.linear * model.body + model.head for model, _ in models)
+        flops += pairs * sum(model.pair for model, _ in models)
+        rate, prompt = self.gpus * self.peak * GENERATION_SHARE, lengths.prompt
+        decoding = max(moved / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE), read * flops / rate)
+        prefill = sum(
+            self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
         )
-
-    def prefill(self, prompt: float) -> float:
-        """Return the seconds in which one engine reads a prompt of `prompt` tokens."""
-        flops = sum(
-            self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in self._models()
-        )
-        return flops / self._flop_rate
-
-    def _models(self) -> list[tuple[ModelCost, int]]:
-        """Return each model with its passes in a step."""
-        drafts = self.drafts
-        return [(self.model, 1)] + ([(drafts.model, drafts.tokens)] if drafts else [])
-
-    @property
-    def _flop_rate(self) -> float:
-        return self.gpus * self.peak * GENERATION_SHARE
+        return (decoding + read * STEP_SECONDS * steps) / given + sequences * prefill / rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

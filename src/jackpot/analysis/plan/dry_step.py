@@ -8,9 +8,8 @@ bytes for as long (`_head`), and the peak is the same.
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,25 +22,19 @@ from transformers import PreTrainedModel
 
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.config import Config
-from jackpot.core.roles import Role
 from jackpot.core.types import PackedRow
-from jackpot.launch.build import widen
+from jackpot.launch.build import prepare
 from jackpot.models.forward import (
     backbone,
     can_pack,
-    checkpoint_activations,
     head_logits,
     logit_softcap,
     output_layer,
     predicting_hidden,
     read_row,
 )
-from jackpot.models.fused import fuse
 from jackpot.models.load import DTYPES, load_meta_model
-from jackpot.models.lora import add_adapter
 from jackpot.models.packed_row import pack_row
-from jackpot.models.quantization.quantizer import SCHEMES
-from jackpot.models.quantization.training import train_in_codes
 from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
@@ -81,13 +74,6 @@ class MemoryTracker(TorchDispatchMode):
         self.alive -= size
 
 
-@contextmanager
-def tracked_fake_tensors() -> Iterator[MemoryTracker]:
-    """Make all tensors of the body fake ones, which compute nothing, and count their bytes."""
-    with FakeTensorMode(), MemoryTracker() as tracker:
-        yield tracker
-
-
 class MicroBatchShape(NamedTuple):
     """Holds the shape of the largest micro-batch of a run."""
 
@@ -95,31 +81,6 @@ class MicroBatchShape(NamedTuple):
     rows: int  # sequences
     prompt_tokens: int
     response_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DryModels:
-    """Holds the models of a run, with weights on the meta device, and the micro-batch that they read."""
-
-    config: Config
-    shape: MicroBatchShape
-    models: dict[Role, PreTrainedModel]
-    reference: PreTrainedModel | None
-    critic: PreTrainedModel | None
-
-    @property
-    def all(self) -> list[PreTrainedModel]:
-        return [model for model in (*self.models.values(), self.reference, self.critic) if model is not None]
-
-    @property
-    def accumulates(self) -> bool:
-        """Return whether an optimizer step has several micro-batches, so that gradients exist before the one run."""
-        batch = self.config.batch
-        return self.shape.rows < (batch.mini_batch_size or batch.rollouts)
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        return [parameter for model in self.all for parameter in model.parameters() if parameter.requires_grad]
 
 
 def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
@@ -132,85 +93,42 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
     Raises:
         ModelError: as `load_meta_model`, or a model whose activations cannot be checkpointed.
     """
-    dry = _DryModels(
-        config=config,
-        shape=shape,
-        models={role: _outline(config, role, path) for role, path in config.model_paths().items()},
-        reference=_reference(config),
-        critic=_critic(config),
-    )
+    models = _meta_models(config)
     warnings = logging.getLogger(fake_tensor.__name__)
     was_quiet, warnings.disabled = warnings.disabled, True
     try:
-        with tracked_fake_tensors() as tracker:
-            return _iteration(dry, tracker)
+        with FakeTensorMode(), MemoryTracker() as tracker:
+            for model in models.values():
+                _give_memory(model)
+            lasting = tracker.alive
+            trained = [weight for model in models.values() for weight in model.parameters() if weight.requires_grad]
+            _score(config, models["rollout_model" if config.rollout_model else "policy"], shape)
+            _train(config, models, trained, shape)
+            return max(0, tracker.peak - lasting - sum(weight.nbytes for weight in trained))
     except RuntimeError:  # what fake tensors raise where an operation needs values, whichever it is
         return None
     finally:
         warnings.disabled = was_quiet
 
 
-def _iteration(dry: _DryModels, tracker: MemoryTracker) -> int:
-    """Score and train once; later iterations need no more memory."""
-    for model in dry.all:
-        _give_memory(model)
+def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
+    """Make the models of `load_models` on the meta device, as in training; those that are not trained are frozen.
 
-    lasting = tracker.alive
-    _score(dry)
-    _train(dry)
-    gradients = sum(parameter.nbytes for parameter in dry.trained)
-    return max(0, tracker.peak - lasting - gradients)
+    They are fused only where they are sure to be on a CPU: on a GPU a model keeps more.
+    """
+    paths: dict[str, str] = {**config.model_paths()}
+    if reference := config.objective.reference:
+        paths["reference"] = reference.path or config.policy.path
+    if config.critic:
+        paths["critic"] = config.critic.path or config.policy.path
 
-
-def _outline(config: Config, role: Role, path: str) -> PreTrainedModel:
-    """Make one model of the run on the meta device, frozen, with an adapter or checkpointed as in training."""
-    settings, model = getattr(config, role), load_meta_model(path).eval()
-    widen(config, model)
-    _prepare(config, model)
-    if settings.optimizer is None:
-        return model.requires_grad_(False)
-    if settings.lora is not None:
-        add_adapter(model, settings.lora, 0)
-    if config.activation_checkpointing:
-        checkpoint_activations(model)
-    return model
-
-
-def _fuse(config: Config, model: PreTrainedModel) -> None:
-    """Let a model keep as little as in training where that is sure to be on a CPU; on a GPU it keeps more."""
-    if config.device == "cpu":
-        fuse(model)
-
-
-def _prepare(config: Config, model: PreTrainedModel) -> None:
-    """Let a model other than the critic compute as in training; on a GPU FP8 products need less than is counted."""
-    if config.trained_quantization:
-        scheme, fp8_cache = SCHEMES[config.trained_quantization], config.engine.kv_cache_dtype == "fp8"
-        dtype = DTYPES[config.compute_dtype]
-        train_in_codes(model, scheme, config.fp8_backward, fp8_cache, config.device == "cpu", dtype)
-    else:
-        _fuse(config, model)
-
-
-def _reference(config: Config) -> PreTrainedModel | None:
-    settings = config.objective.reference
-    if settings is None:
-        return None
-    model = load_meta_model(settings.path or config.policy.path).eval().requires_grad_(False)
-    widen(config, model)
-    if config.trained_quantization:
-        _prepare(config, model)
-    return model
-
-
-def _critic(config: Config) -> PreTrainedModel | None:
-    if config.critic is None:
-        return None
-    critic = critic_outline(config.critic.path or config.policy.path).eval()
-    _fuse(config, critic)
-    if config.activation_checkpointing:
-        checkpoint_activations(critic)
-    return critic
+    models: dict[str, PreTrainedModel] = {}
+    for name, path in paths.items():
+        models[name] = (critic_outline if name == "critic" else load_meta_model)(path).eval()
+        prepare(config, name, models[name], config.device == "cpu")
+        if getattr(getattr(config, name, None), "optimizer", None) is None:
+            models[name].requires_grad_(False)
+    return models
 
 
 def _give_memory(model: PreTrainedModel) -> None:
@@ -226,42 +144,39 @@ def _give_memory(model: PreTrainedModel) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def _score(dry: _DryModels) -> None:
+def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
     """Score as many tokens as a thorough check of the engine does."""
-    config, shape = dry.config, dry.shape
-    rows = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens))
-    part = shape._replace(rows=rows, prompts=min(shape.prompts, rows))
-    model, sampling = list(dry.models.values())[-1], config.sampling
+    rows, sampling = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens)), config.sampling
     with torch.no_grad(), _precision(config):
-        hidden = _read(model, part)
+        hidden = _read(model, shape._replace(rows=rows, prompts=min(shape.prompts, rows)))
         for states in hidden.split(max(1, MAX_LOGITS // output_layer(model).out_features))[:2]:  # the rest is alike
             sampling_log_probs(head_logits(model, states), sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def _train(dry: _DryModels) -> None:
+def _train(
+    config: Config, models: Mapping[str, PreTrainedModel], trained: Sequence[nn.Parameter], shape: MicroBatchShape
+) -> None:
     """Train on one micro-batch; where a step has several, on a later one, before which gradients exist."""
-    config, shape = dry.config, dry.shape
-    settings = config.rollout_model
-    trains_both = settings is not None and settings.optimizer is not None
-    if dry.accumulates:
-        for parameter in dry.trained:
+    if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
+        for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
+    pair = [models[role] for role in config.model_paths()]
     with _precision(config):
-        hidden = [_read(model, shape) for model in dry.models.values()]
-        waiting = _waiting_tensors(dry)
-        values = _head(config, list(dry.models.values()), hidden)
-        pulls = _reference_kl(dry, hidden[0])
+        hidden = [_read(model, shape) for model in pair]
+        waiting = _waiting_tensors(config, shape, len(pair))
+        values = _head(config, pair, hidden)
+        pulls = _reference_kl(config, models, shape, hidden[0])
+    trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None  # the log-probs alone, as eq. 6
     sum((value.sum() for value in (*values, *pulls)), start=torch.zeros(())).backward()
     del hidden, values, pulls, waiting, split
-    if dry.critic is not None:
-        _critic_backward(dry, dry.critic)
+    if "critic" in models:  # after the other models
+        _critic_backward(config, models["critic"], shape)
 
 
-def _critic_backward(dry: _DryModels, critic: PreTrainedModel) -> None:
-    """Run forward and backward of the critic, which comes after the other models; padded, it repeats shared prompts."""
-    shape = dry.shape
-    with _precision(dry.config):
+def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
+    """Run forward and backward of the critic; padded, it repeats shared prompts."""
+    with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))
         else:
@@ -270,32 +185,33 @@ def _critic_backward(dry: _DryModels, critic: PreTrainedModel) -> None:
     states.sum().backward()
 
 
-def _reference_kl(dry: _DryModels, policy_hidden: Tensor) -> tuple[Tensor, ...]:
+def _reference_kl(
+    config: Config, models: Mapping[str, PreTrainedModel], shape: MicroBatchShape, policy_hidden: Tensor
+) -> tuple[Tensor, ...]:
     """Read the frozen reference; return what the exact KL to it adds to the policy's graph, nothing for an estimate."""
-    settings = dry.config.objective.reference
-    if dry.reference is None or settings is None:
+    settings = config.objective.reference
+    if settings is None:
         return ()
     with torch.no_grad():
-        hidden = _read(dry.reference, dry.shape)
-    if settings.kl_loss_type != "exact":
-        with torch.no_grad():
-            _head(dry.config, [dry.reference], [hidden])
-        return ()
-    return _head(dry.config, [dry.reference, dry.models["policy"]], [hidden, policy_hidden])[-1:]
+        hidden = _read(models["reference"], shape)
+        if settings.kl_loss_type != "exact":
+            _head(config, [models["reference"]], [hidden])
+            return ()
+    return _head(config, [models["reference"], models["policy"]], [hidden, policy_hidden])[-1:]
 
 
-def _waiting_tensors(dry: _DryModels) -> list[Tensor]:
+def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> list[Tensor]:
     """Allocate what training holds until backward beyond activations and loss.
 
     That is for each model the mask of responses to prompts of several lengths, its top log-probs with their ids, its
     log-probs at the engine's top ids, and, of two models, those at the other's top ids.
     """
-    shape = dry.shape
-    count = shape.rows * shape.response_tokens * dry.config.sampling.num_top_log_probs
-    tops = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in dry.models]
-    columns = shape.prompt_tokens + shape.response_tokens
-    masks = [torch.empty(shape.rows, shape.response_tokens, columns) for _ in dry.models]
-    return [*(masks if shape.prompts < shape.rows else []), *tops]
+    count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
+    held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
+    if shape.prompts < shape.rows:
+        columns = shape.prompt_tokens + shape.response_tokens
+        held += [torch.empty(shape.rows, shape.response_tokens, columns) for _ in range(models)]
+    return held
 
 
 def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:

@@ -2,9 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -124,23 +124,14 @@ class ShareHours:
     A batch has the same optimizer steps whichever model generates it.
     """
 
+    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # the hours of all iterations, with one engine
     work: Work
     policy: EngineSpeed  # without another engine
     beside: EngineSpeed  # the policy's, beside that of the rollout model
     rollout_model: EngineSpeed
     costs: Mapping[Role, ModelCost]
-    others: float  # FLOPs of reference and critic for one sequence
-    iterations: int
     gpu: Gpu
     gpus: int
-    peak: float  # FLOP/s of one GPU at the precision of training
-    linear: Linear  # what quantized linear layers take in training
-
-    def run(self, work: Work, engine: EngineSpeed, models: Sequence[ModelCost]) -> Hours:
-        """Return the hours of all iterations of some work, with one engine."""
-        return run_hours(
-            work, engine, models, self.others, self.iterations, self.gpu, self.gpus, self.peak, self.linear
-        )
 
     def afterwards(self) -> Hours:
         """Return the hours of the policy beside a rollout model whose share has ended: it is not trained any more."""
@@ -293,17 +284,22 @@ class Estimator:
             for one in (own, needs.get("evaluation.engine", own), needs["engine"])
         )
         return ShareHours(
+            run=partial(
+                run_hours,
+                others=self._others,
+                iterations=self._config.iterations,
+                gpu=gpu,
+                gpus=count,
+                peak=_peak(self._config.compute_dtype, gpu),
+                linear=_linear(self._config, gpu),
+            ),
             work=self.work(),
             policy=policy,
             beside=beside,
             rollout_model=rollout_model,
             costs=self._costs,
-            others=self._others,
-            iterations=self._config.iterations,
             gpu=gpu,
             gpus=count,
-            peak=_peak(self._config.compute_dtype, gpu),
-            linear=_linear(self._config, gpu),
         )
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:

@@ -57,14 +57,9 @@ def replay(
     config = run_config(path) if dump.name == "jackpot" else None
     measured, ends = Measured(settings_of(config, names)), EndGaps()
 
-    policy = "as training scored it when it saved the batch" if config else "as the file has it"
-    scorer = None
-    if model:
-        scorer = PolicyScorer(
-            resolve_model_path(model), temperature or (config.sampling.temperature if config else 1.0)
-        )
-        policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
-
+    if temperature is None:
+        temperature = config.sampling.temperature if config else 1.0
+    scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
     for part in response_batches(reading.responses(every)):
         batch = scorer.score(part) if scorer else part
@@ -75,6 +70,8 @@ def replay(
 
     costs, why = _costs(config)
     first, last = ends.gaps[0][0], ends.gaps[-1][0]
+    policy = "as training scored it when it saved the batch" if config else "as the file has it"
+    policy = f"{scorer.path}, read at temperature {scorer.temperature:g}" if scorer else policy
     weights = (f"{first} to {last}" if first != last else first) + (f" under {policy}" if scorer else "")
     is_copied = not (config or scorer) and float(measured.run["policy_max"].value) == 0.0
     return ReplayResult(

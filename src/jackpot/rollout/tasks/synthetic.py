@@ -1,12 +1,10 @@
-r"""Generates synthetic word problems in the columns of any benchmark.
+"""Generates synthetic word problems as rows of a file of problems.
 
 They stand in for data that is not on this machine, to try out whether a run works; they are not meant for learning.
 """
 
 import random
 from typing import NamedTuple
-
-from jackpot.rollout.tasks.benchmarks import AnswerFormat, Benchmark
 
 _NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatima", "George", "Hanna", "Ivan", "Julia")
 _THINGS = ("apples", "books", "clips", "coins", "eggs", "marbles", "pages", "stamps", "tickets", "toys")
@@ -34,22 +32,10 @@ def synthetic_problem(number: int) -> SyntheticProblem:
     return SyntheticProblem(_STORIES[story].format(**values), str(b if story == 1 else a + b))
 
 
-def synthetic_rows(benchmark: Benchmark, first: int, count: int) -> list[dict[str, str]]:
-    """Return `count` problems from number `first` on as rows with the columns of a benchmark."""
-    answer, answer_format = next(iter(benchmark.answer.items()))
-    uid = next(iter(benchmark.uid), "id")
+def synthetic_rows(first: int, count: int) -> list[dict[str, str | list[str]]]:
+    """Return `count` problems from number `first` on as rows of a file of problems."""
     return [
-        {uid: f"made-up-{number}", benchmark.problem[0]: one.problem, answer: _formatted(one.answer, answer_format)}
+        {"id": f"made-up-{number}", "problem": one.problem, "answer": [one.answer]}
         for number in range(first, first + count)
         for one in [synthetic_problem(number)]
     ]
-
-
-def _formatted(answer: str, answer_format: AnswerFormat) -> str:
-    """Return the content of an answer column in this format."""
-    forms: dict[AnswerFormat, str] = {
-        "plain": answer,
-        "hashes": f"It is {answer}.\n#### {answer}",
-        "boxed": rf"The answer is $\boxed{{{answer}}}$.",
-    }
-    return forms[answer_format]

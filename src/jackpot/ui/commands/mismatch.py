@@ -47,10 +47,6 @@ def mismatch(
         int | None, typer.Option(min=1, help="Responses that each sampler generates; default 256.")
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a response; default 256.")] = None,
-    short: Annotated[
-        int | None,
-        typer.Option(min=2, help="Compare each response with this many responses of max_new_tokens / this number."),
-    ] = None,
     reread: Annotated[
         bool, typer.Option("--reread", help="Score the samplers' probabilities by a forward pass, as learners do.")
     ] = False,
@@ -68,24 +64,24 @@ def mismatch(
     """
     console = Console(stderr=as_json)
     limit = None if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    settings = {"responses": responses, "short": short, "reread": reread or None, "seed": seed, "sampling": limit}
+    settings = {"responses": responses, "reread": reread or None, "seed": seed, "sampling": limit}
     settings |= {"benchmarks": recipes.split_names(benchmarks) or None}
     changes = [{key: value} for key, value in settings.items() if value is not None]
+    changes += map(recipes.parse_override, overrides or [])
     samplers, learners = (list(map(recipes.parse_overrides, texts or [])) for texts in (sampler, learner))
-    every_change = [*changes, *map(recipes.parse_override, overrides or [])]
-    config = sides.mismatch_config(model, samplers, learners, every_change)
     with status(console, "starting") as listen:
-        result = measuring.measure_mismatch(config, listen)
+        result = measuring.measure_mismatch(sides.mismatch_config(model, samplers, learners, changes), listen)
 
     folder = out or results.default_folder("mismatch", model)
     sections = views.mismatch_sections(result)
     files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(result))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
-        return
+    else:
+        show_answer(console, views.verdicts(result), sections.values(), show_all, files, _next(model))
 
-    several = len(result.pairs) > 1
-    verdicts = [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
+
+def _next(model: str) -> dict[str, str]:
+    """Return what to type next where the model is that of a run."""
     is_run = (Path(model) / "config.yaml").is_file()
-    commands = {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}
-    show_answer(console, verdicts, sections.values(), show_all, files, commands)
+    return {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}

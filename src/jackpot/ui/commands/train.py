@@ -90,9 +90,9 @@ def train(
     if tiny:
         if dry_run:
             raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
-        with shrinking.tiny_run(config, folder / "tiny") as small:
-            plans.show_tiny(console, small)
-            _train_and_show(console, small.config, folder)
+        small = shrinking.make_tiny(config, folder / "tiny")
+        plans.show_tiny(console, small)
+        _train_and_show(console, small.config, folder)
     elif dry_run:
         ranks = max(at.size, config.placement.ranks)
         checks.check_start(config, config.model_paths(), ranks)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, LengthRow, MismatchNumbers, TokenBand
+from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MismatchNumbers, TokenBand
 from jackpot.analysis.mismatch.mismatch import MismatchPair, MismatchResult
 from jackpot.core.statistics import Estimate
 from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite
@@ -61,12 +61,16 @@ def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
     return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
 
 
+def verdicts(result: MismatchResult) -> list[str]:
+    """Return a sentence for each pair, which names it where there are several."""
+    several = len(result.pairs) > 1
+    return [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
+
+
 def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
     """Return the sections of the page by their names."""
-    details = {"tokens": _token_section(result.pairs)}
-    if result.pairs[0].lengths:
-        details["lengths"] = _length_section(result.pairs)
-    return {"responses": _response_section(result.pairs)} | as_details(details)
+    details = as_details({"tokens": _token_section(result.pairs)})
+    return {"responses": _response_section(result.pairs)} | details
 
 
 def _over_pairs(
@@ -186,13 +190,13 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
 
 
 def _token_section(pairs: Sequence[MismatchPair]) -> Section:
-    by_position = _band_charts(pairs, "position in the response", lambda numbers: numbers.by_position)
-    by_entropy = _band_charts(pairs, "entropy, nats", lambda numbers: numbers.by_entropy)
+    by_position = _band_charts(pairs, "position", "position in the response")
+    by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
     tables = tuple(table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if len(pairs) > 1 else ""))
     return Section(
         title="Where the gap is",
-        intro="The same gaps by the position of the token, and by the entropy of the learner's distribution there: "
-        "a token that is certain to both has no gap.",
+        intro="The same gaps by the length of the response, by the position of the token, and by the entropy of the "
+        "learner's distribution there: a token that is certain to both has no gap.",
         items=(_scatter(pairs), *by_position, *by_entropy, _quantile_chart(pairs), *tables),
     )
 
@@ -218,15 +222,13 @@ def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
     )
 
 
-def _band_charts(
-    pairs: Sequence[MismatchPair], label: str, read: Callable[[MismatchNumbers], Sequence[TokenBand]]
-) -> tuple[Chart, ...]:
-    names = tuple(dict.fromkeys(band.name for pair in pairs for band in read(pair.numbers)))
+def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[Chart, ...]:
+    names = tuple(dict.fromkeys(band.name for pair in pairs for band in pair.numbers.bands.get(kind, ())))
     if not names:
         return ()
 
     def line(number: int, pair: MismatchPair, value: Callable[[TokenBand], Estimate]) -> Series:
-        bands = {band.name: value(band) for band in read(pair.numbers)}
+        bands = {band.name: value(band) for band in pair.numbers.bands.get(kind, ())}
 
         def edge(errors: float) -> Sequence[float | None]:
             edges = {name: mean.value + errors * (mean.error or 0.0) for name, mean in bands.items()}
@@ -255,7 +257,6 @@ def _band_charts(
             log_y=True,
         )
 
-    kind = label.split()[0].rstrip(",")
     return (
         chart(f"Mean gap by {kind}", "mean |p - q|", lambda band: band.gap),
         chart(
@@ -287,77 +288,22 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
 
 
 def _band_tables(pair: MismatchPair, of: str) -> tuple[Table, ...]:
-    lengths = Table(
-        title=f"By length of the response{of}",
-        columns=("tokens", "responses", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
-        rows=tuple(
-            (one.name, f"{one.responses:,}", estimated(one.max_gap), estimated(one.mean_gap), f"{one.high:,}")
-            for one in pair.numbers.by_length
-        ),
-        note="Means and errors over responses.",
-    )
-    kinds = (("position", pair.numbers.by_position), ("entropy", pair.numbers.by_entropy))
-    return (
-        lengths,
-        *(
-            Table(
-                title=f"By {kind}{of}",
-                columns=(kind, "tokens", "mean |p - q|", "max |p - q|", "k1", "k3", "KL"),
-                rows=tuple(
-                    (
-                        band.name,
-                        f"{band.tokens:,}",
-                        estimated(band.gap),
-                        format_number(band.max_gap),
-                        estimated(band.k1),
-                        estimated(band.k3),
-                        _bounds(band.kl, pair.numbers.kl_is_exact),
-                    )
-                    for band in bands
-                ),
-            )
-            for kind, bands in kinds
-            if bands
-        ),
-    )
-
-
-def _length_section(pairs: Sequence[MismatchPair]) -> Section:
-    table = Table(
-        title="One long response against short ones",
-        columns=("", "to every prompt", "tokens", "max |p - q|", "mean |p - q|", f"above {HIGH_GAP:g}"),
-        rows=tuple(
-            (
-                pair.name,
-                row.name,
-                f"{row.tokens:,.1f}",
-                estimated(row.max_gap),
-                estimated(row.mean_gap),
-                f"{row.high:,}",
-            )
-            for pair in pairs
-            for row in pair.lengths
-        ),
-        note="Means and errors over prompts.",
-    )
-    return Section(
-        title="One long response against several short ones",
-        intro="Several short responses have as many tokens as a long one, and as many chances of a large gap. A larger "
-        "gap of the long one comes from its length, not from the number of its tokens.",
-        items=(table, *(_length_chart(pair) for pair in pairs)),
-    )
-
-
-def _length_chart(pair: MismatchPair) -> Chart:
-    def series(number: int, row: LengthRow) -> Series:
-        shares = tuple((rank + 1) / len(row.each) for rank in range(len(row.each)))
-        return Series(name=row.name, x=shares, y=finite(row.each, _SMALLEST), number=number)
-
-    return Chart(
-        title=pair.name,
-        x_label="share of prompts",
-        y_label="max |p - q|",
-        series=tuple(series(number, row) for number, row in enumerate(pair.lengths)),
-        note="Prompts ordered from the worst.",
-        log_y=True,
+    return tuple(
+        Table(
+            title=f"By {kind}{of}",
+            columns=(kind, "tokens", "mean |p - q|", "max |p - q|", "k1", "k3", "KL"),
+            rows=tuple(
+                (
+                    band.name,
+                    f"{band.tokens:,}",
+                    estimated(band.gap),
+                    format_number(band.max_gap),
+                    estimated(band.k1),
+                    estimated(band.k3),
+                    _bounds(band.kl, pair.numbers.kl_is_exact),
+                )
+                for band in bands
+            ),
+        )
+        for kind, bands in pair.numbers.bands.items()
     )
