@@ -98,7 +98,7 @@ def test_a_stream_reads_no_further_than_it_must(tmp_path):
         file.write("not JSON\n")
     found = StreamedProblems(source(path), all_fit, LIMIT)
     assert found[200].answers[0] == "200"
-    with pytest.raises(DataError, match="line 301: not JSON"):
+    with pytest.raises(DataError, match="line 301 cannot be read"):
         found[299]
 
 
