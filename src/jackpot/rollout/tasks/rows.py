@@ -276,7 +276,7 @@ def make_reader(
     uid = column("uid", uids) if uids else None
 
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer, "plain"))
-    extract = ANSWERS.get(form.name) or partial(_last_match, re.compile(form.regex or ""))
+    extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read(number: int, record: Record) -> DataRow:
         values, uid_text = record.values, str(number)

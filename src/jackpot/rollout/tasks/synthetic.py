@@ -6,7 +6,7 @@ They stand in for data that is not on this machine, to try out whether a run wor
 import random
 from typing import NamedTuple
 
-from jackpot.rollout.tasks.benchmarks import AnswerFormat, Benchmark
+from jackpot.rollout.tasks.benchmarks import Benchmark
 
 _NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatima", "George", "Hanna", "Ivan", "Julia")
 _THINGS = ("apples", "books", "clips", "coins", "eggs", "marbles", "pages", "stamps", "tickets", "toys")
@@ -37,19 +37,10 @@ def synthetic_problem(number: int) -> SyntheticProblem:
 def synthetic_rows(benchmark: Benchmark, first: int, count: int) -> list[dict[str, str]]:
     """Return `count` problems from number `first` on as rows with the columns of a benchmark."""
     answer, answer_format = next(iter(benchmark.answer.items()))
+    form = {"plain": "{}", "hashes": "It is {0}.\n#### {0}", "boxed": r"The answer is $\boxed{{{}}}$."}[answer_format]
     uid = next(iter(benchmark.uid), "id")
     return [
-        {uid: f"made-up-{number}", benchmark.problem[0]: one.problem, answer: _formatted(one.answer, answer_format)}
+        {uid: f"made-up-{number}", benchmark.problem[0]: one.problem, answer: form.format(one.answer)}
         for number in range(first, first + count)
         for one in [synthetic_problem(number)]
     ]
-
-
-def _formatted(answer: str, answer_format: AnswerFormat) -> str:
-    """Return the content of an answer column in this format."""
-    forms: dict[AnswerFormat, str] = {
-        "plain": answer,
-        "hashes": f"It is {answer}.\n#### {answer}",
-        "boxed": rf"The answer is $\boxed{{{answer}}}$.",
-    }
-    return forms[answer_format]
