@@ -27,9 +27,10 @@ from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary, summar
 from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.arms import build_config
 from jackpot.config.changes import fixed_changes, settings_of
-from jackpot.config.config import Config, ShareSchedule
+from jackpot.config.config import Config
 from jackpot.config.corrections import WITH_PROXIMAL
 from jackpot.config.recipes import resolve
+from jackpot.config.schedules import ShareSchedule
 from tools.toy_models import STUDY_MODELS, make_toy_models
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -142,3 +142,8 @@ def runs_until(*, response: str, **_: object) -> float:
     while not Path(response).with_name("go").exists():
         time.sleep(0.01)
     return 1.0
+
+
+def remainder(response: str, **_: object) -> float:
+    """Reward the length of the response, which differs between responses of a random model."""
+    return len(response) % 7 / 7

@@ -43,8 +43,3 @@ def write_problems(path: Path, answers: Sequence[object], **more: Sequence[objec
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def remainder(response: str, **_: object) -> float:
-    """Reward the length of the response, which differs between responses of a random model."""
-    return len(response) % 7 / 7

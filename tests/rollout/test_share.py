@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from helpers.runs import small_config
-from jackpot.config.config import ShareSchedule
+from jackpot.config.schedules import ShareSchedule
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.sampler import assign_models
 

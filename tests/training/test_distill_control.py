@@ -7,7 +7,8 @@ import pytest
 
 from helpers.learners import batches, make_learner, rollout_model_objective, smallest_model, train, write
 from helpers.runs import metrics, run, small_config
-from jackpot.config.config import DistillControlConfig, OptimizerConfig
+from jackpot.config.config import OptimizerConfig
+from jackpot.config.schedules import DistillControlConfig
 from jackpot.training.joint_optimizer import next_distill_weight
 
 KL, ACCEPTANCE = "mismatch/kl_policy_rollout", "obrs/acceptance"

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 # A cap, clip or limit. null is .inf, which JSON does not have: folders of runs say null.
@@ -16,6 +16,8 @@ Finite = Annotated[float, Field(gt=0.0, lt=float("inf"))]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]  # package.module:name
+
+Conflicts = list[tuple[Any, str]]  # whether settings are as they cannot be together, and what to say then
 
 _one_is_enough = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 AnyNames = Annotated[tuple[str, ...], _one_is_enough, Field(strict=False)]  # a list in YAML
@@ -29,6 +31,17 @@ class Strict(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def conflicts(self) -> Conflicts:
+        """Return which settings of this block cannot be together: whether they are so, and what to say then."""
+        return []
+
+    @model_validator(mode="after")
+    def _refuse_conflicts(self) -> Self:
+        for is_so, message in self.conflicts():
+            if is_so:
+                raise ValueError(message)
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from jackpot.config.base import MAY_CHANGE, Count, Strict
+from jackpot.config.base import MAY_CHANGE, Conflicts, Count, Strict
 
 
 class FilterGroupsConfig(Strict):
@@ -46,16 +46,16 @@ class BatchConfig(Strict):
         """Optimizer steps of one iteration."""
         return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
 
-    @model_validator(mode="after")
-    def _check(self) -> "BatchConfig":
+    def conflicts(self) -> Conflicts:
         step = self.mini_batch_size or self.rollouts
-        if self.rollouts % step:
-            raise ValueError(
-                f"prompts {self.prompts} x group_size {self.group_size} = {self.rollouts} sequences do not divide into "
-                f"optimizer steps of mini_batch_size {step}; choose a mini_batch_size that divides {self.rollouts}, or "
-                f"other prompts or group_size"
-            )
-        return self
+        return [
+            (
+                self.rollouts % step,
+                f"prompts {self.prompts} x group_size {self.group_size} = {self.rollouts} sequences do not divide "
+                f"into optimizer steps of mini_batch_size {step}; choose a mini_batch_size that divides "
+                f"{self.rollouts}, or other prompts or group_size",
+            ),
+        ]
 
 
 def batches_in_reserve(ahead: int) -> int:

@@ -62,11 +62,11 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
     """
     laid, before = dict(settings), []
     for key, value in (setting for override in overrides for setting in _settings(override)):
-        laid = merge(laid, _nested(key, value))
+        laid = merge(laid, nest(key, value))
         for earlier, set_to in before:
             below = earlier[len(key) :]
             if below and earlier[: len(key)] == key and not _sets(value, below):
-                laid = merge(laid, _nested(earlier, set_to))
+                laid = merge(laid, nest(earlier, set_to))
         before.append((key, value))
     return laid
 
@@ -78,12 +78,6 @@ def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
         return
     for name, value in override.items():
         yield from _settings(value, (*key, name))
-
-
-def _nested(key: Sequence[str], value: Any) -> Any:
-    for part in reversed(key):
-        value = {part: value}
-    return value
 
 
 def _sets(value: Any, key: Sequence[str]) -> bool:
@@ -102,9 +96,11 @@ def _kind(block: Mapping[str, Any]) -> str | None:
     return next((key for key in ("name", "source") if key in block), None)
 
 
-def nest(key: str, value: Any) -> dict[str, Any]:
-    """Unfold a dotted key: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
-    return _nested(key.split("."), value)
+def nest(key: str | Sequence[str], value: Any) -> dict[str, Any]:
+    """Unfold a dotted key, or one in parts: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
+    for part in reversed(key.split(".") if isinstance(key, str) else key):
+        value = {part: value}
+    return value
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -183,43 +179,36 @@ def similar_settings(key: str, known: Sequence[str]) -> list[str]:
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """Word one error of pydantic as a sentence that names the key, the value and what is allowed."""
-    is_missing = error["type"] == "missing" and not isinstance(error["loc"][-1], int)
-    location, value = _location(error["loc"][:-1] if is_missing else error["loc"], settings)
+    kind_of_error, loc, message = error["type"], error["loc"], error["msg"].removeprefix("Value error, ")
+    is_missing = kind_of_error == "missing" and not isinstance(loc[-1], int)
+    location, value = _location(loc[:-1] if is_missing else loc, settings)
     key = ".".join(location)
-    if error["type"] == "extra_forbidden":
-        siblings = _valid_keys(location[:-1], settings, kind)
-        if similar := [other for other in similar_settings(key, keys_of(kind)) if other != key]:
-            return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
-        return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in siblings])
-    if is_missing:
-        return f"{'.'.join([*location, error['loc'][-1]])}: is missing; it has no default, so set it"
-    if error["type"] in ("union_tag_invalid", "literal_error"):
-        given, allowed = _choice(error, value)
-        return f"{key}: {unknown_name('value', given, allowed)}"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "model_type":
-        return _block_expected(key, value, _valid_keys(location, settings, kind))
-    if error["type"] == "value_error":
-        return f"{key}: {message}" if key else message
-    return f"{key}: {value!r} was given. {message}"
+    match kind_of_error:
+        case "extra_forbidden":
+            if similar := [other for other in similar_settings(key, keys_of(kind)) if other != key]:
+                return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
+            names = _valid_keys(location[:-1], settings, kind)
+            return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in names])
+        case "missing" if is_missing:
+            return f"{'.'.join([*location, loc[-1]])}: is missing; it has no default, so set it"
+        case "union_tag_invalid" | "literal_error":
+            given = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
+            allowed = re.findall(r"'([^']+)'", error["ctx"].get("expected_tags") or error["ctx"]["expected"])
+            return f"{key}: {unknown_name('value', str(given), allowed)}"
+        case "model_type":
+            return _block_expected(key, value, _valid_keys(location, settings, kind))
+        case "value_error":
+            return f"{key}: {message}" if key else message
+        case _:
+            return f"{key}: {value!r} was given. {message}"
 
 
 def _block_expected(key: str, value: Any, names: Sequence[str]) -> str:
     """Say how to set a block of settings for which one value was given."""
-    if str(value).lower() == "none":
-        form = f"{key}=null where it should have none"
-    elif isinstance(value, str) and "path" in names:
-        form = f"{key}.path={value}"
-    else:
-        form = f"{key}.NAME=VALUE. Names: {', '.join(names)}"
+    any_setting = f"{key}.NAME=VALUE. Names: {', '.join(names)}"
+    form = f"{key}.path={value}" if isinstance(value, str) and "path" in names else any_setting
+    form = f"{key}=null where it should have none" if str(value).lower() == "none" else form
     return f"{key}: {value!r} was given, but {key} is a block of settings; write {form}"
-
-
-def _choice(error: Mapping[str, Any], value: Any) -> tuple[str, list[str]]:
-    """Return the given name and the allowed ones, of an error about one of a fixed set of names."""
-    context = error["ctx"]
-    given = context.get("tag", value if not isinstance(value, Mapping) else value.get("name"))
-    return str(given), re.findall(r"'([^']+)'", context.get("expected_tags") or context["expected"])
 
 
 def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[list[str], Any]:
@@ -241,12 +230,10 @@ def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[Bas
     classes: list[type[BaseModel]] = [kind]
     here: Any = settings
     for part in path:
-        if isinstance(here, list | tuple):
-            here = here[int(part)]
-            continue
-        here = here.get(part) if isinstance(here, Mapping) else None
-        annotations = [cls.model_fields[part].annotation for cls in classes if part in cls.model_fields]
-        classes = [cls for annotation in annotations for cls in model_classes(annotation)]
+        is_list = isinstance(here, list | tuple)
+        here = here[int(part)] if is_list else here.get(part) if isinstance(here, Mapping) else None
+        fields = [cls.model_fields[part] for cls in classes if part in cls.model_fields]  # none for a place in a list
+        classes = [cls for field in fields for cls in model_classes(field.annotation)] or classes
         name = here.get("name") if isinstance(here, Mapping) else here
         named = [cls for cls in classes if "name" in cls.model_fields and cls.model_fields["name"].default == name]
         classes = named or classes

@@ -7,12 +7,13 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from jackpot.config.base import (
     MAY_CHANGE,
     AnyNames,
     Bound,
+    Conflicts,
     Count,
     Decay,
     Differences,
@@ -30,25 +31,21 @@ from jackpot.config.engines import (
     EngineConfig,
     Quantization,
     TransformersEngineConfig,
-    check_engine_processes,
-    check_filters,
-    check_sleep,
-    check_trained_quantization,
     is_quantized,
     is_remote,
     number_formats,
     server_urls,
     sleeps,
+    trained_conflicts,
 )
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.placement import PlacementConfig
 from jackpot.config.safety import CheckpointConfig, GuardConfig, RolloutsConfig
+from jackpot.config.schedules import DistillControlConfig, Share, ShareSchedule
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 from jackpot.config.tracking import TrackingConfig
 from jackpot.core.roles import Role, Writer
 from jackpot.objectives.constants import HEAD_LOGITS_MEMORY, TEMPERATURE
-
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Sampling(Strict):
@@ -128,69 +125,6 @@ class PolicyConfig(Strict):
     """Train an adapter instead of all weights; null: all weights are trained."""
 
 
-class DistillControlConfig(Strict):
-    """Settings of a controller that adapts the weight of the distillation to hold a metric at a target.
-
-    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is how far the
-    metric is from its target, relative to it, at most 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
-    """
-
-    metric: Literal["kl", "acceptance"] = "kl"
-    """What is held: KL(policy || rollout model) in nats per token (kl), or the mean acceptance probability of the
-    tokens that the rollout model sampled (acceptance), each over an optimizer step."""
-    target: Finite
-    """Value at which the metric is held. For `acceptance` below 1, and errors are relative to 1 - target."""
-    horizon: Annotated[float, Field(ge=1.0, lt=float("inf"))] = 10.0
-    """Steps of the rollout model over which an error is corrected; smaller reacts faster and swings more."""
-    low: Finite = 0.01
-    """Smallest weight."""
-    high: Finite = 100.0
-    """Largest weight, which a target that cannot be reached ends at."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "DistillControlConfig":
-        if self.low > self.high:
-            raise ValueError(f"low is {self.low:g} and high is {self.high:g}; low must be at most high")
-        return self
-
-
-class ShareSchedule(Strict):
-    """Settings of a share that changes once, or falls or rises over some iterations."""
-
-    schedule: Literal["step", "linear", "cosine"]
-    """Course of the share from `start` to `end`: at once, along a line, or along half a cosine wave."""
-    start: Share = 1.0
-    """Share in the iterations up to `hold`."""
-    end: Share = 0.0
-    """Share in the last iterations."""
-    hold: Annotated[int, Field(ge=0)]
-    """Last iteration with the share `start`."""
-    until: Count | None = None
-    """First iteration with the share `end`, of linear and cosine; step takes the one after `hold`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "ShareSchedule":
-        if self.schedule == "step" and self.until is not None:
-            raise ValueError(f"schedule step changes after iteration hold {self.hold}, so until must be left out")
-        if self.schedule != "step" and (self.until is None or self.until <= self.hold):
-            raise ValueError(
-                f"schedule {self.schedule} needs until, the first iteration with the share `end`, above hold "
-                f"{self.hold}; it is {self.until}"
-            )
-        return self
-
-    def at(self, iteration: int) -> float:
-        """Return the share of an iteration, counted from 1."""
-        if iteration <= self.hold:
-            return self.start
-        last = self.hold + 1 if self.until is None else self.until
-        if iteration >= last:
-            return self.end
-        done = (iteration - self.hold) / (last - self.hold)
-        done = done if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * done)
-        return self.start + (self.end - self.start) * done
-
-
 class RolloutModelConfig(Strict):
     """Settings of the model that generates the rollouts, trained jointly with the policy (eqs. 6 to 8) or frozen."""
 
@@ -236,30 +170,30 @@ class RolloutModelConfig(Strict):
         """Return whether the policy generates rollouts too in the course of the run."""
         return self.share != 1.0
 
-    @model_validator(mode="after")
-    def _check(self) -> "RolloutModelConfig":
-        if self.lora is not None and self.optimizer is None:
-            raise ValueError(
-                f"lora of rank {self.lora.rank} was given for a frozen rollout model, which trains nothing; give it an "
-                f"optimizer, or set lora: null"
-            )
-        if self.distill_control is not None:
-            self._check_control(self.distill_control)
-        return self
-
-    def _check_control(self, control: DistillControlConfig) -> None:
-        if self.optimizer is None:
-            raise ValueError("distill_control was given for a frozen rollout model; give it an optimizer")
-        if self.ppo_weight == 0.0:
-            raise ValueError(
+    def conflicts(self) -> Conflicts:
+        control = self.distill_control
+        low, high = (control.low, control.high) if control else (0.0, math.inf)
+        return [
+            (
+                self.lora and self.optimizer is None,
+                f"lora of rank {self.lora and self.lora.rank} was given for a frozen rollout model, which trains "
+                "nothing; give it an optimizer, or set lora: null",
+            ),
+            (
+                control and self.optimizer is None,
+                "distill_control was given for a frozen rollout model; give it an optimizer",
+            ),
+            (
+                control and self.ppo_weight == 0.0,
                 "distill_control weighs the distillation against the rollout model's PPO loss, but ppo_weight is 0, "
-                "and AdamW does not see the scale of a single loss; raise ppo_weight, or set distill_control: null"
-            )
-        if not control.low <= self.distill_weight <= control.high:
-            raise ValueError(
-                f"distill_weight {self.distill_weight:g} is not between distill_control.low {control.low:g} and high "
-                f"{control.high:g}; the controller begins with it"
-            )
+                "and AdamW does not see the scale of a single loss; raise ppo_weight, or set distill_control: null",
+            ),
+            (
+                not low <= self.distill_weight <= high,
+                f"distill_weight {self.distill_weight:g} is not between distill_control.low {low:g} and high "
+                f"{high:g}; the controller begins with it",
+            ),
+        ]
 
 
 class CriticConfig(Strict):
@@ -429,161 +363,225 @@ class Config(Strict):
         """Return how the rollout model drafts what the policy generates; None where it does not."""
         return getattr(self.evaluation.engine or self.engine, "draft", None) if self.rollout_model else None
 
-    @model_validator(mode="after")
-    def _check(self) -> "Config":
-        self._check_top_k()
-        self._check_fp8()
-        if isinstance(self.objective.correction, ZCorrection):
-            self._check_z(self.objective.correction)
-        self._check_groups()
-        self._check_engines()
-        if self.objective.baseline == "model":
-            self._check_baseline()
-        control = self.rollout_model and self.rollout_model.distill_control
-        if control and control.metric == "acceptance":
-            self._check_acceptance(control.target)
+    def conflicts(self) -> Conflicts:
         overlong = self.objective.overlong_buffer
-        if overlong and overlong.len > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"objective.overlong_buffer.len is {overlong.len}, more than sampling.max_new_tokens "
-                f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit"
-            )
-        return self
+        most = self.sampling.max_new_tokens
+        return [
+            *self._conflicts_of_top_k(),
+            *self._conflicts_of_precision(),
+            *self._conflicts_of_exact_z(),
+            *self._conflicts_of_groups(),
+            *self._conflicts_of_engines(),
+            *self._conflicts_of_baseline(),
+            *self._conflicts_of_acceptance(),
+            (
+                overlong and overlong.len > most,
+                f"objective.overlong_buffer.len is {overlong and overlong.len}, more than sampling.max_new_tokens "
+                f"{most}; it counts the last tokens before that limit",
+            ),
+        ]
 
-    def _check_groups(self) -> None:
+    def _conflicts_of_top_k(self) -> Conflicts:
+        correction, number = self.objective.correction, self.sampling.num_top_log_probs
+        return [
+            (
+                getattr(correction, key, None) == "topk" and number == 0,
+                f"{key} 'topk' needs the engine's top-k, but sampling.num_top_log_probs is 0; set it (20 is usual) "
+                f"or use {key}: {instead}",
+            )
+            for key, instead in (("normalizer", "exact"), ("divergence", "binary"))
+        ]
+
+    def _conflicts_of_precision(self) -> Conflicts:
+        engines = {"engine": self.engine} | self.writing_engines if self.precision in TRAINED_QUANTIZATION else {}
+        conflicts = [
+            (
+                self.precision != "fp8" and self.fp8_backward != "dequantized",
+                f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, or "
+                "leave fp8_backward out",
+            ),
+        ]
+        for key, engine in engines.items():
+            codes = None if key == "engine" else self.engine.quantization
+            conflicts += trained_conflicts(key, engine, self.precision, codes)
+        return conflicts
+
+    def _conflicts_of_exact_z(self) -> Conflicts:
+        correction, model, steps = self.objective.correction, self.rollout_model, self.batch.steps_per_iteration
+        if not isinstance(correction, ZCorrection) or correction.normalizer != "exact":
+            return []
+        lam = self.draft.lam if self.draft else 1.0
+        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
+        is_frozen = model is not None and model.optimizer is None and not model.is_mixed
+        stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
+        return [
+            (
+                self.sampling.truncated,
+                "normalizer 'exact' sums over the untruncated vocabulary, but the engine samples with top_p "
+                f"{self.sampling.top_p} and top_k {self.sampling.top_k}; use top_p 1 and top_k 0, or normalizer: topk",
+            ),
+            (
+                lam < 1.0,
+                f"normalizer 'exact' takes p_inf from training, but engine.draft.lam {lam:g} samples from another "
+                "distribution; use lam 1, or normalizer: topk",
+            ),
+            (
+                quantized,
+                f"normalizer 'exact' takes p_inf from training, but {quantized} samples from a quantized copy of the "
+                f"model ({quantized}.quantization, {quantized}.kv_cache_dtype); use normalizer: topk, or an engine "
+                "without them",
+            ),
+            (
+                self.batch.ahead and not is_frozen,
+                "normalizer 'exact' needs the weights that generated the batch, but with batch.ahead "
+                f"{self.batch.ahead} they have moved on when it is trained on; use normalizer: topk, batch.ahead: 0, "
+                "or a frozen rollout model that generates all rollouts",
+            ),
+            (
+                correction.target == "new" and steps > 1 and not stays,
+                f"normalizer 'exact' needs the weights that generated the batch, but with {steps} optimizer steps "
+                "per iteration they have moved on when target 'new' needs them; use target: old, normalizer: topk, "
+                "or rollout_model.update: iteration",
+            ),
+        ]
+
+    def _conflicts_of_groups(self) -> Conflicts:
         """Refuse groups and a critic of which the advantage makes nothing."""
-        advantage = self.objective.advantage
-        if self.batch.group_size == 1 and advantage not in ("gae", "reinforce_pp"):
-            raise ValueError(
+        advantage, is_single = self.objective.advantage, self.batch.group_size == 1
+        given = "critic is null" if self.critic is None else "there is a critic"
+        return [
+            (
+                is_single and advantage not in ("gae", "reinforce_pp"),
                 f"batch.group_size is 1, so every advantage of {advantage!r} would be 0; use at least 2, or an "
-                f"advantage without groups: gae or reinforce_pp"
-            )
-        if (advantage == "gae") != (self.critic is not None):
-            given = "critic is null" if self.critic is None else "there is a critic"
-            raise ValueError(
-                f"objective.advantage is {advantage!r} and {given}; gae needs a critic (critic.optimizer at least) and "
-                f"nothing else uses one"
-            )
-        if self.batch.group_size == 1 and self.batch.filter_groups:
-            raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
+                "advantage without groups: gae or reinforce_pp",
+            ),
+            (
+                (advantage == "gae") != (self.critic is not None),
+                f"objective.advantage is {advantage!r} and {given}; gae needs a critic (critic.optimizer at least) "
+                "and nothing else uses one",
+            ),
+            (
+                is_single and self.batch.filter_groups,
+                "batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null",
+            ),
+        ]
 
-    def _check_engines(self) -> None:
+    def _conflicts_of_engines(self) -> Conflicts:
         """Refuse engines that cannot serve both models, or not at once, or not where they are placed."""
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
-        if any(drafts) and not (self.is_mixed and drafts[1] and engines[0].name == engines[1].name):
-            raise ValueError(
+        can_draft = self.is_mixed and drafts[1] and engines[0].name == engines[1].name
+        shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
+        is_one, number = self.evaluation.engine is None, self.placement.engines
+        top_p, top_k = self.sampling.top_p, self.sampling.top_k
+        return [
+            (
+                any(drafts) and not can_draft,
                 "engine.draft has the rollout model draft the rollouts that the policy generates, which needs a "
                 "rollout_model with a share below 1, and for both one kind of engine, transformers or vllm, the "
-                "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null"
-            )
-        check_filters(*engines, top_p=self.sampling.top_p, top_k=self.sampling.top_k)
-        one_model = is_remote(self.engine) and self.evaluation.engine is None
-        if one_model and self.rollout_model is not None:
-            raise ValueError(
+                "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null",
+            ),
+            (
+                self.sampling.truncated and any(engine.name == "sglang_server" for engine in engines),
+                f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}, but sglang_server returns log-probs before "
+                "these filters; use top_p 1 and top_k 0, or engine=vllm_server",
+            ),
+            (
+                is_remote(self.engine) and is_one and self.rollout_model,
                 "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
                 "evaluated with; set evaluation.engine=transformers, or to vllm_server or sglang_server with the "
-                "urls of other servers"
-            )
-        if shared := server_urls(self.engine) & server_urls(self.evaluation.engine):
-            raise ValueError(
-                f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server serves "
-                f"one engine at a time; set evaluation.engine.urls to other servers, or evaluation.engine=transformers"
-            )
-        check_engine_processes(*engines, number=self.placement.engines, ahead=self.batch.ahead)
-        are_two = self.rollout_model is not None or self.evaluation.engine is not None
-        check_sleep(*engines, are_two=are_two, draft=bool(self.draft))
+                "urls of other servers",
+            ),
+            (
+                shared,
+                f"{', '.join(sorted(shared))} is a server of both engine and evaluation.engine, and one server "
+                "serves one engine at a time; set evaluation.engine.urls to other servers, or "
+                "evaluation.engine=transformers",
+            ),
+            (
+                number and all(map(is_remote, engines)),
+                f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
+                "leave placement.engines out, or use engine=transformers",
+            ),
+            (
+                number and any(getattr(engine, "device", None) is not None for engine in engines),
+                f"engine.device is for an engine in the process that trains, but placement.engines is {number}; "
+                "leave one of the two out",
+            ),
+            (
+                number and self.batch.ahead and sleeps(self.engine),
+                "engine.enable_sleep_mode has engine processes sleep on the GPUs of ranks while these train, but "
+                f"with batch.ahead {self.batch.ahead} they generate then; set engine.enable_sleep_mode=false, or "
+                "batch.ahead=0",
+            ),
+            (
+                self.draft and any(map(sleeps, engines)),
+                "engine.draft has two engines generate together, and one that sleeps waits for weights of its own; "
+                "set enable_sleep_mode=false for both, or engine.draft=null",
+            ),
+            (
+                (self.rollout_model or not is_one)
+                and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
+                "engine and evaluation.engine are both vllm with enable_sleep_mode, and vLLM has one engine that "
+                "sleeps in a process; set evaluation.engine={name: transformers, enable_sleep_mode: true}, or "
+                "evaluation.engine.enable_sleep_mode=false",
+            ),
+        ]
 
-    def _check_baseline(self) -> None:
+    def _conflicts_of_baseline(self) -> Conflicts:
         """Refuse to compare rewards within what each model generated of a group, where that would change nothing."""
-        model, advantage, why = self.rollout_model, self.objective.advantage, None
-        if advantage in ("gae", "reinforce_pp"):
-            why = f"advantage {advantage!r} compares with no group; use another advantage"
-        elif model is None:
-            why = "without a rollout_model the policy generates all responses; give a rollout_model"
-        elif model.split == "prompt":
-            why = "with rollout_model.split 'prompt' one model generates all responses to a prompt; use split: group"
-        elif not any(0.0 < model.share_at(number) < 1.0 for number in range(1, self.iterations + 1)):
-            why = "rollout_model.share is 0 or 1 in every iteration; give one between, such as 0.5"
-        if why:
-            raise ValueError(
-                f"objective.baseline 'model' compares the responses to a prompt that one of two models generated, but "
-                f"{why}, or baseline: group"
+        model, advantage = self.rollout_model, self.objective.advantage
+        shares = [model.share_at(number) for number in range(1, self.iterations + 1)] if model else []
+        reasons = [
+            (
+                advantage in ("gae", "reinforce_pp"),
+                f"advantage {advantage!r} compares with no group; use another advantage",
+            ),
+            (
+                model is None,
+                "without a rollout_model the policy generates all responses; give a rollout_model",
+            ),
+            (
+                model and model.split == "prompt",
+                "with rollout_model.split 'prompt' one model generates all responses to a prompt; use split: group",
+            ),
+            (
+                not any(0.0 < share < 1.0 for share in shares),
+                "rollout_model.share is 0 or 1 in every iteration; give one between, such as 0.5",
+            ),
+        ]
+        return [
+            (
+                self.objective.baseline == "model" and is_so,
+                "objective.baseline 'model' compares the responses to a prompt that one of two models generated, "
+                f"but {why}, or baseline: group",
             )
+            for is_so, why in reasons
+        ]
 
-    def _check_acceptance(self, target: float) -> None:
+    def _conflicts_of_acceptance(self) -> Conflicts:
         """Refuse to hold an acceptance that is constant, out of reach, or of no token in an iteration."""
+        control = self.rollout_model and self.rollout_model.distill_control
+        if not control or control.metric != "acceptance":
+            return []
         most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
-        if getattr(self.objective.correction, "budget", None):
-            raise ValueError(
-                "rollout_model.distill_control.metric is 'acceptance', which objective.correction.budget holds already "
-                "however far apart the models are; use metric: kl"
-            )
-        if target >= most:
-            raise ValueError(
-                f"rollout_model.distill_control.target is {target:g}, and with lam "
-                f"{1.0 / most:g} even equal models are accepted at {most:g}; give a target below that"
-            )
-        for number in range(1, self.iterations + 1):
-            if self.uses_rollout_model(number) and "rollout_model" not in self.writers(number):
-                raise ValueError(
-                    f"rollout_model.distill_control.metric is 'acceptance', that of tokens which the rollout model "
-                    f"generated, but at its share of 0 in iteration {number} it is trained and generates none; use "
-                    f"metric: kl, which every token has, or a share above 0"
-                )
-
-    def _check_fp8(self) -> None:
-        if self.precision != "fp8" and self.fp8_backward != "dequantized":
-            raise ValueError(
-                f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, "
-                f"or leave fp8_backward out"
-            )
-        if self.precision not in TRAINED_QUANTIZATION:
-            return
-        for key, engine in ({"engine": self.engine} | self.writing_engines).items():
-            check_trained_quantization(
-                key, engine, self.precision, None if key == "engine" else self.engine.quantization
-            )
-
-    def _check_top_k(self) -> None:
-        for key, instead in (("normalizer", "exact"), ("divergence", "binary")):
-            if getattr(self.objective.correction, key, None) == "topk" and self.sampling.num_top_log_probs == 0:
-                raise ValueError(
-                    f"{key} 'topk' needs the engine's top-k, but sampling.num_top_log_probs is 0; set it (20 is usual) "
-                    f"or use {key}: {instead}"
-                )
-
-    def _check_z(self, correction: ZCorrection) -> None:
-        if correction.normalizer == "exact" and self.sampling.truncated:
-            raise ValueError(
-                f"normalizer 'exact' sums over the untruncated vocabulary, but the engine samples with top_p "
-                f"{self.sampling.top_p} and top_k {self.sampling.top_k}; use top_p 1 and top_k 0, or normalizer: topk"
-            )
-        if correction.normalizer == "exact" and self.draft and self.draft.lam < 1.0:
-            raise ValueError(
-                f"normalizer 'exact' takes p_inf from training, but engine.draft.lam {self.draft.lam:g} samples from "
-                f"another distribution; use lam 1, or normalizer: topk"
-            )
-        quantized = [key for key, engine in self.writing_engines.items() if is_quantized(engine)]
-        if correction.normalizer == "exact" and quantized:
-            raise ValueError(
-                f"normalizer 'exact' takes p_inf from training, but {quantized[0]} samples from a quantized copy of "
-                f"the model ({quantized[0]}.quantization, {quantized[0]}.kv_cache_dtype); use normalizer: topk, or an "
-                f"engine without them"
-            )
-        model = self.rollout_model
-        is_frozen = model is not None and model.optimizer is None and not model.is_mixed
-        if correction.normalizer == "exact" and self.batch.ahead and not is_frozen:
-            raise ValueError(
-                f"normalizer 'exact' needs the weights that generated the batch, but with batch.ahead "
-                f"{self.batch.ahead} they have moved on when it is trained on; use normalizer: topk, batch.ahead: 0, "
-                f"or a frozen rollout model that generates all rollouts"
-            )
-        stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
-        moves = self.batch.steps_per_iteration > 1 and not stays
-        if correction.normalizer == "exact" and correction.target == "new" and moves:
-            raise ValueError(
-                f"normalizer 'exact' needs the weights that generated the batch, but with "
-                f"{self.batch.steps_per_iteration} optimizer steps per iteration they have moved on when target 'new' "
-                f"needs them; use target: old, normalizer: topk, or rollout_model.update: iteration"
-            )
+        iterations = range(1, self.iterations + 1)
+        idle = [one for one in iterations if self.uses_rollout_model(one) and "rollout_model" not in self.writers(one)]
+        return [
+            (
+                getattr(self.objective.correction, "budget", None),
+                "rollout_model.distill_control.metric is 'acceptance', which objective.correction.budget holds "
+                "already however far apart the models are; use metric: kl",
+            ),
+            (
+                control.target >= most,
+                f"rollout_model.distill_control.target is {control.target:g}, and with lam {1.0 / most:g} even equal "
+                f"models are accepted at {most:g}; give a target below that",
+            ),
+            (
+                idle,
+                "rollout_model.distill_control.metric is 'acceptance', that of tokens which the rollout model "
+                f"generated, but at its share of 0 in iteration {next(iter(idle), 0)} it is trained and generates "
+                "none; use metric: kl, which every token has, or a share above 0",
+            ),
+        ]

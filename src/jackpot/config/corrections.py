@@ -8,9 +8,9 @@ response, and Z = sum min(p_inf, p_target / lam) over the vocabulary.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from jackpot.config.base import Bound, Finite, ImportPath, NonNegative, Strict, by_name
+from jackpot.config.base import Bound, Conflicts, Finite, ImportPath, NonNegative, Strict, by_name
 from jackpot.objectives.constants import LAM, Kappa
 
 KAPPA_TOLERANCE = 1e-3  # also of a correction of one's own, which has no such setting
@@ -75,11 +75,13 @@ class _BandCorrection(Strict):
     low: NonNegative
     high: Bound
 
-    @model_validator(mode="after")
-    def _check(self) -> "_BandCorrection":
-        if self.low > self.high:
-            raise ValueError(f"low is {self.low} and high is {self.high}; low must lie from 0 to high")
-        return self
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.low > self.high,
+                f"low is {self.low} and high is {self.high}; low must lie from 0 to high",
+            ),
+        ]
 
 
 class IcePopCorrection(_BandCorrection):
@@ -222,16 +224,18 @@ class OBRSCorrection(ZCorrection):
     c2: C2 = 3.0
     mask: Mask = "sampled"
 
-    @model_validator(mode="after")
-    def _check(self) -> "OBRSCorrection":
-        if self.budget is not None and self.lam != LAM:
-            raise ValueError(f"budget {self.budget} chooses lam, but lam {self.lam} was given; leave one of them out")
-        if self.budget is not None and self.normalizer != "exact":
-            raise ValueError(
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.budget and self.lam != LAM,
+                f"budget {self.budget} chooses lam, but lam {self.lam} was given; leave one of them out",
+            ),
+            (
+                self.budget and self.normalizer != "exact",
                 f"budget {self.budget} needs the whole distributions, of which normalizer 'topk' knows the most "
-                f"probable tokens; use normalizer: exact, or budget: null and a lam"
-            )
-        return self
+                "probable tokens; use normalizer: exact, or budget: null and a lam",
+            ),
+        ]
 
 
 class ReweightOnlyCorrection(ZCorrection):

@@ -1,11 +1,12 @@
 """Settings of the inference engines, one class each, chosen by name."""
 
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from jackpot.config.base import MAY_CHANGE, Bound, Count, Names, Strict, by_name
+from jackpot.config.base import MAY_CHANGE, Bound, Conflicts, Count, Names, Strict, by_name
 from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
@@ -14,28 +15,26 @@ Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
 TRAINED_QUANTIZATION: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
 
 
+_ADDRESS = re.compile(r"https?://([^][\s/?#@:]+|\[[^][\s/@]+\])(:(?P<port>\d*))?/*", re.IGNORECASE)
+
+
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     """Return the servers' addresses; refuse one that is given twice, has a path, or holds a password."""
     for url in urls:
-        try:
-            parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # the port is no number from 0 to 65535
-            is_address = False
-        rest = is_address and (parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc)
-        if not is_address or rest or url != url.strip() or " " in url:
+        match = _ADDRESS.fullmatch(url)
+        if match is None or not 0 < int(match["port"] or 80) <= 65_535:
             raise ValueError(
                 f"{url!r} is not the address of a server; give it as http://HOST:PORT, without a path, user or password"
             )
-    plain = [url.rstrip("/") for url in urls]
-    if twice := sorted({url for url in plain if plain.count(url) > 1}):
-        raise ValueError(f"{', '.join(twice)} is given more than once; name each server once")
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        raise ValueError(f"{', '.join(urls)} has a server more than once; name each server once")
     return urls
 
 
-def _is_loopback(host: str) -> bool:
-    """Return whether a host's name or address is that of this machine's loopback interface."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+def is_loopback(url: str) -> bool:
+    """Return whether an address leads to this machine by its loopback interface."""
+    host = urlsplit(url).hostname or ""
+    return host == "localhost" or re.fullmatch(r"127(\.\d+){3}|::1", host) is not None
 
 
 class _Engine(Strict):
@@ -111,25 +110,24 @@ class VLLMEngineConfig(_Engine):
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
-    @model_validator(mode="after")
-    def _check_draft(self) -> "VLLMEngineConfig":
-        if self.draft is None:
-            return self
-        if self.draft.tokens == "auto":
-            raise ValueError(
-                "draft.tokens is 'auto', but vLLM drafts the same number for all responses; give a number, 4 is usual, "
-                "or use engine=transformers"
-            )
-        if self.draft.lam < 1.0:
-            raise ValueError(
-                f"draft.lam is {self.draft.lam:g}, but vLLM accepts drafts as an exact sample needs it; use lam 1, or "
-                f"engine=transformers"
-            )
-        if is_quantized(self):
-            raise ValueError(
-                "vLLM's draft model gets plain weights; leave quantization and kv_cache_dtype out, or draft"
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        draft = self.draft or DraftConfig()
+        return [
+            (
+                draft.tokens == "auto",
+                "draft.tokens is 'auto', but vLLM drafts the same number for all responses; give a number, 4 is "
+                "usual, or use engine=transformers",
+            ),
+            (
+                draft.lam < 1.0,
+                f"draft.lam is {draft.lam:g}, but vLLM accepts drafts as an exact sample needs it; use lam 1, or "
+                "engine=transformers",
+            ),
+            (
+                self.draft and is_quantized(self),
+                "vLLM's draft model gets plain weights; leave quantization and kv_cache_dtype out, or draft",
+            ),
+        ]
 
 
 class ServerEngineConfig(_Engine):
@@ -147,16 +145,16 @@ class ServerEngineConfig(_Engine):
     connect_timeout: Annotated[Bound, MAY_CHANGE] = 600.0
     """Time to wait while no server can be reached, seconds; after that the run stops."""
 
-    @model_validator(mode="after")
-    def _check_folder(self) -> "ServerEngineConfig":
-        far = [url for url in self.urls if not _is_loopback(urlsplit(url).hostname or "")]
-        if self.weights_folder is None and far:
-            raise ValueError(
+    def conflicts(self) -> Conflicts:
+        far = [url for url in self.urls if not is_loopback(url)]
+        return [
+            (
+                self.weights_folder is None and far,
                 f"weights_folder is null, but {', '.join(far)} may be another machine, which cannot read this one's "
-                f"memory; set engine.weights_folder to a folder that all of them share, or give addresses such as "
-                f"http://127.0.0.1:8000"
-            )
-        return self
+                "memory; set engine.weights_folder to a folder that all of them share, or give addresses such as "
+                "http://127.0.0.1:8000",
+            ),
+        ]
 
     @model_validator(mode="before")
     @classmethod
@@ -189,14 +187,15 @@ class SGLangServerEngineConfig(ServerEngineConfig):
 
     name: Literal["sglang_server"] = "sglang_server"
 
-    @model_validator(mode="after")
-    def _check_numbers(self) -> "SGLangServerEngineConfig":
-        if is_quantized(self):
-            raise ValueError(
-                "quantization and kv_cache_dtype are not for sglang_server, which sends plain weights; leave them out, "
-                "or use engine=vllm_server or engine=transformers"
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        return [
+            *super().conflicts(),
+            (
+                is_quantized(self),
+                "quantization and kv_cache_dtype are not for sglang_server, which sends plain weights; leave them "
+                "out, or use engine=vllm_server or engine=transformers",
+            ),
+        ]
 
 
 def is_remote(engine: "EngineConfig") -> bool:
@@ -251,19 +250,8 @@ def server_urls(engine: EngineConfig | None) -> set[str]:
     return {url.rstrip("/") for url in engine.urls} if isinstance(engine, ServerEngineConfig) else set()
 
 
-def check_filters(*engines: EngineConfig, top_p: float, top_k: int) -> None:
-    """Raise ValueError for filters of sampling with an engine whose log-probs are those before them."""
-    if (top_p < 1.0 or top_k) and any(isinstance(engine, SGLangServerEngineConfig) for engine in engines):
-        raise ValueError(
-            f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}, but sglang_server returns log-probs before these "
-            f"filters; use top_p 1 and top_k 0, or engine=vllm_server"
-        )
-
-
-def check_trained_quantization(
-    key: str, engine: EngineConfig, precision: str, quantization: Quantization | None
-) -> None:
-    """Raise ValueError for an engine of rollouts whose codes are not those that training computes with.
+def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantization: Quantization | None) -> Conflicts:
+    """Return what is wrong with an engine of rollouts whose codes are not those that training computes with.
 
     Args:
         key: the setting that describes it.
@@ -271,64 +259,19 @@ def check_trained_quantization(
         quantization: whose codes these are; None: those of this engine.
     """
     wanted = quantization or TRAINED_QUANTIZATION[precision]
-    if engine.quantization != wanted:
-        has_none = engine.name == "sglang_server"
-        advice = f"{key}=transformers {key}.quantization={wanted}" if has_none else f"{key}.quantization={wanted}"
-        raise ValueError(
-            f"precision {precision} trains through the codes that the engine computes with, but {key}.quantization is "
-            f"{engine.quantization}; set {advice}, or precision to fp32 or bf16"
-        )
-    if getattr(engine, "draft", None) or getattr(engine, "attn_implementation", "sdpa") != "sdpa":
-        raise ValueError(
-            f"precision {precision} attends as the engine does with attn_implementation sdpa and without draft; leave "
-            f"{key}.attn_implementation and {key}.draft out, or take precision fp32 or bf16"
-        )
-
-
-def check_engine_processes(*engines: EngineConfig, number: int, ahead: int) -> None:
-    """Raise ValueError for what engines in processes of their own cannot do.
-
-    Args:
-        engines: of rollouts and of the policy in evaluations.
-        number: of processes (`placement.engines`).
-        ahead: `batch.ahead`.
-    """
-    if number and all(is_remote(engine) for engine in engines):
-        raise ValueError(
-            f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
-            f"leave placement.engines out, or use engine=transformers"
-        )
-    if number and any(getattr(engine, "device", None) is not None for engine in engines):
-        raise ValueError(
-            f"engine.device is for an engine in the process that trains, but placement.engines is {number}; leave one "
-            f"of the two out"
-        )
-    if number and ahead and sleeps(engines[0]):
-        raise ValueError(
-            f"engine.enable_sleep_mode has engine processes sleep on the GPUs of ranks while these train, but with "
-            f"batch.ahead {ahead} they generate then; set engine.enable_sleep_mode=false, or batch.ahead=0"
-        )
-
-
-def check_sleep(engine: EngineConfig, other: EngineConfig, are_two: bool, draft: bool) -> None:
-    """Raise ValueError where an engine is to sleep that cannot.
-
-    Args:
-        engine, other: of rollouts, and of the policy in evaluations.
-        are_two: they are two engines.
-        draft: the model of the one drafts for that of the other.
-    """
-    if draft and (sleeps(engine) or sleeps(other)):
-        raise ValueError(
-            "engine.draft has two engines generate together, and one that sleeps waits for weights of its own; set "
-            "enable_sleep_mode=false for both, or engine.draft=null"
-        )
-    if are_two and all(isinstance(one, VLLMEngineConfig) and sleeps(one) for one in (engine, other)):
-        raise ValueError(
-            "engine and evaluation.engine are both vllm with enable_sleep_mode, and vLLM has one engine that sleeps in "
-            "a process; set evaluation.engine={name: transformers, enable_sleep_mode: true}, or "
-            "evaluation.engine.enable_sleep_mode=false"
-        )
+    advice = f"{key}=transformers " if engine.name == "sglang_server" else ""
+    return [
+        (
+            engine.quantization != wanted,
+            f"precision {precision} trains through the codes that the engine computes with, but {key}.quantization "
+            f"is {engine.quantization}; set {advice}{key}.quantization={wanted}, or precision to fp32 or bf16",
+        ),
+        (
+            getattr(engine, "draft", None) or getattr(engine, "attn_implementation", "sdpa") != "sdpa",
+            f"precision {precision} attends as the engine does with attn_implementation sdpa and without draft; "
+            f"leave {key}.attn_implementation and {key}.draft out, or take precision fp32 or bf16",
+        ),
+    ]
 
 
 def check_ranks(*engines: EngineConfig | None, processes: int, ranks: int) -> None:

@@ -2,9 +2,7 @@
 
 from typing import Literal
 
-from pydantic import model_validator
-
-from jackpot.config.base import Count, Finite, NonNegative, Strict
+from jackpot.config.base import Conflicts, Count, Finite, NonNegative, Strict
 from jackpot.config.corrections import OBRSCorrection, PolicyCorrection
 
 
@@ -61,16 +59,17 @@ class ObjectiveConfig(Strict):
     overlong_buffer: OverlongBufferConfig | None = None
     """Penalty of responses near the length limit; null: none."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "ObjectiveConfig":
-        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.count == "accepted":
-            raise ValueError(
-                "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens, accepted or not; use "
-                "count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean"
-            )
-        if self.count == "accepted" and (self.entropy_coeff or self.reference):
-            raise ValueError(
-                "count 'accepted' divides by the accepted tokens, but entropy_coeff and reference act on all response "
-                "tokens; use count: proposed with them"
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        counts_accepted = self.count == "accepted"
+        return [
+            (
+                counts_accepted and self.loss_agg_mode == "seq-mean-token-sum-norm",
+                "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens, accepted or not; "
+                "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean",
+            ),
+            (
+                counts_accepted and (self.entropy_coeff or self.reference),
+                "count 'accepted' divides by the accepted tokens, but entropy_coeff and reference act on all "
+                "response tokens; use count: proposed with them",
+            ),
+        ]

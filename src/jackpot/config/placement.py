@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from jackpot.config.base import MAY_CHANGE, Count, Strict
+from jackpot.config.base import MAY_CHANGE, Conflicts, Count, Strict
 
 
 class PlacementConfig(Strict):
@@ -38,22 +38,22 @@ class PlacementConfig(Strict):
     """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
     several ranks train: room on the GPUs for time. Status: never run on its target (a GPU)."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "PlacementConfig":
-        if self.ranks > 1 and self.launcher == "local":
-            raise ValueError(
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.ranks > 1 and self.launcher == "local",
                 f"ranks is {self.ranks}, which is for placement.launcher=ray; torchrun --nproc-per-node {self.ranks} "
-                f"-m jackpot train RECIPE starts ranks without it"
-            )
-        if self.chunk != "auto" and not self.engines:
-            raise ValueError(
+                "-m jackpot train RECIPE starts ranks without it",
+            ),
+            (
+                self.chunk != "auto" and not self.engines,
                 f"chunk is {self.chunk}, but there are no engine processes to get chunks; set placement.engines, or "
-                f"leave placement.chunk out"
-            )
-        if self.weight_transfer == "device" and not self.engines:
-            raise ValueError(
-                "weight_transfer is 'device', but there are no engine processes to send weights to: an engine in the "
-                "process that trains reads them where they are, and servers get them as engine.weights_folder says; "
-                "set placement.engines, or placement.weight_transfer=host"
-            )
-        return self
+                "leave placement.chunk out",
+            ),
+            (
+                self.weight_transfer == "device" and not self.engines,
+                "weight_transfer is 'device', but there are no engine processes to send weights to: an engine in "
+                "the process that trains reads them where they are, and servers get them as engine.weights_folder "
+                "says; set placement.engines, or placement.weight_transfer=host",
+            ),
+        ]

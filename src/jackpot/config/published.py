@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from jackpot.config.base import Count, Strict
+from jackpot.config.base import Conflicts, Count, Strict
 
 Paper = Literal["Jackpot", "submission", "Jet-RL", "TIS post"]
 PAPERS: dict[str, str] = {  # a recipe's name for a paper, and its title
@@ -51,15 +51,15 @@ class PublishedTable(Strict):
     rows: Annotated[tuple[PublishedRow, ...], Field(strict=False, min_length=1)]
     """Rows of the table or curves of the figure."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "PublishedTable":
-        for row in self.rows:
-            if len(row.numbers) not in (0, len(self.columns)):
-                raise ValueError(
-                    f"{self.table}, row {row.row!r} has {len(row.numbers)} numbers for {len(self.columns)} columns; "
-                    f"give one for each, null where the paper has none, or leave them all out"
-                )
-        return self
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                len(row.numbers) not in (0, len(self.columns)),
+                f"{self.table}, row {row.row!r} has {len(row.numbers)} numbers for {len(self.columns)} columns; give "
+                "one for each, null where the paper has none, or leave them all out",
+            )
+            for row in self.rows
+        ]
 
 
 class RecipeNotes(Strict):

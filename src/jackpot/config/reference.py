@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from inspect import get_annotations
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -21,6 +23,7 @@ from jackpot.core.errors import ConfigError
 
 COMMANDS: dict[str, type[BaseModel]] = {"train": Config, "eval": BenchmarksConfig, "mismatch": MismatchConfig}
 CONTINUED = ("train", "eval")  # commands that continue what stands in their folder
+_BLOCK = "a block"
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -29,12 +32,13 @@ _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 class Use:
     """Describes a key in one class of settings, of one command."""
 
+    key: str
     command: str  # train, eval or mismatch
-    variant: str  # the choice that the key belongs to, such as vllm; empty: none
-    chosen: str  # the block that the choice is made for, such as engine; empty: none
-    choices: int  # number of names that the block can have
+    variant: str = ""  # the choice that the key belongs to, such as vllm; empty: none
+    chosen: str = ""  # the block that the choice is made for, such as engine; empty: none
+    choices: int = 0  # number of names that the block can have
     origin: tuple[str, str]  # the class that defines the setting, and its name there
-    same_as: str  # the block whose settings the key has, which it says the differences from; empty: none
+    same_as: str = ""  # the block whose settings the key has, which it says the differences from; empty: none
     values: str  # type and allowed values
     default: str  # default as YAML; "required" where there is none
     meaning: str  # docstring of the setting
@@ -92,23 +96,19 @@ class Block:
     variants: tuple[tuple[str, str], ...]  # allowed names and what each is; empty where there is nothing to choose
 
 
-_Walked = Block | tuple[str, Use]
-
-
 def blocks(command: str) -> dict[str, Block]:
     """Return every block of a command's settings by its key, the whole with an empty key first."""
-    kind = COMMANDS[command]
-    whole = Block(key="", command=command, default="", meaning=_paragraph(kind), variants=())
-    return {block.key: block for block in [whole, *_walk(kind, "", _Context(command))] if isinstance(block, Block)}
+    whole = Block(key="", command=command, default="", meaning=_paragraph(COMMANDS[command]), variants=())
+    walked = _walk(COMMANDS[command], "", command=command)
+    return {block.key: block for block in [whole, *walked] if isinstance(block, Block)}
 
 
 def settings(*commands: str) -> dict[str, Setting]:
     """Return every setting of these commands by its key, in the order of the classes."""
     uses: dict[str, list[Use]] = {}
-    for command in commands:
-        for found in _walk(COMMANDS[command], "", _Context(command)):
-            if not isinstance(found, Block):
-                uses.setdefault(found[0], []).append(found[1])
+    for use in (one for command in commands for one in _walk(COMMANDS[command], "", command=command)):
+        if isinstance(use, Use):
+            uses.setdefault(use.key, []).append(use)
     return {key: Setting(key=key, uses=tuple(of_key)) for key, of_key in uses.items()}
 
 
@@ -137,15 +137,13 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     """
     wanted = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
-    if wanted in known:
-        return [], [setting for name, setting in known.items() if name == wanted or name.startswith(f"{wanted}.")]
+    found = [block for command in COMMANDS if (block := blocks(command).get(wanted)) and wanted not in ("", *known)]
+    if found or wanted in known:
+        below = (f"{wanted}.", f"{wanted}[].")
+        return found, [setting for name, setting in known.items() if name == wanted or name.startswith(below)]
     for setting in known.values():
         if (other := setting.uses[0].same_as) and wanted.startswith(f"{setting.key}."):
             return find(other + wanted.removeprefix(setting.key))
-    found = [block for command in COMMANDS if (block := blocks(command).get(wanted)) and wanted]
-    if found:
-        below = (f"{wanted}.", f"{wanted}[].")
-        return found, [setting for name, setting in known.items() if name.startswith(below)]
     raise ConfigError(f"unknown setting {key!r}{_near(wanted, list(known))} jackpot config lists all of them")
 
 
@@ -158,66 +156,35 @@ def _near(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {_either(near)}?" if near else "."
 
 
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """Holds what every use of a class has in common: the command, and the choice that the class is of."""
+def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | Use]:
+    """Yield the blocks, the settings that choose their classes, and the settings below a class of settings.
 
-    command: str
-    variant: str = ""
-    chosen: str = ""
-    choices: int = 0
-
-
-def _walk(kind: type[BaseModel], prefix: str, context: _Context) -> Iterator[_Walked]:
-    """Yield the blocks and the (key, use) of every setting below a class of settings."""
+    Args:
+        above: what stands before the names of these settings in their keys.
+        shared: what every use of the class has in common: the command, and the choice that the class is of.
+    """
     for name, field in kind.model_fields.items():
-        key, classes = prefix + name, model_classes(field.annotation)
-        mark = next((mark for mark in field.metadata if isinstance(mark, Differences)), None)
-        if mark is not None:
-            yield key, _use(context, (kind.__name__, name), f"settings of {mark.key}", field, same_as=mark.key)
-        elif classes:
-            if plain := _plain_values(field):
-                yield key, _use(context, (kind.__name__, name), f"{_either(plain)} or a block", field)
-            yield from _walk_block(key, field, classes, context)
-        elif name != "name" or field.is_required():  # else it chooses this class: a setting of the block
-            definer = next(cls for cls in kind.__mro__ if name in get_annotations(cls))
-            yield (
-                key,
-                _use(context, (definer.__name__, name), _either(_values(field.annotation, field.metadata)), field),
-            )
+        key, classes, meaning = above + name, model_classes(field.annotation), _one_line(field.description)
+        definer = next(cls.__name__ for cls in kind.__mro__ if name in get_annotations(cls))
+        use = partial(Use, **shared, default=_default(field), meaning=meaning, may_change=MAY_CHANGE in field.metadata)
+        same_as = next((mark.key for mark in field.metadata if isinstance(mark, Differences)), "")
+        values = [f"settings of {same_as}"] if same_as else _values(field.annotation, field.metadata)
+        is_choice = name == "name" and not field.is_required()  # of this class: a setting of the block
+        if not is_choice and not {*values} <= {_BLOCK, "null"}:
+            plain = [text for text in values if not classes or text != "null"]
+            yield use(key=key, origin=(definer, name), same_as=same_as, values=_either(list(dict.fromkeys(plain))))
+        if not classes or same_as:
+            continue
 
-
-def _walk_block(key: str, field: FieldInfo, classes: Sequence[type[BaseModel]], context: _Context) -> Iterator[_Walked]:
-    """Yield a block, the setting that chooses its class where there is a choice, and everything below it."""
-    names = [cls.model_fields["name"].default for cls in classes] if len(classes) > 1 else []
-    variants = tuple(zip(names, map(_paragraph, classes), strict=False))
-    yield Block(
-        key=key,
-        command=context.command,
-        default=_default(field),
-        meaning=_one_line(field.description),
-        variants=variants,
-    )
-    below = f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}."
-    if names:
-        yield f"{below}name", _use(context, (classes[0].__name__, "name"), _either(names), field)
-    for cls, name in zip(classes, names or [""], strict=True):
-        yield from _walk(cls, below, _Context(context.command, name, key, len(names)) if names else context)
-
-
-def _use(context: _Context, origin: tuple[str, str], values: str, field: FieldInfo, same_as: str = "") -> Use:
-    return Use(
-        same_as=same_as,
-        command=context.command,
-        variant=context.variant,
-        chosen=context.chosen,
-        choices=context.choices,
-        origin=origin,
-        values=values,
-        default=_default(field),
-        meaning=_one_line(field.description),
-        may_change=MAY_CHANGE in field.metadata,
-    )
+        names = [cls.model_fields["name"].default for cls in classes] if len(classes) > 1 else []
+        variants = tuple(zip(names, map(_paragraph, classes), strict=False))
+        yield Block(key=key, command=shared["command"], default=_default(field), meaning=meaning, variants=variants)
+        below = f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}."
+        if names:
+            yield use(key=f"{below}name", origin=(classes[0].__name__, "name"), values=_either(names))
+        for cls, choice in zip(classes, names or [""], strict=True):
+            chosen = {"variant": choice, "chosen": key, "choices": len(names)} if names else {}
+            yield from _walk(cls, below, **shared | chosen)
 
 
 def _paragraph(kind: type[BaseModel]) -> str:
@@ -235,6 +202,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if origin is Annotated:
         inner = [item for mark in parts[1:] for item in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
         return _values(parts[0], [*inner, *metadata])
+    if origin not in (Union, UnionType) and model_classes(annotation):
+        return [_BLOCK]
     if origin is Literal:
         return [_yaml(value) for value in parts]
     if origin is tuple and parts[1:] == (...,):
@@ -253,14 +222,6 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     return [number, "null"] if NULL_IS_INFINITE in metadata else [number]
 
 
-def _plain_values(field: FieldInfo) -> list[str]:
-    """Say what a field allows in place of a block; nothing where that is null alone."""
-    if get_origin(field.annotation) is tuple:  # a list of blocks
-        return []
-    parts = [part for part in get_args(field.annotation) if part is not type(None) and not model_classes(part)]
-    return [text for part in parts for text in _values(part)]
-
-
 def _bounds(mark: Any) -> Iterator[tuple[float, str]]:
     """Yield the bounds in one piece of metadata, each with its sign."""
     return ((getattr(mark, name), sign) for name, sign in _SIGNS.items() if getattr(mark, name, None) is not None)
@@ -271,18 +232,13 @@ def _either(names: Sequence[str]) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, BaseModel):
-        return getattr(default, "name", "")
-    if isinstance(default, tuple) and any(isinstance(item, BaseModel) for item in default):
-        return _yaml([getattr(item, "name", "") for item in default])
-    return _yaml(default)
+    return "required" if field.is_required() else _yaml(field.get_default(call_default_factory=True))
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as it is written in YAML."""
+    """Return a value as it is written in YAML; of a block the name that chooses it."""
+    if isinstance(value, BaseModel):
+        return getattr(value, "name", "")
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | list):

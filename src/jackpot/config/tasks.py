@@ -1,12 +1,23 @@
 """Settings of the tasks, one class each, chosen by name (docs/tasks.md)."""
 
-import re
 from collections.abc import Mapping, Sequence
+from re import Pattern
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from jackpot.config.base import MAY_CHANGE, AnyNames, Bound, Count, Finite, ImportPath, NonNegative, Strict, by_name
+from jackpot.config.base import (
+    MAY_CHANGE,
+    AnyNames,
+    Bound,
+    Conflicts,
+    Count,
+    Finite,
+    ImportPath,
+    NonNegative,
+    Strict,
+    by_name,
+)
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
@@ -23,13 +34,13 @@ class ArithmeticConfig(Strict):
     max_operand: Annotated[int, Field(ge=9)] = 40
     """Largest term of a sum; below 9 there are too few problems to hold some out."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "ArithmeticConfig":
-        if self.min_terms > self.max_terms:
-            raise ValueError(
-                f"min_terms {self.min_terms} is above max_terms {self.max_terms}; lower it or raise the other"
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.min_terms > self.max_terms,
+                f"min_terms {self.min_terms} is above max_terms {self.max_terms}; lower it or raise the other",
+            ),
+        ]
 
 
 class ToolArithmeticConfig(ArithmeticConfig):
@@ -62,19 +73,18 @@ class AnswersConfig(Strict):
     name: Literal["plain", "hashes", "boxed", "letter", "regex"]
     """All of the column (plain), what follows the last #### (hashes), what is in the last boxed{} of LaTeX (boxed), the
     letter of multiple choice that the column begins with (letter), or what `regex` finds (regex)."""
-    regex: str | None = None
+    regex: Pattern[str] | None = None
     """Regular expression that is searched in the column: the answer is what the first group of its last match holds, or
     the whole match where it has no group."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "AnswersConfig":
-        if self.name == "regex" and self.regex is None:
-            raise ValueError("answers are found by a regular expression, but regex is null; give one")
-        try:
-            re.compile(self.regex or "")
-        except re.error as error:
-            raise ValueError(f"{self.regex!r} is not a regular expression: {error}; correct it") from error
-        return self
+    def conflicts(self) -> Conflicts:
+        is_missing = self.name == "regex" and self.regex is None
+        return [
+            (
+                is_missing,
+                "answers are found by a regular expression, but regex is null; give one",
+            ),
+        ]
 
 
 def _by_regex(value: Any) -> Any:
@@ -111,14 +121,15 @@ class DataConfig(Strict):
     weight: Finite = 1.0
     """Share of the prompts that come from this source, relative to the other sources of a list."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "DataConfig":
-        if self.streaming and self.columns.uid not in (None, ROW_NUMBER):
-            raise ValueError(
-                f"columns.uid is {self.columns.uid!r}, but streaming cannot see whether ids are unique without holding "
-                f"all of them; leave columns.uid out (the row's number), or set streaming: false"
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        uid = self.columns.uid
+        return [
+            (
+                self.streaming and uid not in (None, ROW_NUMBER),
+                f"columns.uid is {uid!r}, but streaming cannot see whether ids are unique without holding all of "
+                "them; leave columns.uid out (the row's number), or set streaming: false",
+            ),
+        ]
 
 
 def _by_source(value: Any) -> Any:
@@ -154,15 +165,16 @@ class RewardConfig(Strict):
     """Memory that the function's process may take beyond what it had after importing the function, GiB; null or .inf:
     no limit."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "RewardConfig":
-        changed = [key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default]
-        if ":" not in self.name and (given := set(changed) - {"name", "weight"}):
-            raise ValueError(
+    def conflicts(self) -> Conflicts:
+        changed = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}
+        given = changed - {"name", "weight"}
+        return [
+            (
+                ":" not in self.name and given,
                 f"{', '.join(sorted(given))} was given for {self.name!r}; only functions of your own, "
-                f"package.module:function, have limits of their own"
-            )
-        return self
+                "package.module:function, have limits of their own",
+            ),
+        ]
 
 
 Rewards = Annotated[
@@ -215,14 +227,19 @@ class QuestionConfig(Strict):
     """Longest time that a response of a rollout batch waits for its turn to be scored, seconds; after that it counts as
     one that took too long. Evaluations have no such limit."""
 
-    @model_validator(mode="after")
-    def _check_rewards(self) -> "QuestionConfig":
+    def conflicts(self) -> Conflicts:
         names = [reward.name for reward in self.rewards]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"rewards: {', '.join(twice)} is given more than once; give it once, with its weight")
-        if sum(reward.weight for reward in self.rewards) == 0.0:
-            raise ValueError("rewards: all have weight 0, so every reward would be 0; give one a weight")
-        return self
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [
+            (
+                twice,
+                f"rewards: {', '.join(twice)} is given more than once; give it once, with its weight",
+            ),
+            (
+                not any(reward.weight for reward in self.rewards),
+                "rewards: all have weight 0, so every reward would be 0; give one a weight",
+            ),
+        ]
 
     @property
     def decides(self) -> VerdictConfig | None:
@@ -244,14 +261,15 @@ class MathConfig(QuestionConfig):
     """Longest prompt, tokens: problems with longer ones are left out and counted; null: what sampling.max_new_tokens
     leaves of the context and of batch.micro_batch_tokens, which is the limit of larger numbers too."""
 
-    @model_validator(mode="after")
-    def _check_streaming(self) -> "MathConfig":
-        if self.test.streaming and self.test.limit is None:
-            raise ValueError(
+    def conflicts(self) -> Conflicts:
+        return [
+            *super().conflicts(),
+            (
+                self.test.streaming and self.test.limit is None,
                 "test.streaming needs test.limit: evaluation must know how many problems there are; set a limit, or "
-                "streaming: false"
-            )
-        return self
+                "streaming: false",
+            ),
+        ]
 
     def sources(self, split: Literal["train", "test"]) -> Sequence[DataConfig]:
         """Return the sources of a split, one or more."""

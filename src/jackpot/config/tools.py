@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from jackpot.config.base import MAY_CHANGE, AnyNames, Count, Finite, Names, Strict
+from jackpot.config.base import MAY_CHANGE, AnyNames, Conflicts, Count, Finite, Names, Strict
 from jackpot.config.config import Sampling
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
 from jackpot.config.tasks import (
@@ -107,14 +107,14 @@ class LearnerConfig(SideConfig):
     """Temperature of the learner's log-probs; null: the sampler's. Another one shows the effect of a forgotten
     temperature."""
 
-    @model_validator(mode="after")
-    def _check_autocast(self) -> "LearnerConfig":
-        if self.autocast and not isinstance(self.engine, TransformersEngineConfig):
-            raise ValueError(
-                f"autocast is of training's forward pass, and {self.engine.name} has a dtype only; leave autocast out "
-                f"or take name=transformers"
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.autocast and not isinstance(self.engine, TransformersEngineConfig),
+                f"autocast is of training's forward pass, and {self.engine.name} has a dtype only; leave autocast "
+                "out or take name=transformers",
+            ),
+        ]
 
 
 class MismatchSampling(Sampling):

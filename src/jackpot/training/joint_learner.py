@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.config import DistillControlConfig, Sampling
+from jackpot.config.config import Sampling
+from jackpot.config.schedules import DistillControlConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum
 from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackpot.config.config import DistillControlConfig
+from jackpot.config.schedules import DistillControlConfig
 from jackpot.core.metrics import Mean, Sum, Sums, to_host
 from jackpot.core.roles import Role
 from jackpot.core.shards import local

@@ -115,13 +115,9 @@ def test_settings_without_problems_are_refused(settings):
         ArithmeticConfig(**settings)
 
 
-def test_an_unknown_split_or_a_negative_index_is_refused(task):
+def test_an_unknown_split_is_refused(task):
     with pytest.raises(DataError, match="valid: train, test"):
         task.prompt("validation", 0)
-    with pytest.raises(DataError, match="valid: train, test"):
-        task.size("dev")
-    with pytest.raises(DataError, match="from 0"):
-        task.prompt("train", -1)
 
 
 def test_a_tokenizer_without_digits_is_refused():

@@ -1,5 +1,6 @@
 """Rows of every kind of source: which there are, what is refused and how it is said."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -132,7 +133,9 @@ def test_what_is_neither_text_nor_number_is_refused(value, shown, tmp_path):
     path.write_text(f'{json.dumps(problem(1))}\n{{"problem": "p", "answer": {value}}}\n')
     with pytest.raises(DataError) as error:
         rows(path)
-    assert f"{path} line 2: column 'answer' holds {shown}; it must be text or a finite number" in str(error.value)
+    assert f"{path} line 2: column 'answer' holds {shown}; it must be text in UTF-8 or a finite number" in str(
+        error.value
+    )
 
 
 def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
@@ -170,30 +173,62 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
     with path.open("a") as file:
         file.write("not JSON\n")
     assert [only(row) for row in rows(path, limit=5)] == ["0", "1", "2", "3", "4"]
-    with pytest.raises(DataError, match=r"a\.jsonl line 6: not JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl line 6 cannot be read"):
         rows(path)
+
+
+LINE = b'{"problem": "p", "answer": 1}\n'
 
 
 @pytest.mark.parametrize(
     ("name", "raw", "said"),
     [
-        (
-            "a.jsonl",
-            b'{"problem": "p", "answer": "1"}\n{"problem": "gr\xfc\xdf", "answer": "1"}\n',
-            "line 2: not UTF-8, by",
-        ),
-        ("a.jsonl", '{"problem": "p", "answer": "1"}'.encode("utf-16"), "line 1: not UTF-8, byte 1 is 0xff"),
-        ("a.json", b'[{"problem": "gr\xfc\xdf"}]', "a.json: not UTF-8, byte 17 is 0xfc"),
-        pytest.param("a.jsonl", b'{"problem": "half \\ud83d", "answer": "1"}\n', "has half a character", id="half"),
-        ("a.jsonl", b'{"problem": "p"\n', "line 1: not JSON"),
-        ("a.jsonl", b'["p", "1"]\n', "line 1: a list; a row is a mapping"),
-        ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: not JSON"),
-        ("a.json", b'{"problem": "p"}', "a.json holds a mapping; a .json file is a list of rows"),
-        ("a.json", b'{"problem": "p"}\n{"problem": "q"}', "one row a line is .jsonl, so rename it"),
-        ("a.json", b'[{"problem": "p", "answer": "1"}, 3]', "a.json row 2: 3; a row is a mapping"),
-        ("a.parquet", b"hello", "a.parquet after row 0: not parquet"),
+        ("a.jsonl", LINE + b'{"problem": "gr\xfc\xdf"}\n', "a.jsonl line 2 cannot be read as .jsonl: 'utf-8' codec"),
+        ("a.jsonl", LINE.decode().encode("utf-16"), "a.jsonl line 1 cannot be read as .jsonl: 'utf-8' codec"),
+        pytest.param("a.jsonl", b'{"problem": "half \\ud83d", "answer": "1"}\n', "must be text in UTF-8", id="half"),
+        ("a.jsonl", LINE + b'\n{"problem": "p"\n', "a.jsonl line 3 cannot be read as .jsonl: Expecting ','"),
+        ("a.jsonl", b'["p", "1"]\n', "a.jsonl line 1 cannot be read as .jsonl: ['p', '1'] is no row"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl line 1 cannot be read as .jsonl: maximum recursion"),
         ("a.jsonl", b"\n\n", "a has no rows"),
+        (
+            "a.json",
+            b'[{"problem": "gr\xfc\xdf"}]',
+            "a.json cannot be read as .json: 'utf-8' codec can't decode byte 0xfc",
+        ),
+        (
+            "a.json",
+            b'{"problem": "p"}',
+            "a.json cannot be read as .json: 'problem' is no row. Such a file holds a list",
+        ),
+        ("a.json", LINE + LINE, "Extra data: line 2 column 1 (char 30). Such a file holds a list of rows"),
+        ("a.json", b'[{"problem": "p", "answer": "1"}, 3]', "a.json row 2 cannot be read as .json: 3 is no row"),
         ("a.json", b"[]", "a has no rows"),
+        ("a.parquet", b"hello", "a.parquet cannot be read as .parquet: Parquet file size"),
+        (
+            "a.csv",
+            b"problem,answer\np,1\nq\n",
+            "line 3 cannot be read as .csv: 1 values for the columns problem, answer",
+        ),
+        (
+            "a.csv",
+            b"problem,answer\np,1,2\n",
+            "line 2 cannot be read as .csv: 3 values for the columns problem, answer",
+        ),
+        (
+            "a.csv",
+            b"problem,problem\np,1\n",
+            "line 2 cannot be read as .csv: 2 values for the columns problem, problem",
+        ),
+        ("a.csv", b'problem,answer\n"p,1\n', "a.csv line 3 cannot be read as .csv: unexpected end of data"),
+        ("a.csv", b"problem,answer\ngr\xfc\xdf,1\n", "a.csv line 2 cannot be read as .csv: 'utf-8' codec"),
+        ("a.csv", b"problem,answer\n", "a has no rows"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz line 1 cannot be read as .jsonl.gz: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINE * 99, mtime=0)[:-20],
+            "Compressed file ended before the end-of-stream marker",
+        ),
+        ("a.xlsx", b"", "is not one of .jsonl, .json, .csv, .parquet"),
         ("a.txt", b"problem,answer\n", "is not one of .jsonl, .json, .csv, .parquet"),
     ],
 )
@@ -204,11 +239,11 @@ def test_a_broken_file_is_refused_with_its_line(name, raw, said, tmp_path):
     assert said in str(error.value) and len(str(error.value)) < 500
 
 
-def test_text_in_parquet_that_is_not_utf8_is_named_by_its_row(tmp_path):
+def test_text_in_parquet_that_is_not_utf8_is_found(tmp_path):
     texts = [b"ok"] * 1500 + [b"gr\xfc\xdf"]
     column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"problem": column, "answer": ["1"] * 1501}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet row 1501: not UTF-8"):
+    with pytest.raises(DataError, match=r"a\.parquet row 1025 .*'utf-8' codec.* of which 1,024 rows are read at once"):
         rows(tmp_path / "a.parquet")
 
 
@@ -226,7 +261,7 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     write(tmp_path / ".hidden" / "y.jsonl", [problem(9)])
     assert [only(row) for row in rows(tmp_path)] == ["1", "2", "3"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no \.jsonl, \.json, \.csv, \.parquet"):
+    with pytest.raises(DataError, match=r"and holds none; give the path of a \.jsonl, \.json, \.csv, \.parquet"):
         rows(tmp_path / "empty")
 
 
@@ -366,7 +401,7 @@ def test_a_subset_or_split_that_the_hub_does_not_have_is_refused(hub):
     columns = ColumnsConfig(problem="question", answer="key")
     for settings, said in (({"subset": "socratic"}, "socratic"), ({"split": "dev"}, "dev")):
         with pytest.raises(
-            DataError, match=f"cannot be fetched from the hub: .*{said}.*Check its name, subset and split"
+            DataError, match=f"cannot be fetched from the hub, after row 0: .*{said}.*Check its name, subset and split"
         ):
             list(find_source(DataConfig(source=hub, columns=columns, **settings), "train").rows())
 
@@ -376,7 +411,7 @@ def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError) as error:
         rows("aime25", "test")
-    assert str(error.value).startswith("math-ai/aime25 (test) cannot be fetched from the hub: ")
+    assert str(error.value).startswith("math-ai/aime25 (test) cannot be fetched from the hub, after row 0: ")
     assert "or give a local file as source, or put aime25.jsonl into a folder and set JACKPOT_DATA to it" in str(
         error.value
     )
@@ -385,7 +420,7 @@ def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
 def test_without_datasets_only_the_hub_is_out_of_reach(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert len(rows(write(tmp_path / "a.jsonl", [problem(1)]))) == 1
-    with pytest.raises(DataError, match="needs the package datasets"):
+    with pytest.raises(DataError, match="It needs the package datasets"):
         rows("hub:owner/name")
 
 

@@ -87,7 +87,7 @@ def test_answers_that_cannot_be_read_are_kept_with_a_warning(tmp_path, caplog):
 
 
 def test_a_stream_tells_again_when_it_has_left_out_more(tmp_path):
-    path = write_problems(tmp_path / "many.jsonl", [None if n in (3, 700) else n for n in range(1000)])
+    path = write_problems(tmp_path / "many.jsonl", [None if n in (3, 500) else n for n in range(600)])
     task = make(path, streaming=True)
     stream = PromptStream(task, "train", 0)
     stream.next(10)
@@ -95,8 +95,8 @@ def test_a_stream_tells_again_when_it_has_left_out_more(tmp_path):
     assert [event["without_answer"] for event in first] == [1]
     stream.next(100)
     assert task.take_events() == []
-    stream.next(2000)  # once more from the beginning
-    assert [(event["rows"], event["without_answer"]) for event in task.take_events()] == [(1000, 2)]
+    stream.next(700)  # once more from the beginning
+    assert [(event["rows"], event["without_answer"]) for event in task.take_events()] == [(600, 2)]
 
 
 def test_a_streamed_split_is_walked_in_order_and_resumed(tmp_path):
@@ -208,7 +208,7 @@ def test_rewards_begin_and_end_with_the_task(ten):
     for name, said in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
         with pytest.raises(ConfigError, match=said):
             make(ten, rewards=[name])
-    with closing(make(ten, rewards=["helpers.texts:remainder"])) as task:
+    with closing(make(ten, rewards=["helpers.reward_functions:remainder"])) as task:
         prompt = task.prompt("train", 1)
         assert task.score(prompt, "12345", True).reward == pytest.approx(5 / 7)
     with pytest.raises(TrainingError, match="closed"):

@@ -39,7 +39,7 @@ def config_of(model: Path, train: dict, test: dict) -> Config:
         "name": "math",
         "train": train,
         "test": test,
-        "rewards": ["helpers.texts:remainder"],
+        "rewards": ["helpers.reward_functions:remainder"],
     }
     return build_config(
         {

@@ -29,22 +29,19 @@ class Arithmetic(Task):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ArithmeticConfig) -> None:
         self._tokenizer = tokenizer
-        self._terms = (settings.min_terms, settings.max_terms)
-        self._max_operand = settings.max_operand
+        self._settings = settings
 
     def size(self, split: Split) -> None:
         """Return None: both splits are endless."""
-        _check_split(split)
 
     def operands(self, split: Split, index: int) -> tuple[int, ...]:
         """Draw the numbers to add in problem `index` of `split`: their count first, then each of them, uniformly."""
-        _check_split(split)
-        if index < 0:
-            raise DataError(f"arithmetic was asked for {split} problem {index}; problems are numbered from 0")
+        if split not in get_args(Split):
+            raise DataError(f"arithmetic has no split {split!r}; valid: {', '.join(get_args(Split))}")
         draw = random.Random(_hash(f"{split}/{index}"))
         while True:
-            terms = draw.randint(*self._terms)
-            operands = tuple(draw.randint(1, self._max_operand) for _ in range(terms))
+            terms = draw.randint(self._settings.min_terms, self._settings.max_terms)
+            operands = tuple(draw.randint(1, self._settings.max_operand) for _ in range(terms))
             if split_of(operands) == split:
                 return operands
 
@@ -64,26 +61,18 @@ class Arithmetic(Task):
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Return reward 1 where the response ended by itself and all text after its first `#` is the sum, else 0."""
-        _, _, answer = response.partition("#")
-        correct = finished and answer == prompt.answer
+        correct = finished and response.partition("#")[2] == prompt.answer
         return Score(reward=float(correct), correct=correct)
 
 
 def split_of(operands: tuple[int, ...]) -> Split:
     """Return the split of a problem with these operands; their order does not matter."""
-    share = _hash("+".join(map(str, sorted(operands)))) / 2**64
-    return "test" if share < TEST_SHARE else "train"
+    return "test" if _hash("+".join(map(str, sorted(operands)))) < TEST_SHARE * 2**64 else "train"
 
 
 def _hash(text: str) -> int:
     """Hash to 64 bits, equal in every process and on every machine, unlike the built-in `hash`."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def _check_split(split: str) -> None:
-    """Raise a DataError for a split that does not exist."""
-    if split not in get_args(Split):
-        raise DataError(f"arithmetic has no split {split!r}; valid: {', '.join(get_args(Split))}")
 
 
 _ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # after the last separator

@@ -3,7 +3,7 @@
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -134,23 +134,24 @@ class PromptStream:
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
-        sources = task.prompt_sources(split, seed)
-        if any(source.size == 0 for source in sources):
+        self._sources = task.prompt_sources(split, seed)
+        self._sizes = [source.size for source in self._sources]
+        if 0 in self._sizes:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
-        seeds = [seed] if len(sources) == 1 else [fold_in(seed, "source", number) for number in range(len(sources))]
-        self._walks = [_Walk(source, seed) for source, seed in zip(sources, seeds, strict=True)]
-        self._ends = list(accumulate(source.weight for source in sources))
+        numbers = range(len(self._sources))
+        self._seeds = [seed] if len(numbers) == 1 else [fold_in(seed, "source", number) for number in numbers]
+        self._ends = list(accumulate(source.weight for source in self._sources))
         self._key = fold_in(seed, "mix")
-        self._position = 0
-        self._drawn = [0] * len(sources)  # prompts of each source before `_position`
+        self._drawn = [0 for _ in numbers]  # prompts of each source so far
+        self._orders = [(-1, [0]) for _ in numbers]  # epoch of each source, and the order of its problems in it
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts; in a finite source the uid of each ends with its epoch."""
-        return [self._walks[source].at(index) for source, index in self._draw(n)]
+        return [self._prompt(*self._draw()) for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of prompts drawn, as `position`, and the number of problems of each source."""
-        return {"position": self._position, "sizes": [walk.source.size for walk in self._walks]}
+        return {"position": sum(self._drawn), "sizes": self._sizes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the prompts of a saved state.
@@ -158,44 +159,31 @@ class PromptStream:
         Raises:
             DataError: the sources have other numbers of problems, so the next prompts would be others.
         """
-        sizes = [walk.source.size for walk in self._walks]
-        if (before := state["sizes"]) != sizes:
+        if (before := state["sizes"]) != self._sizes:
             raise DataError(
-                f"the problems of the task have changed: there were {before} of each source, now there are {sizes}; "
-                f"bring the data back, with the same limits of length, or begin a new run"
+                f"the problems of the task have changed: there were {before} of each source, now there are "
+                f"{self._sizes}; bring the data back, with the same limits of length, or begin a new run"
             )
-        self._position, self._drawn = 0, [0] * len(sizes)
-        for _ in self._draw(state["position"]):
-            pass
+        self._drawn = [0 for _ in self._sizes]
+        for _ in range(state["position"]):
+            self._draw()
 
-    def _draw(self, n: int) -> Iterator[tuple[int, int]]:
-        """Yield the source of each of the next `n` prompts, and its index among the prompts drawn of this source."""
-        total = self._ends[-1]
-        for _ in range(n):
-            source = 0
-            if len(self._ends) > 1:
-                point = fold_in(self._key, self._position) / 2**64 * total
-                source = min(bisect_right(self._ends, point), len(self._ends) - 1)
-            yield source, self._drawn[source]
-            self._drawn[source] += 1
-            self._position += 1
+    def _draw(self) -> tuple[int, int]:
+        """Draw the source of the next prompt; return its number, and how many prompts of it were drawn before."""
+        point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
+        number = min(bisect_right(self._ends, point), len(self._ends) - 1)
+        self._drawn[number] += 1
+        return number, self._drawn[number] - 1
 
-
-class _Walk:
-    """Walk through the prompts of one source in the order of a seed."""
-
-    def __init__(self, source: PromptSource, seed: int) -> None:
-        self.source, self._seed = source, seed
-        self._epoch, self._order = -1, [0]
-
-    def at(self, index: int) -> Prompt:
-        """Return the prompt at an index of the walk, from 0 on; in a finite source its uid ends with the epoch."""
-        source = self.source
+    def _prompt(self, number: int, index: int) -> Prompt:
+        """Return prompt `index` of a source in the order of the stream."""
+        source = self._sources[number]
         if source.size is None:
             return source.prompt(source.first + index)
         epoch, offset = divmod(index, source.size)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(source.size))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        prompt = source.prompt(self._order[offset])
+        if epoch != self._orders[number][0]:
+            order = list(range(source.size))
+            random.Random(f"{self._seeds[number]}/{epoch}").shuffle(order)
+            self._orders[number] = (epoch, order)
+        prompt = source.prompt(self._orders[number][1][offset])
         return replace(prompt, uid=f"{prompt.uid}@{epoch}")

@@ -8,9 +8,10 @@ more.
 
 import os
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,9 @@ HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack some
 BUFFER = 4096  # latest problems of a stream that are kept
 _BATCH = 256  # rows filtered together
+# What is counted of rows: those read, those left out by reason, and those that are kept although no verifier can read
+# their answer, or the tokenizer a part of their prompt.
+COUNTED = ("rows", "without_answer", "long_answer", "too_long", "unreadable_answer", "unknown_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +67,20 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
     Raises:
         DataError: the source is neither a benchmark (lists them), nor a path, nor on the hub; or there is no such file.
     """
-    source = settings.source
-    if source in BENCHMARKS:
-        return _benchmark(source, settings, split)
-    if source.startswith(HUB):
-        name = source_name(source)
-        return _on_hub(name, name, settings.split or split, _OWN_DATA, settings, "give a local file as source")
-    path = Path(source).expanduser()
-    if not is_address(source):
+    name = settings.source
+    if name in BENCHMARKS:
+        return _benchmark(name, settings, split)
+    if name.startswith(HUB):
+        return _on_hub(source_name(name), _OWN_DATA, settings, settings.split or split, "give a local file as source")
+    if not is_address(name):
         raise DataError(
-            f"{unknown_name('benchmark', source, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
+            f"{unknown_name('benchmark', name, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
             f"{', '.join(SUFFIXES)} file or of a folder of them"
         )
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and kind_of(path) is None:
-        raise DataError(f"there is no folder {source}; for the data set of the hub write {HUB}{source}")
-    return _local(source_name(source), path, settings.split, split, _OWN_DATA, settings)
+    path = Path(name).expanduser()
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and kind_of(path) is None:
+        raise DataError(f"there is no folder {name}; for the data set of the hub write {HUB}{name}")
+    return _local(source_name(name), _OWN_DATA, settings, find_files(path, settings.split, split))
 
 
 def is_address(source: str) -> bool:
@@ -88,10 +91,8 @@ def is_address(source: str) -> bool:
 
 def source_name(source: str) -> str:
     """Return the name of a source: the path of data of the hub, or the last part of a path without its kind."""
-    if source.startswith(HUB):
-        return source.removeprefix(HUB)
-    name = Path(source).expanduser().name
-    return name.removesuffix(kind_of(Path(name)) or "")
+    path = Path(source).expanduser()
+    return source.removeprefix(HUB) if source.startswith(HUB) else path.name.removesuffix(kind_of(path) or "")
 
 
 def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSource]:
@@ -102,12 +103,11 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     """
     sources = [find_source(source, split) for source in settings]
     names = [source.name for source in sources]
-    taken = set(names)
-    for index, name in enumerate(names):
-        if names.count(name) > 1:
-            free = next(new for number in count(index + 1) if (new := f"{name}-{number}") not in taken)
-            sources[index] = replace(sources[index], name=free)
-            taken.add(free)
+    for index, source in enumerate(sources):
+        if names.count(source.name) > 1:
+            taken = {*names, *(other.name for other in sources)}
+            numbered = (f"{source.name}-{number}" for number in count(index + 1))
+            sources[index] = replace(source, name=next(name for name in numbered if name not in taken))
     return sources
 
 
@@ -117,35 +117,30 @@ _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="def
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     """Find a benchmark. One that has a single split uses it both for training and for testing."""
     benchmark = BENCHMARKS[name]
-    parts = [one for one in (benchmark.train, benchmark.test) if one]
-    part = getattr(benchmark, split) or parts[0]
-    if settings.split is not None:
-        part = next((one for one in parts if one.split == settings.split), None)
-        if part is None:
-            raise DataError(f"{name}: {unknown_name('split', settings.split, [one.split for one in parts])}")
-    folder = os.environ.get(DATA_FOLDER)
+    parts = {part.split: part for part in (benchmark.train, benchmark.test) if part}
+    wanted = settings.split or (getattr(benchmark, split) or next(iter(parts.values()))).split
+    if wanted not in parts:
+        raise DataError(f"{name}: {unknown_name('split', wanted, parts)}")
+
+    file, folder = parts[wanted].file, os.environ.get(DATA_FOLDER)
     if folder and not Path(folder).is_dir():
         raise DataError(f"{DATA_FOLDER} is {folder!r}, which is not a folder; name one, or unset it to use the hub")
-    if folder and (path := Path(folder) / part.file).exists():
-        return _local(name, path, None, split, benchmark, settings)
-    instead = f"give a local file as source, or put {part.file} into a folder and set {DATA_FOLDER} to it"
-    return _on_hub(name, benchmark.hub, part.split, benchmark, settings, instead)
+    if folder and (path := Path(folder) / file).exists():
+        return _local(name, benchmark, settings, [path])
+    instead = f"give a local file as source, or put {file} into a folder and set {DATA_FOLDER} to it"
+    return replace(_on_hub(benchmark.hub, benchmark, settings, wanted, instead), name=name)
 
 
-def _local(
-    name: str, path: Path, part: str | None, split: Split, benchmark: Benchmark, settings: DataConfig
-) -> DataSource:
+def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequence[Path]) -> DataSource:
     if settings.subset is not None:
-        raise DataError(f"subset is {settings.subset!r}, but {path} is local and has none; leave subset out")
-    files = find_files(path, part, split)
+        raise DataError(f"subset is {settings.subset!r}, but {files[0]} is local and has none; leave subset out")
     return DataSource(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
-def _on_hub(name: str, path: str, part: str, benchmark: Benchmark, settings: DataConfig, instead: str) -> DataSource:
-    subset, streaming = settings.subset or benchmark.subset, settings.streaming
-    return DataSource(
-        name, lambda: read_hub(path, subset, part, streaming, instead), benchmark, settings, is_local=False
-    )
+def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
+    subset = settings.subset or benchmark.subset
+    records = partial(read_hub, path, subset, split, settings.streaming, instead)
+    return DataSource(path, records, benchmark, settings, is_local=False)
 
 
 class PromptSize(NamedTuple):
@@ -158,26 +153,19 @@ class PromptSize(NamedTuple):
 Measure = Callable[[list[DataRow]], list[PromptSize]]
 
 
-@dataclass(slots=True)
-class RowCounts:
-    """Counts the rows read and those left out, by reason."""
-
-    rows: int = 0  # rows read
-    without_answer: int = 0
-    long_answer: int = 0  # more than `MAX_ANSWER_LENGTH` characters
-    too_long: int = 0  # more prompt tokens than the limit
-    unreadable: int = 0  # kept, but only the same text is right (`is_readable`)
-    unknown: int = 0  # kept, but the tokenizer has no tokens for a part of the prompt
+class RowCounts(Counter[str]):
+    """Counts the rows of a source by `COUNTED`."""
 
     @property
     def kept(self) -> int:
         """Return the number of rows that became problems."""
-        return self.rows - self.left_out
+        return self["rows"] - self.left_out
 
     @property
     def left_out(self) -> int:
-        """Return the number of rows left out for any reason."""
-        return self.without_answer + self.long_answer + self.too_long
+        """Return the number of rows left out: without an answer, with one of more than `MAX_ANSWER_LENGTH` characters,
+        or with more prompt tokens than the limit."""
+        return self["without_answer"] + self["long_answer"] + self["too_long"]
 
 
 class Problems:
@@ -225,40 +213,30 @@ class StreamedProblems:
     size = None  # a stream is endless
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
-        self._source, self._measure, self._limit = source, measure, limit
-        self._counts = self._longest = RowCounts()  # counts of this pass, and of the earlier one with most rows
+        self._read_source = partial(_kept, source, measure, limit)
+        self.counts = RowCounts()  # of all rows that were read so far, each counted once
         self._begin()
-
-    @property
-    def counts(self) -> RowCounts:
-        """Return the counts of all rows that were read so far, each counted once."""
-        return max(self._longest, self._counts, key=lambda counts: counts.rows)
 
     def __getitem__(self, index: int) -> DataRow:
         if index < self._next - len(self._buffer):
             self._begin()
-        while index >= self._next:
-            self._buffer.append(self._read())
+        for row in islice(self._rows, max(0, index + 1 - self._next)):
+            self._buffer.append(row)
             self._next += 1
         return self._buffer[index - self._next]
 
     def _begin(self) -> None:
         """Go back to the first problem."""
-        self._reading, self._pass, self._next = self._open(), 0, 0
+        self._rows, self._next = self._passes(), 0
         self._buffer: deque[DataRow] = deque(maxlen=BUFFER)
 
-    def _open(self) -> Iterator[DataRow]:
-        """Start a pass over the source."""
-        self._longest, self._counts = self.counts, RowCounts()
-        return _kept(self._source, self._measure, self._limit, self._counts)
-
-    def _read(self) -> DataRow:
-        """Read the next problem, from the next pass where this one has ended."""
-        row = next(self._reading, None)
-        if row is None:
-            self._pass, self._reading = self._pass + 1, self._open()
-            row = next(self._reading)
-        return row._replace(uid=f"{row.uid}+{self._pass}") if self._pass else row
+    def _passes(self) -> Iterator[DataRow]:
+        """Yield the problems of the source, over and over."""
+        for number in count():
+            counts = RowCounts()
+            for row in self._read_source(counts):
+                self.counts = max(self.counts, counts, key=lambda one: one["rows"])
+                yield row._replace(uid=f"{row.uid}+{number}") if number else row
 
 
 def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
@@ -272,29 +250,29 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
         answered = [row for row in batch if row.answers]
         short = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
         verifiable = [row for row in short if row.answers]
-        sizes = measure(verifiable)
-        chosen = [
-            (row, size) for row, size in zip(verifiable, sizes, strict=True) if limit is None or size.tokens <= limit
-        ]
-        counts.rows += len(batch)
-        counts.without_answer += len(batch) - len(answered)
-        counts.long_answer += len(answered) - len(verifiable)
-        counts.too_long += len(verifiable) - len(chosen)
-        counts.unreadable += sum(not any(map(is_readable, row.answers)) for row, _ in chosen)
-        counts.unknown += sum(size.has_unknown for _, size in chosen)
-        if 2 * counts.unknown >= max(counts.kept, 1):
+        sized = zip(verifiable, measure(verifiable), strict=True)
+        chosen = [(row, size) for row, size in sized if limit is None or size.tokens <= limit]
+        counts.update(
+            rows=len(batch),
+            without_answer=len(batch) - len(answered),
+            long_answer=len(answered) - len(verifiable),
+            too_long=len(verifiable) - len(chosen),
+            unreadable_answer=sum(not any(map(is_readable, row.answers)) for row, _ in chosen),
+            unknown_tokens=sum(size.has_unknown for _, size in chosen),
+        )
+        if 2 * counts["unknown_tokens"] >= max(counts.kept, 1):
             row = next(row for row, size in chosen if size.has_unknown)
             raise DataError(
-                f"{row.where}: the tokenizer has no tokens for parts of this prompt, as of {counts.unknown} of the "
-                f"first {counts.kept} prompts of {source.name}; take a tokenizer that was made for this text, or a "
-                f"template and an instruction in its words"
+                f"{row.where}: the tokenizer has no tokens for parts of this prompt, as of {counts['unknown_tokens']} "
+                f"of the first {counts.kept} prompts of {source.name}; take a tokenizer that was made for this text, "
+                f"or a template and an instruction in its words"
             )
         yield from (row for row, _ in chosen)
     if not counts.kept:
         raise DataError(
-            f"{source.name}: no problem is left of {counts.rows} rows: {counts.without_answer} have no answer (see "
-            f"columns.answer and answers), {counts.long_answer} have an answer of more than "
-            f"{MAX_ANSWER_LENGTH:,} characters, {counts.too_long} have a prompt of more than {limit} tokens (see "
+            f"{source.name}: no problem is left of {counts['rows']} rows: {counts['without_answer']} have no answer "
+            f"(see columns.answer and answers), {counts['long_answer']} have an answer of more than "
+            f"{MAX_ANSWER_LENGTH:,} characters, {counts['too_long']} have a prompt of more than {limit} tokens (see "
             f"max_prompt_tokens, and what sampling.max_new_tokens leaves of the context)"
         )
 

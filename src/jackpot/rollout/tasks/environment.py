@@ -68,11 +68,9 @@ class EnvironmentTask(Task):
 
     def scores(self, responses: list[DecodedResponse]) -> list[Score]:
         """Return the sum of each episode's rewards; a turn that was cut at the limit is no action."""
-        scores = []
-        for one in responses:
-            reward = self._play(one.prompt.uid, one.turns if one.last_turn_ended else one.turns[:-1]).reward
-            scores.append(Score(reward=reward, correct=reward >= self._settings.solved))
-        return scores
+        actions = [one.turns if one.last_turn_ended else one.turns[:-1] for one in responses]
+        rewards = [self._play(one.prompt.uid, turns).reward for one, turns in zip(responses, actions, strict=True)]
+        return [Score(reward=reward, correct=reward >= self._settings.solved) for reward in rewards]
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Score a response of one turn as `scores` does."""

@@ -14,7 +14,15 @@ from jackpot.rollout.rewards.rewards import BUILT_IN, REWARD, RewardFn
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.tasks.base import PromptSource, Split, Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
-from jackpot.rollout.tasks.data import DataSource, Problems, PromptSize, RowCounts, StreamedProblems, find_sources
+from jackpot.rollout.tasks.data import (
+    COUNTED,
+    DataSource,
+    Problems,
+    PromptSize,
+    RowCounts,
+    StreamedProblems,
+    find_sources,
+)
 from jackpot.rollout.tasks.rows import DataRow
 from jackpot.rollout.tasks.templates import Template
 
@@ -122,20 +130,9 @@ class Math(Task):
                 counts = problems.counts
                 if self._reported.get((split, source.name)) != counts.left_out:
                     self._reported[split, source.name] = counts.left_out
-                    events.append(
-                        {
-                            "event": "data",
-                            "split": split,
-                            "source": source.name,
-                            "rows": counts.rows,
-                            "without_answer": counts.without_answer,
-                            "long_answer": counts.long_answer,
-                            "too_long": counts.too_long,
-                            "max_prompt_tokens": self._settings.max_prompt_tokens,
-                            "unreadable_answer": counts.unreadable,
-                            "unknown_tokens": counts.unknown,
-                        }
-                    )
+                    event = {"event": "data", "split": split, "source": source.name}
+                    event |= {name: counts[name] for name in COUNTED}
+                    events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})
         return events
 
     def close(self) -> None:
@@ -189,22 +186,19 @@ def make_benchmark(
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:
     """Log a warning about rows left out and about answers and text that cannot be read; those of a stream are counted
     in events.jsonl as it is read."""
-    if counts.unreadable:
+    named = f"{name} ({split})"
+    if counts["unreadable_answer"]:
         _log.warning(
-            "%s (%s): the answers of %d rows are no number, expression or words, so only the same text is right; see "
+            "%s: the answers of %d rows are no number, expression or words, so only the same text is right; see "
             "answers and columns.answer",
-            name,
-            split,
-            counts.unreadable,
+            *(named, counts["unreadable_answer"]),
         )
-    if counts.unknown:
-        _log.warning("%s (%s): the tokenizer has no tokens for parts of %d prompts", name, split, counts.unknown)
-    if not counts.left_out:
-        return
+    if counts["unknown_tokens"]:
+        _log.warning("%s: the tokenizer has no tokens for parts of %d prompts", named, counts["unknown_tokens"])
     why = {
-        "have no answer": counts.without_answer,
-        f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": counts.long_answer,
-        f"are longer than {limit} tokens": counts.too_long,
+        "have no answer": counts["without_answer"],
+        f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": counts["long_answer"],
+        f"are longer than {limit} tokens": counts["too_long"],
     }
-    reasons = " and ".join(f"{count:,} {what}" for what, count in why.items() if count)
-    _log.warning("%s (%s): of %s rows %s; %s are left", name, split, f"{counts.rows:,}", reasons, f"{counts.kept:,}")
+    if reasons := " and ".join(f"{count:,} {what}" for what, count in why.items() if count):
+        _log.warning("%s: of %s rows %s; %s are left", named, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")

@@ -22,15 +22,13 @@ import json
 import logging
 import math
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from io import BufferedIOBase
+from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-import pyarrow
 from pyarrow import parquet
 
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
@@ -41,15 +39,14 @@ from jackpot.rollout.rewards.verifier.extract import hashed_answer
 from jackpot.rollout.tasks.benchmarks import Benchmark
 
 GZIP = ".gz"
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # of the first three with `GZIP` too
-_LISTED = f"{', '.join(SUFFIXES)} (the first three also with {GZIP})"
 _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
+_BATCH = 1024  # rows of parquet that are read at once
 _MAX_LISTED = 5  # files named in a message
-_log = logging.getLogger(__name__)
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
 _ABSENT = object()
+_log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
@@ -59,10 +56,94 @@ class Record(NamedTuple):
     values: Mapping[str, Any]  # by column
 
 
+class _OpenFile:
+    """A file that is read, and how many of its lines or rows are done with."""
+
+    content: Any  # a binary file
+    done = 0
+
+    def lines(self) -> Iterator[str]:
+        for line in self.content:
+            yield str(line, "utf-8-sig")
+            self.done += 1
+
+
+def _json_lines(file: _OpenFile) -> Iterator[Any]:
+    yield from (json.loads(line) for line in file.lines() if line.strip())
+
+
+def _json(file: _OpenFile) -> Iterator[Any]:
+    for row in json.loads(str(file.content.read(), "utf-8-sig")):
+        yield row
+        file.done += 1
+
+
+def _csv(file: _OpenFile) -> Iterator[Any]:
+    rows = csv.reader(file.lines(), strict=True)
+    header = next(rows, [])
+    for row in filter(None, rows):
+        if not len(row) == len(header) == len(set(header)):
+            raise ValueError(f"{len(row)} values for the columns {', '.join(header):.200}")
+        yield dict(zip(header, row, strict=True))
+
+
+def _parquet(file: _OpenFile) -> Iterator[Any]:
+    for batch in parquet.ParquetFile(file.content).iter_batches(batch_size=_BATCH):
+        for row in batch.to_pylist():
+            yield row
+            file.done += 1
+
+
+class _Kind(NamedTuple):
+    """Describes a kind of file with rows."""
+
+    rows: Callable[[_OpenFile], Iterator[Any]]
+    unit: str  # what its rows are counted in
+    form: str  # what it holds, for messages
+
+
+_KINDS = {
+    ".jsonl": _Kind(_json_lines, "line", 'one row a line, {"problem": "1+1?", "answer": "2"}, in UTF-8'),
+    ".json": _Kind(_json, "row", 'a list of rows, [{"problem": "1+1?", ...}, ...], in UTF-8; one row a line is .jsonl'),
+    ".csv": _Kind(
+        _csv,
+        "line",
+        "the names of its columns in the first line, each once, and as many values in every row, those with a comma or "
+        "a line break in double quotes, in UTF-8",
+    ),
+    ".parquet": _Kind(_parquet, "row", f"a table with text in UTF-8, of which {_BATCH:,} rows are read at once"),
+}
+SUFFIXES = tuple(_KINDS)  # of the first three with `GZIP` too
+_LISTED = f"{', '.join(SUFFIXES)} (the first three also with {GZIP})"
+
+
 def kind_of(path: Path) -> str | None:
     """Return the ending that says what a file holds, such as `.jsonl` or `.csv.gz`; None for other files."""
     ending = "".join(path.suffixes[-2:]) if path.suffix == GZIP else path.suffix
     return ending if ending.removesuffix(GZIP) in SUFFIXES and ending != f".parquet{GZIP}" else None
+
+
+def read_files(files: Iterable[Path]) -> Iterator[Record]:
+    """Yield every row of every file, in order.
+
+    Raises:
+        DataError: a file cannot be read, or its content does not fit its suffix; names the line or row.
+    """
+    for path in files:
+        suffix, file = kind_of(path) or "", _OpenFile()
+        kind = _KINDS[suffix.removesuffix(GZIP)]
+        try:
+            with gzip.open(path) if suffix.endswith(GZIP) else path.open("rb") as file.content:
+                for row in kind.rows(file):
+                    if not isinstance(row, Mapping):
+                        raise ValueError(f"{row!r:.80} is no row")
+                    yield Record(f"{path} {kind.unit} {file.done + 1}", row)
+        except Exception as error:  # of json, csv, gzip, zlib, pyarrow, and of the disk
+            where = f"{path} {kind.unit} {file.done + 1}" if file.done or kind.unit == "line" else path
+            raise DataError(
+                f"{where} cannot be read as {suffix}: {error}. Such a file holds {kind.form}; correct it, or give it "
+                f"the ending of what it is"
+            ) from error
 
 
 def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
@@ -76,59 +157,34 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     Raises:
         DataError: nothing at `path`, an unknown kind of file, or no file of that split (lists the files present).
     """
-    if not path.exists():
-        raise DataError(f"{path} does not exist; give the path of a {_LISTED} file or of a folder of them")
-    if path.is_file():
-        if kind_of(path) is None:
-            raise DataError(f"{path} is not one of {_LISTED}; rename it if it is, or convert it")
+    if path.is_file() and kind_of(path):
         return [path]
-    inside = [file for file in sorted(path.rglob("*")) if kind_of(file) and file.is_file()]
-    files = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if kind_of(file) and file.is_file() and not re.search(r"(^|/)\.", str(file.relative_to(path)))
+    ]
     if not files:
-        raise DataError(f"{path} holds no {_LISTED} file; give a folder that does, or a file")
+        said = f"is not one of {_LISTED}, and holds none" if path.exists() else "does not exist"
+        raise DataError(f"{path} {said}; give the path of a {_LISTED} file, or of a folder of them")
 
-    nameless = [file for file in files if not any(map(_SPLIT.search, file.relative_to(path).parts))]
-    if split is None and len(nameless) == len(files):
+    nameless = [file for file in files if not _SPLIT.search(str(file.relative_to(path)))]
+    if split is None and nameless == files:
         return files
     wanted = split or usual_split
-    if chosen := [file for file in files if _is_of(file.relative_to(path), wanted)]:
-        if split is None and nameless:
-            _log.warning(
-                "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their "
-                "names, set split, or move them elsewhere",
-                *(path, wanted, len(nameless), _listed(nameless, path)),
-            )
-        return chosen
-    raise DataError(
-        f"{path} holds no files of split {wanted!r}, only {_listed(files, path)}; set split to one that is there, or "
-        f"give the path of a file"
-    )
-
-
-def _listed(files: Sequence[Path], folder: Path) -> str:
-    """List the first files for a message."""
-    names = ", ".join(str(file.relative_to(folder)) for file in files[:_MAX_LISTED])
-    return names + (f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else "")
-
-
-def read_files(files: Sequence[Path]) -> Iterator[Record]:
-    """Yield every row of every file, in order.
-
-    Raises:
-        DataError: the content of a file does not fit its suffix; names the line or row.
-    """
-    for path in files:
-        kind = kind_of(path) or ""
-        try:
-            if kind == ".parquet":
-                yield from _parquet(path)
-            else:
-                with gzip.open(path) if kind.endswith(GZIP) else path.open("rb") as file:
-                    yield from _READERS[kind.removesuffix(GZIP)](path, file)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(f"{path}: not gzip that can be read to its end ({error}); write it again") from error
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}; check the path and its permissions") from error
+    chosen = [file for file in files if _is_of(file.relative_to(path), wanted)]
+    if not chosen:
+        raise DataError(
+            f"{path} holds no files of split {wanted!r}, only {_listed(files, path)}; set split to one that is there, "
+            f"or give the path of a file"
+        )
+    if split is None and nameless:
+        _log.warning(
+            "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their names, "
+            "set split, or move them elsewhere",
+            *(path, wanted, len(nameless), _listed(nameless, path)),
+        )
+    return chosen
 
 
 def _is_of(path: Path, split: str) -> bool:
@@ -139,94 +195,11 @@ def _is_of(path: Path, split: str) -> bool:
     return bool(wanted.search(innermost))
 
 
-def _json_lines(path: Path, file: BufferedIOBase) -> Iterator[Record]:
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            where = f"{path} line {number}"
-            yield Record(where, _mapping(_parsed(_decoded(line, where), where), where))
-
-
-def _csv(path: Path, file: BufferedIOBase) -> Iterator[Record]:
-    lines = (_decoded(line, f"{path} line {number}") for number, line in enumerate(file, start=1))
-    rows = csv.reader(lines, strict=True)
-    try:
-        header = next(rows, [])
-        if len(set(header)) < len(header):
-            raise DataError(f"{path} line 1: a column is named twice ({', '.join(header)}); rename it")
-        for row in filter(None, rows):
-            where = f"{path} line {rows.line_num}"
-            if len(row) != len(header):
-                raise DataError(
-                    f"{where}: {len(row)} values for {len(header)} columns; put a value that holds a comma or a line "
-                    f"break into double quotes"
-                )
-            yield Record(where, dict(zip(header, row, strict=True)))
-    except csv.Error as error:
-        raise DataError(f"{path} line {rows.line_num}: not CSV ({error}); correct it") from error
-
-
-def _json(path: Path, file: BufferedIOBase) -> Iterator[Record]:
-    rows = _parsed(_decoded(file.read(), str(path)), str(path))
-    if not isinstance(rows, list):
-        raise DataError(
-            f"{path} holds {_kind(rows)}; a .json file is a list of rows, [{{...}}, {{...}}]. One row a line is .jsonl"
-        )
-    for number, row in enumerate(rows, start=1):
-        where = f"{path} row {number}"
-        yield Record(where, _mapping(row, where))
-
-
-def _parquet(path: Path) -> Iterator[Record]:
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in _rows_of(batch):
-                    number += 1
-                    yield Record(f"{path} row {number}", row)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} after row {number}: not parquet that can be read ({error}); write it again") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} row {number + 1}: not UTF-8 ({error}); write the file as UTF-8") from error
-
-
-def _rows_of(batch: pyarrow.RecordBatch) -> Iterator[Mapping[str, Any]]:
-    try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:  # to_pylist() fails for the whole batch: convert row by row to find the bad one
-        for index in range(batch.num_rows):
-            yield from batch.slice(index, 1).to_pylist()
-
-
-def _decoded(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: not UTF-8, byte {error.start + 1} is 0x{raw[error.start]:02x}; convert the file, for example "
-            f"with iconv -f LATIN1 -t UTF-8"
-        ) from error
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        hint = "one row a line is .jsonl, so rename it" if "Extra data" in str(error) else "correct it"
-        raise DataError(f"{where}: not JSON ({error}); {hint}") from error
-
-
-def _mapping(row: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(row, Mapping):
-        raise DataError(f'{where}: {_kind(row)}; a row is a mapping from columns to values, {{"problem": "1+1?", ...}}')
-    return row
-
-
-def _kind(value: Any) -> str:
-    return {dict: "a mapping", list: "a list", str: "text", type(None): "null"}.get(type(value), f"{value!r}")
-
-
-_READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
+def _listed(files: Sequence[Path], folder: Path) -> str:
+    """List the first files for a message."""
+    names = [str(file.relative_to(folder)) for file in files]
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead: str) -> Iterator[Record]:
@@ -241,30 +214,19 @@ def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead
     Raises:
         DataError: the package is missing, the data set cannot be fetched, or it has no such subset or split.
     """
-    name = f"{path} ({', '.join(filter(None, [subset, split]))})"
+    name, number = f"{path} ({', '.join(filter(None, [subset, split]))})", 0
     try:
         from datasets import load_dataset  # takes a second to import, and most runs do not need it
-    except ImportError as error:
-        raise DataError(f"{name} needs the package datasets: {install('train')}; or {instead}") from error
 
-    number = 0
-    try:
-        rows = load_dataset(path, name=subset, split=split, streaming=streaming)
-    except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
-        raise DataError(
-            f"{name} cannot be fetched from the hub: {_short(error)}. Check its name, subset and split, and the "
-            f"connection (a private one needs HF_TOKEN); or {instead}"
-        ) from error
-    try:
-        for number, row in enumerate(rows, start=1):
+        for number, row in enumerate(load_dataset(path, name=subset, split=split, streaming=streaming), start=1):
             yield Record(f"{name} row {number}", row)
-    except Exception as error:  # a broken connection raises errors of several libraries
-        raise DataError(f"{name} ends after row {number}: {_short(error)}; {instead}") from error
-
-
-def _short(error: Exception) -> str:
-    """Return the first line of an error; some contain the traceback of another process."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+    except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some contain the traceback of another process
+        raise DataError(
+            f"{name} cannot be fetched from the hub, after row {number}: {said}. It needs the package datasets "
+            f"({install('train')}). Check its name, subset and split, and the connection (a private one needs "
+            f"HF_TOKEN); or {instead}"
+        ) from error
 
 
 class Message(NamedTuple):
@@ -290,8 +252,7 @@ def append(problem: Problem, text: str) -> Problem:
     """Put a text after a problem: after its last message where it is a chat."""
     if isinstance(problem, str):
         return problem + text
-    *before, last = problem
-    return (*before, last._replace(content=last.content + text))
+    return (*problem[:-1], problem[-1]._replace(content=problem[-1].content + text))
 
 
 def make_reader(
@@ -302,29 +263,39 @@ def make_reader(
     Raises:
         DataError: a column is missing (lists those present).
     """
-    chosen = settings.columns
-    problem = _problem_reader(first, [chosen.problem] if chosen.problem else benchmark.problem)
-    answer = _column("answer", [chosen.answer] if chosen.answer else list(benchmark.answer), first)
-    options = [_column("options", [name], first) for name in chosen.options]
-    uid = _uid_column(benchmark, settings, first)
-    extract = _extractor(settings.answers or AnswersConfig(name=benchmark.answer.get(answer, "plain")))
+    chosen, column = settings.columns, partial(_column, first)
+    problems = [chosen.problem] if chosen.problem else benchmark.problem
+    parts = [column("problem", [name]) for name in _IN_BRACES.findall(problems[0])]
+    problem = problems[0] if parts else column("problem", problems)
+    answer = column("answer", [chosen.answer] if chosen.answer else list(benchmark.answer))
+    options = [column("options", [name]) for name in chosen.options]
+
+    has_numbers = settings.streaming or chosen.uid == ROW_NUMBER
+    uids = [name for name in benchmark.uid if any(name in record.values for record in first)]
+    uids = [] if has_numbers else [chosen.uid] if chosen.uid else uids
+    uid = column("uid", uids) if uids else None
+
+    form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer, "plain"))
+    extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read(number: int, record: Record) -> DataRow:
-        where, values = record
-        asked, in_column = problem(record), _lookup(values, answer)
-        texts = in_column if isinstance(in_column, list) else [in_column]
-        if options:
-            offered = _choice(values, options, where)
-            asked = append(asked, offered.text)
-            answers = [offered.reference(text, extract, answer, where) for text in texts]
-        else:
-            answers = [_extracted(text, extract, answer, where) for text in texts]
-        return DataRow(
-            uid=str(number) if uid is None else _uid(values, uid, chosen.uid is not None, number, where),
-            problem=asked,
-            answers=tuple(dict.fromkeys(text for text in answers if text is not None)),
-            where=where,
-        )
+        values, uid_text = record.values, str(number)
+        try:
+            asked = _needed("problem", problem, _problem(values, problem))
+            in_column = _lookup(values, answer)
+            found = in_column if isinstance(in_column, list) else [in_column]
+            texts = [text and extract(text) for text in (_text(value, answer) for value in found)]
+            if options:
+                listed, choose = _choice(values, options)
+                asked = append(asked, listed)
+                integers = [isinstance(value, int) for value in found]
+                texts = [text and choose(text, flag) for text, flag in zip(texts, integers, strict=True)]
+            if uid is not None:
+                text = _text(_lookup(values, uid), uid)
+                uid_text = _needed("uid", uid, text) if chosen.uid else text or f"row-{number}"
+        except DataError as error:
+            raise DataError(f"{record.where}: {error}") from error
+        return DataRow(uid_text, asked, tuple(dict.fromkeys(filter(None, texts))), record.where)
 
     return read
 
@@ -337,174 +308,112 @@ def problem_columns(values: Mapping[str, Any], candidates: Sequence[str]) -> set
 
 def _lookup(values: Any, path: str, default: Any = None) -> Any:
     """Return the value at a column's name or dotted path; `default` where there is none."""
-    if isinstance(values, Mapping) and path in values:
-        return values[path]
-    for part in path.split("."):
-        if isinstance(values, Mapping) and part in values:
-            values = values[part]
-        elif isinstance(values, list) and part.isdecimal() and int(part) < len(values):
-            values = values[int(part)]
-        else:
+    is_name = isinstance(values, Mapping) and path in values
+    for name in [path] if is_name else path.split("."):
+        try:
+            values = values[int(name) if isinstance(values, list) else name]
+        except (LookupError, TypeError, ValueError):
             return default
     return values
 
 
-def _column(role: str, candidates: Sequence[str], first: Sequence[Record]) -> str:
+def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> str:
     """Return the first candidate that is a column of the first rows."""
     for name in candidates:
         if any(_lookup(record.values, name, _ABSENT) is not _ABSENT for record in first):
             return name
-    names = sorted({name for record in first for name in _names(record.values)})
+    names = {  # of nested values the paths into them, one level deep
+        f"{name}.{key}" if key else name
+        for record in first
+        for name, value in record.values.items()
+        for key in (value if isinstance(value, Mapping) and value else [""])
+    }
     raise DataError(
         f"{first[0].where}: no column {' or '.join(map(repr, candidates))} for the {role}; there are "
-        f"{', '.join(names) or 'none'}. Set columns.{role} to the right one"
+        f"{', '.join(sorted(names)) or 'none'}. Set columns.{role} to the right one"
     )
 
 
-def _names(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the columns of a row; for nested values the paths into them, one level deep."""
-    for name, value in values.items():
-        yield from (f"{name}.{key}" for key in value) if isinstance(value, Mapping) and value else (name,)
-
-
-def _uid_column(benchmark: Benchmark, settings: DataConfig, first: Sequence[Record]) -> str | None:
-    """Return the column of row ids; None where row numbers are the ids."""
-    chosen = settings.columns.uid
-    if chosen == ROW_NUMBER or settings.streaming:
-        return None
-    if chosen is not None:
-        return _column("uid", [chosen], first)
-    return next((name for name in benchmark.uid if any(name in record.values for record in first)), None)
-
-
-def _uid(values: Mapping[str, Any], column: str, is_chosen: bool, number: int, where: str) -> str:
-    """Return the id of a row; a row without one is named by its number, unless the settings name the column."""
-    text = _text(_lookup(values, column), column, where)
-    if text is None and is_chosen:
+def _needed(role: str, column: str, value: Any) -> Any:
+    """Return a value that every row has."""
+    if value is None:
         raise DataError(
-            f"{where}: column {column!r} is empty; every row needs an id: fill it in, remove the row, or choose "
-            f"another column (columns.uid: {ROW_NUMBER} makes ids of the row's number)"
+            f"column {column!r} is empty; every row needs {'an id' if role == 'uid' else f'a {role}'}: fill it in, "
+            f"remove the row, or choose another column with columns.{role}"
+            + (f" ({ROW_NUMBER} makes ids of the row's number)" if role == "uid" else "")
         )
-    return f"row-{number}" if text is None else text
+    return value
 
 
-def _problem_reader(first: Sequence[Record], candidates: Sequence[str]) -> Callable[[Record], Problem]:
-    """Return the function that reads the problem of a row from one column, or from those that stand in braces."""
-    pattern = candidates[0]
-    if not _IN_BRACES.search(pattern):
-        column = _column("problem", candidates, first)
-        return lambda record: _required(_problem(_lookup(record.values, column), column, record.where), column, record)
-    for name in _IN_BRACES.findall(pattern):
-        _column("problem", [name], first)
-
-    def joined(record: Record) -> Problem:
-        text = _IN_BRACES.sub(
-            lambda match: _text(_lookup(record.values, match[1]), match[1], record.where) or "", pattern
-        )
-        return _required(text.strip() or None, pattern, record)
-
-    return joined
-
-
-def _required(problem: Problem | None, column: str, record: Record) -> Problem:
-    if problem is None:
-        raise DataError(
-            f"{record.where}: column {column!r} is empty; every row needs a problem: fill it in, remove the row, or "
-            f"choose another column with columns.problem"
-        )
-    return problem
-
-
-def _problem(value: Any, column: str, where: str) -> Problem | None:
-    """Return a problem as text, or as chat messages where the value is a list; None where it is empty."""
+def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
+    """Return a problem as text, joined where columns stand in braces, or as chat messages; None where it is empty."""
+    if _IN_BRACES.search(column):
+        return _IN_BRACES.sub(lambda match: _text(_lookup(values, match[1]), match[1]) or "", column).strip() or None
+    value = _lookup(values, column)
     if not isinstance(value, list):
-        return _text(value, column, where)
-    messages = tuple(_message(message, column, where) for message in value)
+        return _text(value, column)
+    messages = tuple(_message(message, column) for message in value)
     if messages and messages[-1].role == "assistant":
         raise DataError(
-            f"{where}: the messages in column {column!r} end with one of the assistant; a prompt ends with the user's: "
-            f"name the column of the prompt alone"
+            f"the messages in column {column!r} end with one of the assistant; a prompt ends with the user's: name the "
+            f"column of the prompt alone"
         )
     return messages or None
 
 
-def _message(value: Any, column: str, where: str) -> Message:
+def _message(value: Any, column: str) -> Message:
     """Return a chat message; its content may be a list of parts, as long as all are text."""
     role, content = (_lookup(value, name) for name in ("role", "content"))
     if isinstance(content, list) and all(_lookup(part, "type") == "text" for part in content):
         content = "".join(str(_lookup(part, "text", "")) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(
-            f"{where}: column {column!r} holds a list with {value!r:.80}; chat messages are "
+            f"column {column!r} holds a list with {value!r:.80}; chat messages are "
             f'{{"role": "user", "content": "..."}}, with text alone'
         )
-    return Message(role, _text(content, column, where) or "")
+    return Message(role, _text(content, column) or "")
 
 
-class _Choice(NamedTuple):
-    """Holds the options of one problem."""
-
-    written: list[str]  # as the data has them
-    options: list[str]  # their texts, without letters that the data writes before them
-    labels: list[str]  # what the data calls them; A, B, ... where it has no names for them
-    is_labelled: bool  # whether the data has names for them
-
-    @property
-    def text(self) -> str:
-        """Return the options as they stand below the problem, one on each line after its letter."""
-        return "\n" + "".join(
-            f"\n{letter}. {option}" for letter, option in zip(ascii_uppercase, self.options, strict=False)
-        )
-
-    def reference(self, value: Any, extract: Callable[[str], str | None], column: str, where: str) -> str | None:
-        """Return letter and text of the option that an answer names: by its label, its number from 0, or its text."""
-        answer = _extracted(value, extract, column, where)
-        if answer is None:
-            return None
-
-        is_number = isinstance(value, int) and not self.is_labelled
-        named = self.labels.index(answer) if answer in self.labels else None
-        for texts in (self.options, self.written):
-            if named is None and not is_number and texts.count(answer) == 1:
-                named = texts.index(answer)
-        if named is None and (bare := answer.strip("(). ").upper()) in self.labels and not is_number:
-            named = self.labels.index(bare)
-        if named is None and answer.isdecimal() and not self.is_labelled:
-            named = int(answer)
-        if named is None or named >= len(self.options):
-            raise DataError(
-                f"{where}: the answer {answer!r:.80} is none of the {len(self.options)} options "
-                f"({', '.join(self.labels)}); it is a label, a number from 0, or the text of an option: set "
-                f"columns.answer or answers"
-            )
-        return choice(ascii_uppercase[named], self.options[named])
-
-
-def _choice(values: Mapping[str, Any], columns: Sequence[str], where: str) -> _Choice:
-    """Return the options of a row.
+def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Callable[[str, bool], str]]:
+    """Return the options of a row as they stand below its problem, one on each line after its letter, and the function
+    from an answer, and whether it is an integer, to letter and text of the option that it names.
 
     Raises:
         DataError: fewer than 2 or more than 26 options, an empty one, or a value of another form.
     """
-    written: list[Any] = [_lookup(values, name) for name in columns]
-    labels: list[Any] | None = None
-    if len(columns) == 1:
-        (column,) = written
-        if isinstance(column, Mapping) and isinstance(column.get("text"), list):
-            written, labels = column["text"], column.get("label")
-        elif isinstance(column, Mapping):
+    labels = None
+    match [_lookup(values, name) for name in columns]:
+        case [{"text": [*written]} as column]:
+            labels = column.get("label")
+        case [dict() as column]:
             written, labels = list(column.values()), list(column)
-        elif isinstance(column, list):
-            written = column
+        case [[*written]] | written:
+            pass
 
-    options = [text for value in written if (text := _text(value, ", ".join(columns), where)) is not None]
-    names = list(map(str, labels)) if labels is not None else list(ascii_uppercase[: len(options)])
+    options = [text for value in written if (text := _text(value, ", ".join(columns))) is not None]
+    names = list(ascii_uppercase[: len(options)]) if labels is None else list(map(str, labels))
     if not 2 <= len(written) <= len(ascii_uppercase) or not len(options) == len(names) == len(written):
         raise DataError(
-            f"{where}: columns.options ({', '.join(columns)}) gives {written!r:.80}; multiple choice needs 2 to 26 "
-            f"options, each with a text"
+            f"columns.options ({', '.join(columns)}) gives {written!r:.80}; multiple choice needs 2 to 26 options, "
+            f"each with a text"
         )
-    return _Choice(options, _unlabelled(options), names, labels is not None)
+    plain = _unlabelled(options)
+
+    def choose(answer: str, is_integer: bool) -> str:
+        named = [(names, answer)]
+        if not is_integer or labels is not None:
+            named += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
+        found = [texts.index(text) for texts, text in named if texts.count(text) == 1]
+        if labels is None and answer.isdecimal():
+            found.append(int(answer))
+        if not found or found[0] >= len(plain):
+            raise DataError(
+                f"the answer {answer!r:.80} is none of the {len(plain)} options ({', '.join(names)}); it is a label, a "
+                f"number from 0, or the text of an option: set columns.answer or answers"
+            )
+        return choice(ascii_uppercase[found[0]], plain[found[0]])
+
+    return "\n" + "".join(f"\n{letter}. {text}" for letter, text in zip(ascii_uppercase, plain, strict=False)), choose
 
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
@@ -516,7 +425,7 @@ def _unlabelled(options: Sequence[str]) -> list[str]:
     return [match[1] for match in matches if match] if all(matches) else list(options)
 
 
-def _text(value: Any, column: str, where: str) -> str | None:
+def _text(value: Any, column: str) -> str | None:
     """Return a value as text, numbers without trailing zeros (142.0 is 142), or None where it is empty.
 
     Raises:
@@ -525,56 +434,29 @@ def _text(value: Any, column: str, where: str) -> str | None:
     if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN stands for a missing value
         return None
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
-        return _number(Decimal(str(value)))
-    if not isinstance(value, str):
-        raise DataError(f"{where}: column {column!r} holds {value!r:.80}; it must be text or a finite number")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: column {column!r} has half a character, {value[error.start]!r}, which is not UTF-8; write the "
-            f"file as UTF-8"
-        ) from error
+        digits = f"{Decimal(str(value)) or 0:f}"
+        return digits.rstrip("0").rstrip(".") if "." in digits else digits
+    if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half a character
+        raise DataError(f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number")
     return value.strip() or None
 
 
-def _number(value: Decimal) -> str:
-    """Format a number without trailing zeros."""
-    text = f"{value:f}" if value else "0"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _extracted(value: Any, extract: Callable[[str], str | None], column: str, where: str) -> str | None:
-    """Return the answer in the value of its column, or None where there is none."""
-    text = _text(value, column, where)
-    return None if text is None else extract(text)
-
-
-def _extractor(form: AnswersConfig) -> Callable[[str], str | None]:
-    """Return the function that finds the answer in its column's text."""
-    if form.name != "regex":
-        return ANSWERS[form.name]
-    pattern = re.compile(form.regex or "")
-
-    def search(text: str) -> str | None:
-        *_, last = [None, *pattern.finditer(text)]
-        return None if last is None else (last[1 if pattern.groups else 0] or "").strip() or None
-
-    return search
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return what the first group of a pattern's last match holds, or the whole match where it has no group."""
+    *_, last = [None, *pattern.finditer(text)]
+    return last and ((last[min(1, pattern.groups)] or "").strip() or None)
 
 
 def _last_boxed(text: str) -> str | None:
     r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a bare \boxed."""
-    for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
-        if not text.startswith("{", start):
-            if bare := re.match(r"[^\s$\\{}]+", text[start:]):
-                return bare[0]
-            continue
-        depth = 0
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0) * (text[end - 1] != "\\")
+    for match in reversed([*re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)", text)]):
+        depth, start = 1, match.end()
+        if match[1] != "{":
+            return match[1]
+        for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
+            depth += 1 if brace[0] == "{" else -1
             if depth == 0:
-                return text[start + 1 : end].strip() or None
+                return text[start : start + brace.start()].strip() or None
     return None
 
 

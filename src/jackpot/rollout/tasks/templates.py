@@ -23,6 +23,7 @@ settings replaces that of the messages. `base` and `plain` put the messages belo
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,8 @@ class Template:
     ) -> None:
         self._tokenizer, self._format = tokenizer, TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
-        self._bos = [] if name == "chat" else _bos_token_ids(tokenizer)
+        has_bos = name != "chat" and tokenizer.bos_token_id in tokenizer.encode("")
+        self._bos: list[Any] = [tokenizer.bos_token_id] if has_bos else []
         self.text("1+1")  # refuses a chat template that is missing or has no system prompt
 
     def text(self, problem: Problem) -> str:
@@ -54,8 +56,7 @@ class Template:
         asked = append(problem, f"\n{self._instruction}") if self._instruction else problem
         messages = [Message("user", asked)] if isinstance(asked, str) else list(asked)
         if self._system_prompt is not None:
-            others = [message for message in messages if message.role != "system"]
-            messages = [Message("system", self._system_prompt), *others]
+            messages = [Message("system", self._system_prompt), *(one for one in messages if one.role != "system")]
         return self._format(self._tokenizer, messages)
 
     def reply(self, text: str) -> str:
@@ -109,10 +110,9 @@ class Template:
 
     def measure(self, texts: list[str]) -> list[PromptSize]:
         """Return the size of each prompt; one call for many is several times faster."""
-        if not texts:
-            return []
-        tokenize = self._tokenizer
-        encoded = tokenize(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        tokenize: Any = self._tokenizer
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        encoded = tokenize(texts, **options)["input_ids"] if texts else []
         unknown = self._tokenizer.unk_token_id
         return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
 
@@ -150,12 +150,6 @@ def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 def plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """Leave messages as they are, below each other."""
     return "\n\n".join(message.content for message in messages if message.content)
-
-
-def _bos_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the beginning-of-sequence token that the tokenizer puts before a text, or an empty list."""
-    special = tokenizer.encode("", add_special_tokens=True)
-    return [tokenizer.bos_token_id] if tokenizer.bos_token_id in special else []
 
 
 TEMPLATES: dict[str, Callable[[PreTrainedTokenizerBase, Sequence[Message]], str]] = {

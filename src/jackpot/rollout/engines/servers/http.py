@@ -9,10 +9,9 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_address
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import urlsplit
 
+from jackpot.config.engines import is_loopback
 from jackpot.core.errors import EngineError
 from jackpot.core.package import install
 from jackpot.rollout.engines.pool import PeerLost
@@ -43,7 +42,7 @@ def open_session(urls: Sequence[str], api_key_var: str) -> Any:
     """
     aiohttp = _import_aiohttp()
     api_key = os.environ.get(api_key_var)
-    elsewhere = [url for url in urls if not _is_loopback(url)]
+    elsewhere = [url for url in urls if not is_loopback(url)]
     if elsewhere and not api_key:
         raise EngineError(
             f"{', '.join(elsewhere)}: not on this machine's loopback interface, so others may reach it, and there is "
@@ -59,15 +58,6 @@ def open_session(urls: Sequence[str], api_key_var: str) -> Any:
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         auto_decompress=False,  # a small answer must not become a huge one
     )
-
-
-def _is_loopback(url: str) -> bool:
-    """Return whether an address leads to this machine by its loopback interface."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 class HTTPClient(ABC):

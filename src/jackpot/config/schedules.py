@@ -1,0 +1,77 @@
+"""Settings of what changes in the course of a run: the rollout model's share, and the weight of its distillation."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jackpot.config.base import Conflicts, Count, Finite, Strict
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class DistillControlConfig(Strict):
+    """Settings of a controller that adapts the weight of the distillation to hold a metric at a target.
+
+    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is how far the
+    metric is from its target, relative to it, at most 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
+    """
+
+    metric: Literal["kl", "acceptance"] = "kl"
+    """What is held: KL(policy || rollout model) in nats per token (kl), or the mean acceptance probability of the
+    tokens that the rollout model sampled (acceptance), each over an optimizer step."""
+    target: Finite
+    """Value at which the metric is held. For `acceptance` below 1, and errors are relative to 1 - target."""
+    horizon: Annotated[float, Field(ge=1.0, lt=float("inf"))] = 10.0
+    """Steps of the rollout model over which an error is corrected; smaller reacts faster and swings more."""
+    low: Finite = 0.01
+    """Smallest weight."""
+    high: Finite = 100.0
+    """Largest weight, which a target that cannot be reached ends at."""
+
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.low > self.high,
+                f"low is {self.low:g} and high is {self.high:g}; low must be at most high",
+            ),
+        ]
+
+
+class ShareSchedule(Strict):
+    """Settings of a share that changes once, or falls or rises over some iterations."""
+
+    schedule: Literal["step", "linear", "cosine"]
+    """Course of the share from `start` to `end`: at once, along a line, or along half a cosine wave."""
+    start: Share = 1.0
+    """Share in the iterations up to `hold`."""
+    end: Share = 0.0
+    """Share in the last iterations."""
+    hold: Annotated[int, Field(ge=0)]
+    """Last iteration with the share `start`."""
+    until: Count | None = None
+    """First iteration with the share `end`, of linear and cosine; step takes the one after `hold`."""
+
+    def conflicts(self) -> Conflicts:
+        return [
+            (
+                self.until is not None and self.schedule == "step",
+                f"schedule step changes after iteration hold {self.hold}, so until must be left out",
+            ),
+            (
+                self.schedule != "step" and (self.until or 0) <= self.hold,
+                f"schedule {self.schedule} needs until, the first iteration with the share `end`, above hold "
+                f"{self.hold}; it is {self.until}",
+            ),
+        ]
+
+    def at(self, iteration: int) -> float:
+        """Return the share of an iteration, counted from 1."""
+        if iteration <= self.hold:
+            return self.start
+        last = self.hold + 1 if self.until is None else self.until
+        if iteration >= last:
+            return self.end
+        done = (iteration - self.hold) / (last - self.hold)
+        done = done if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * done)
+        return self.start + (self.end - self.start) * done
