@@ -118,8 +118,8 @@ class PolicyConfig(Strict):
 
     path: str
     """Folder, hub name, or starter:NAME of the model."""
-    optimizer: OptimizerConfig
-    """AdamW of the policy."""
+    optimizer: OptimizerConfig | None
+    """AdamW of the policy; null: the policy is frozen, and the rollout model alone is trained, to follow it."""
     ess_scaling: Literal["response", "token"] | None = None
     """Multiply the learning rate of each step by sqrt(effective sample size / n): of its responses, weighted by the
     product of p_old / p_inf over each (response, VCPO's), or of its tokens, weighted by what the correction makes of
@@ -387,7 +387,9 @@ class Config(Strict):
 
     def uses_rollout_model(self, iteration: int) -> bool:
         """Return whether there is a rollout model with anything left to do in an iteration."""
-        return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
+        model = self.rollout_model
+        follows = self.policy.optimizer is None or self.draft is not None
+        return model is not None and (follows or model.is_used(iteration))
 
     def model_paths(self, checkpoint: Path | None = None) -> dict[Role, str]:
         """Return where each trained model is read from: the paths in the settings, or the folders of a checkpoint."""
@@ -436,6 +438,7 @@ class Config(Strict):
         if isinstance(self.objective.correction, ZCorrection):
             self._check_z(self.objective.correction)
         self._check_groups()
+        self._check_frozen()
         self._check_engines()
         if self.objective.baseline == "model":
             self._check_baseline()
@@ -466,6 +469,20 @@ class Config(Strict):
             )
         if self.batch.group_size == 1 and self.batch.filter_groups:
             raise ValueError("batch.filter_groups replaces groups of equal rewards, as every group of 1 is; use null")
+
+    def _check_frozen(self) -> None:
+        """Refuse a frozen policy where nothing else is trained, or where a setting trains it."""
+        if self.policy.optimizer is not None:
+            return
+        why = None
+        if self.rollout_model is None or self.rollout_model.optimizer is None:
+            why = "no rollout model is trained, so nothing would be; give rollout_model.optimizer"
+        elif self.objective.correction.name != "none":
+            why = f"objective.correction {self.objective.correction.name!r} weighs its gradient; set it to none"
+        elif self.policy.lora or self.policy.ess_scaling or self.critic:
+            why = "policy.lora, policy.ess_scaling and critic are for its training; set them to null"
+        if why:
+            raise ValueError(f"policy.optimizer is null, so the policy is frozen, but {why}, or give policy.optimizer")
 
     def _check_engines(self) -> None:
         """Refuse engines that cannot serve both models, or not at once, or not where they are placed."""

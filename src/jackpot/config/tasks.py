@@ -38,6 +38,19 @@ class ToolArithmeticConfig(ArithmeticConfig):
     name: Literal["tool_arithmetic"] = "tool_arithmetic"
 
 
+class SumsConfig(ArithmeticConfig):
+    """Sums asked in English by the tokenizer's chat template, generated without any data; the last number of a response
+    counts."""
+
+    name: Literal["sums"] = "sums"
+    max_terms: Annotated[int, Field(ge=2)] = 2
+    """Most terms of a sum."""
+    max_operand: Annotated[int, Field(ge=9)] = 20
+    """Largest term of a sum; below 9 there are too few problems to hold some out."""
+    question: Annotated[str, Field(pattern=r"\{sum\}")] = "What is {sum}? Answer with the number."
+    """Text of a problem; {sum} stands for the sum, such as 14 + 9."""
+
+
 class ColumnsConfig(Strict):
     """Names of the columns that are read from each row. A dotted name leads into nested values, such as
     `reward_model.ground_truth`."""
@@ -285,7 +298,7 @@ class EnvironmentConfig(Strict):
 
 
 TaskConfig = Annotated[
-    ArithmeticConfig | ToolArithmeticConfig | MathConfig | EnvironmentConfig | CustomTaskConfig,
+    ArithmeticConfig | ToolArithmeticConfig | SumsConfig | MathConfig | EnvironmentConfig | CustomTaskConfig,
     Field(discriminator="name"),
     by_name("arithmetic"),
 ]

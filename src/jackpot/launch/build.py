@@ -299,9 +299,10 @@ def make_learner(
     gathered = shard(models, mesh, config.placement.offload, sends_from) if mesh else None
 
     each_step = settings is None or settings.update == "step"
-    optimizers: dict[Role, ModelOptimizer] = {
-        "policy": ModelOptimizer(models["policy"].parameters(), config.policy.optimizer, _total_steps(config))
-    }
+    optimizers: dict[Role, ModelOptimizer] = {}
+    if config.policy.optimizer:
+        parameters = models["policy"].parameters()
+        optimizers["policy"] = ModelOptimizer(parameters, config.policy.optimizer, _total_steps(config))
     rollout_objective = distill_control = None
     if settings and settings.optimizer:
         steps = _total_steps(config) if each_step else config.iterations

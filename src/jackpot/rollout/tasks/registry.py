@@ -12,7 +12,7 @@ from jackpot.config.tools import SetsConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.imports import import_object
 from jackpot.rollout.rewards.rewards import RewardFn
-from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
+from jackpot.rollout.tasks.arithmetic import Arithmetic, Sums, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
 from jackpot.rollout.tasks.data import find_source, is_address, source_name
@@ -23,6 +23,7 @@ TASKS: dict[str, Callable[..., Task]] = {  # by name, called with a tokenizer an
     "arithmetic": Arithmetic,
     "environment": EnvironmentTask,
     "math": Math,
+    "sums": Sums,
     "tool_arithmetic": ToolArithmetic,
 }
 
