@@ -165,7 +165,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str)
 def test_the_other_commands_show_what_they_have_in_addition() -> None:
     own, shared = own_settings("eval")
     assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in own}
-    assert shared == ["arithmetic", "tool_arithmetic", "math", "columns", "answers", "task", "engine", "sampling"]
+    assert shared == ["arithmetic", "tool_arithmetic", "sums", "math", "columns", "answers", "task", "engine", "sampling"]
     assert not {"engine.dtype", "math.template"} & {setting.key for setting in own}
 
 

