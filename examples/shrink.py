@@ -73,7 +73,9 @@ def show(line: dict[str, float]) -> None:
     if "mismatch/kl_policy_rollout" in line:
         print(f"iteration {line['iteration']}: KL {line['mismatch/kl_policy_rollout']:.3f} nats a token", flush=True)
     if "eval/rollout_model_accuracy" in line:
-        print(f"  right: {line['eval/rollout_model_accuracy']:.1%}, policy {line['eval/policy_accuracy']:.1%}", flush=True)
+        print(
+            f"  right: {line['eval/rollout_model_accuracy']:.1%}, policy {line['eval/policy_accuracy']:.1%}", flush=True
+        )
 
 
 def compare(policy: str, folders: list[Path], config: jackpot.config.config.Config) -> None:

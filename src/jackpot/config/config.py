@@ -4,14 +4,14 @@ A recipe is the YAML form of `Config`, with `arms: {name: overrides}` added. Ove
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jackpot.config.base import (
     MAY_CHANGE,
-    AnyNames,
     Bound,
     Count,
     Decay,
@@ -20,6 +20,7 @@ from jackpot.config.base import (
     Names,
     NonNegative,
     Strict,
+    by_name,
 )
 from jackpot.config.batch import BatchConfig
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
@@ -72,6 +73,16 @@ class Sampling(Strict):
     def truncated(self) -> bool:
         """Return whether a filter gives probability zero to tokens that the model would sample."""
         return self.top_p < 1.0 or self.top_k > 0
+
+    @property
+    def described(self) -> str:
+        """Return how answers are sampled, such as `sampled at temperature 0.6, top-p 0.95`, or `greedy`."""
+        if self.top_k == 1:
+            return "greedy"
+        parts = [f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []
+        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
+        parts += [f"top-k {self.top_k}"] if self.top_k else []
+        return " ".join(["sampled", *(["at", ", ".join(parts)] if parts else [])])
 
 
 class OptimizerConfig(Strict):
@@ -278,6 +289,26 @@ class CriticConfig(Strict):
     """Largest change of a value from its old one that the critic's loss rewards; null or .inf: no clip."""
 
 
+class EvaluationSampling(Strict):
+    """Settings of `sampling` that evaluations change; null: as in training."""
+
+    temperature: Finite | None = None
+    """Temperature of sampling."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Probability mass of nucleus sampling; 1: off."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Number of most probable tokens that are sampled from; 1: greedy, 0: all."""
+
+
+class BenchmarkConfig(Strict):
+    """A further set of problems that the policy answers."""
+
+    name: str
+    """Name of the set, or path of a file with problems in the columns of `task.test`."""
+    k: Count | None = None
+    """Responses to each problem; null: `evaluation.k`."""
+
+
 class EvaluationConfig(Strict):
     """Settings of the evaluations of policy and rollout model during a run."""
 
@@ -287,12 +318,22 @@ class EvaluationConfig(Strict):
     """Held-out problems of the task in each evaluation; all of them where there are fewer."""
     k: Count = 1
     """Responses to each problem."""
-    benchmarks: AnyNames = ()
-    """Names of further sets of problems that the policy answers, or paths of files with problems in the columns of
-    `task.test`; all of their problems, k times each."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """How the responses are sampled, where that differs from training."""
+    benchmarks: Annotated[
+        tuple[Annotated[BenchmarkConfig, by_name("")], ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value),
+        Field(strict=False),
+    ] = ()
+    """Further sets of problems that the policy answers, each a name or a block of name and k; all of their problems."""
     engine: Annotated[EngineConfig | None, Differences("engine")] = None
     """Engine of the policy where there is a rollout model, in evaluations and for its share of the rollouts: what
     differs from `engine`, or a whole engine where `name` is given; null: the same settings as `engine`."""
+
+    @property
+    def benchmark_names(self) -> tuple[str, ...]:
+        """Return the names and paths of the further sets."""
+        return tuple(benchmark.name for benchmark in self.benchmarks)
 
 
 class Config(Strict):
@@ -379,6 +420,11 @@ class Config(Strict):
         of_policy = "evaluation.engine" if self.rollout_model and self.evaluation.engine else "engine"
         writers = self.writers(1, self.iterations)
         return {key: engines[key] for key in (of_policy if role == "policy" else "engine" for role in writers)}
+
+    @property
+    def evaluation_sampling(self) -> Sampling:
+        """Return how responses of evaluations are sampled."""
+        return self.sampling.model_copy(update=self.evaluation.sampling.model_dump(exclude_none=True))
 
     @property
     def is_mixed(self) -> bool:
@@ -494,7 +540,8 @@ class Config(Strict):
                 "rollout_model with a share below 1, and for both one kind of engine, transformers or vllm, the "
                 "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null"
             )
-        check_filters(*engines, top_p=self.sampling.top_p, top_k=self.sampling.top_k)
+        for sampling in (self.sampling, self.evaluation_sampling):
+            check_filters(*engines, top_p=sampling.top_p, top_k=sampling.top_k)
         one_model = is_remote(self.engine) and self.evaluation.engine is None
         if one_model and self.rollout_model is not None:
             raise ValueError(

@@ -111,7 +111,7 @@ def make_components(
         task = run_task(config, paths, tokenizer)
         undo.callback(task.close)
         reward_fn = task.reward_fn if isinstance(task, Math) else None
-        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), reward_fn)
+        benchmarks = make_sets(config.evaluation.benchmark_names, tokenizer, sets_of(config.task), reward_fn)
         for benchmark in benchmarks.values():
             undo.callback(benchmark.close)
 

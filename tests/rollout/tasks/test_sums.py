@@ -1,8 +1,8 @@
 """Sums in English: how they are asked, which are held out, and which answers are right."""
 
 import pytest
-from helpers.texts import text_tokenizer
 
+from helpers.texts import text_tokenizer
 from jackpot.config.tasks import SumsConfig
 from jackpot.core.types import Prompt
 from jackpot.rollout.tasks.arithmetic import Sums

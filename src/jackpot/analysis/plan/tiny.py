@@ -86,7 +86,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         "evaluation": {
             "problems": min(config.evaluation.problems, PROBLEMS),
             "k": min(config.evaluation.k, ANSWERS),
-            "benchmarks": tuple(name for name in config.evaluation.benchmarks if name in SETS),
+            "benchmarks": tuple({"name": name} for name in config.evaluation.benchmark_names if name in SETS),
             "engine": config.evaluation.engine and _engine(config.evaluation.engine),
         },
         "objective": {},
@@ -315,7 +315,7 @@ def _write_data(config: Config, folder: Path) -> list[str]:
 def _sources(config: Config) -> dict[str, DataSource]:
     """Return the sources that the run reads by the name of the file that replaces each; both splits of a benchmark."""
     sources: dict[str, DataSource] = {}
-    names = [name for name in config.evaluation.benchmarks if name in BENCHMARKS]
+    names = [name for name in config.evaluation.benchmark_names if name in BENCHMARKS]
     if isinstance(config.task, MathConfig):
         for split in get_args(Split):
             for number, data in enumerate(config.task.sources(split)):

@@ -19,7 +19,6 @@ from jackpot.rollout.tasks.base import Split, Task
 from jackpot.rollout.tasks.templates import Template
 
 
-
 class Arithmetic(Task):
     """Generates endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
 
