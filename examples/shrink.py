@@ -100,7 +100,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=15, help="layers that are kept, at equal distances")
     arguments.add_argument("--keep", help="numbers of the layers that are kept, from 0, as 0,1,2,27,28,29")
     arguments.add_argument("overrides", nargs="*", help="settings of the distillation as key=value")
-    options = arguments.parse_args()
+    options = arguments.parse_intermixed_args()
 
     config = load_meta_model(options.model).config
     kept = spread(options.layers, config.num_hidden_layers)

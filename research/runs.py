@@ -87,7 +87,7 @@ def main() -> None:
     arguments.add_argument("--arms", required=True, help="separated by commas")
     arguments.add_argument("--seeds", required=True, help="separated by commas; those that nothing was tuned on")
     arguments.add_argument("--runs", type=Path, default=Path("runs/research"), help="folder of the runs")
-    options = arguments.parse_args()
+    options = arguments.parse_intermixed_args()
 
     options.runs.mkdir(parents=True, exist_ok=True)
     known = [json.loads(line) for line in options.lines.read_text().splitlines()] if options.lines.exists() else []
