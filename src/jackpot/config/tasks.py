@@ -272,6 +272,41 @@ class MathConfig(QuestionConfig):
         return given if isinstance(given, tuple) else (given,)
 
 
+class GymDataConfig(Strict):
+    """A data set of reasoning-gym."""
+
+    name: str
+    """Name of the data set, such as chain_sum."""
+    weight: Finite = 1.0
+    """Share of the prompts that come from this data set, relative to the others."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the data set, such as {min_terms: 2}."""
+
+
+class ReasoningGymConfig(Strict):
+    """Problems that the library reasoning-gym generates and scores (docs/tasks.md). It needs the extra `gym`."""
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: Annotated[
+        tuple[Annotated[GymDataConfig, by_name("")], ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value),
+        Field(strict=False, min_length=1),
+    ]
+    """Data sets that prompts are drawn from, each a name or a block of name, weight and kwargs."""
+    template: Literal["chat", "base", "plain"] = "chat"
+    """Form of the prompt: the tokenizer's chat template, plain text for base models, or the problem alone."""
+    system_prompt: str | None = None
+    """System message of the prompt; null: the chat template's own, if it has one."""
+    instruction: str = "Put the final answer between <answer> and </answer>."
+    """Text after the problem. Of a response without these tags all of its text is the answer."""
+    solved: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Least score of an answer that counts as right."""
+    reward_workers: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
+    """Most processes that score answers; auto: the cores that are free when the task is made."""
+    reward_timeout: Finite = 5.0
+    """Time limit to score one answer, seconds; after that it counts as wrong."""
+
+
 class CustomTaskConfig(Strict):
     """A task of your own: a class that is constructed from a tokenizer and these settings (examples/own_task.py)."""
 
@@ -298,7 +333,13 @@ class EnvironmentConfig(Strict):
 
 
 TaskConfig = Annotated[
-    ArithmeticConfig | ToolArithmeticConfig | SumsConfig | MathConfig | EnvironmentConfig | CustomTaskConfig,
+    ArithmeticConfig
+    | ToolArithmeticConfig
+    | SumsConfig
+    | MathConfig
+    | ReasoningGymConfig
+    | EnvironmentConfig
+    | CustomTaskConfig,
     Field(discriminator="name"),
     by_name("arithmetic"),
 ]
