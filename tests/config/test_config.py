@@ -176,7 +176,12 @@ UNKNOWN_VALUES = [
         "seq-mean-token-mean, seq-mean-token-sum-norm, token-mean",
     ),
     ("rollout_model.correction", "obrs", ".", ", ".join(sorted(RATIO_CORRECTIONS))),
-    ("task", "arithmetik", "; did you mean 'arithmetic'?", "arithmetic, custom, environment, math, tool_arithmetic"),
+    (
+        "task",
+        "arithmetik",
+        "; did you mean 'arithmetic'?",
+        "arithmetic, custom, environment, math, sums, tool_arithmetic",
+    ),
     ("precision", "fp4", "; did you mean 'fp8'?", "bf16, fp32, fp8, int8"),
 ]
 WRONG_VALUES = [

@@ -125,7 +125,7 @@ def test_every_setting_of_a_run_is_found() -> None:
         found = set()
         for name, field in kind.model_fields.items():
             classes = model_classes(field.annotation)
-            below = f"{prefix}{name}" + ("[]." if name == "rewards" else ".")
+            below = f"{prefix}{name}" + ("[]." if name in ("rewards", "benchmarks") else ".")
             found |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
             if classes and any(float in get_args(part) for part in get_args(field.annotation)):  # a number or a block
                 found.add(prefix + name)
@@ -149,7 +149,7 @@ def test_a_block_is_found_with_choices_and_settings_below() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("temperature", "did you mean sampling.temperature or learners[].temperature?"),
+        ("temperature", "did you mean sampling.temperature, evaluation.sampling.temperature or"),
         ("objective.clip_lo", "did you mean objective.clip_low"),
         ("batch.epochs", "unknown setting 'batch.epochs'; did you mean batch.ppo_epochs, "),
         ("qqqqq", "unknown setting 'qqqqq'. jackpot config lists all of them"),
@@ -165,7 +165,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str)
 def test_the_other_commands_show_what_they_have_in_addition() -> None:
     own, shared = own_settings("eval")
     assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in own}
-    assert shared == ["arithmetic", "tool_arithmetic", "math", "columns", "answers", "task", "engine", "sampling"]
+    assert shared == [
+        "arithmetic",
+        "tool_arithmetic",
+        "sums",
+        "math",
+        "columns",
+        "answers",
+        "task",
+        "engine",
+        "sampling",
+    ]
     assert not {"engine.dtype", "math.template"} & {setting.key for setting in own}
 
 

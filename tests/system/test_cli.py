@@ -198,7 +198,16 @@ def test_eval_measures_a_model_and_says_when_it_is_done(tmp_path: Path) -> None:
     command = ("eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "4", "problems=16", "threads=1")
     result = jackpot(*command, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for text in ("4 sampled answers", "arithmetic", "16", "mean@4", "pass@4", "pass@2", "truncated", "64/64 answers"):
+    for text in (
+        "4 answers to each problem, sampled",
+        "arithmetic",
+        "16",
+        "mean@4",
+        "pass@4",
+        "pass@2",
+        "truncated",
+        "64/64 answers",
+    ):
         assert text in result.stdout
     folder = tmp_path / "runs" / "eval-starter-policy"
     assert {path.name for path in folder.iterdir()} == {".lock", "arithmetic.parquet", "config.yaml", "summary.json"}

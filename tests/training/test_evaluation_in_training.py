@@ -99,3 +99,39 @@ def test_a_set_is_asked_as_the_task_is() -> None:
 def test_arms_with_another_k_are_not_compared() -> None:
     configs = {("a", 1): small_config(), ("b", 1): small_config("evaluation.k=2")}
     assert differing_arms(configs) == {"b": "evaluation.k is 2, and 1 in 'a'"}
+
+
+def test_a_greedy_evaluation_does_not_depend_on_the_seed(tmp_path: Path) -> None:
+    greedy = ("iterations=1", "evaluation.sampling.top_k=1", "guard.check_engine=true")
+    answers = []
+    for seed in (0, 1):
+        config = small_config(*greedy, f"seed={seed}")
+        run(config, tmp_path / str(seed), kill_after=0)
+        answers.append([row["response"] for row in saved(tmp_path / str(seed), 0, "policy")])
+        assert config.evaluation_sampling.described == "greedy"
+    assert answers[0] == answers[1]
+
+
+def test_a_benchmark_may_have_its_own_number_of_answers(tmp_path: Path) -> None:
+    sets = "evaluation.benchmarks=[arithmetic, {name: tool_arithmetic, k: 2}]"
+    run(small_config("iterations=1", sets), tmp_path, kill_after=0)
+    assert {row["sample"] for row in saved(tmp_path, 0, "arithmetic")} == {0}
+    assert {row["sample"] for row in saved(tmp_path, 0, "tool_arithmetic")} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), "sampled"),
+        (("evaluation.sampling={temperature: 0.6, top_p: 0.95}",), "sampled at temperature 0.6, top-p 0.95"),
+        (("sampling.temperature=0.8", "evaluation.sampling.temperature=1.0"), "sampled"),
+        (("evaluation.sampling.top_k=1",), "greedy"),
+    ],
+)
+def test_an_evaluation_says_how_it_sampled(settings, words) -> None:
+    assert small_config(*settings).evaluation_sampling.described == words
+
+
+def test_arms_that_are_evaluated_otherwise_are_named() -> None:
+    configs = {("a", 0): small_config(), ("b", 0): small_config("evaluation.sampling.top_k=1")}
+    assert differing_arms(configs) == {"b": "sampling.top_k is 1, and 0 in 'a'"}

@@ -49,7 +49,7 @@ def test_without_a_verdict_mean_rewards_replace_accuracies(own: Path) -> None:
     assert all(lines[2][name] is None for name in ("reward/correct", "reward/all_right", "reward/all_wrong"))
     before, after = (line["eval/rollout_model_reward"] for line in (lines[0], lines[-1]))
     shown = table(own, *OWN)
-    assert "Mean reward of sampled responses on 8 held-out problems" in shown
+    assert "Mean reward on 8 held-out problems, sampled" in shown
     assert all(text in shown for text in (f"{before:#.4g} ±", f"{after:#.4g} ±", f"{after - before:+#.4g} ±"))
 
 
@@ -58,7 +58,7 @@ def test_fewer_problems_than_asked_are_counted_as_they_are(finished_run: Finishe
     given = (f"task={{{few}, {REWARDS}, verdict: -9}}", "iterations=1")
     folder = finished_run(*given)
     assert [line["eval/problems"] for line in read_lines(folder) if "eval/policy_accuracy" in line] == [5.0, 5.0]
-    assert "Sampled accuracy on 5 held-out problems" in table(folder, *given)
+    assert "Accuracy on 5 held-out problems, sampled" in table(folder, *given)
     assert summarize(folder, "a").problems == 5
     history = MetricHistory(read_lines(folder), [], small_config(*given))
     assert history.config.evaluation.problems == 8 and history.problems == 5
@@ -105,7 +105,7 @@ def test_compare_takes_rewards_but_not_beside_accuracies(own: Path, finished_run
     assert run.measure == "reward" and run.last.policy_accuracy == read_lines(own)[-1]["eval/policy_reward"]
     found = compare([run])
     title = comparison_sections(found, [run])["numbers"].items[0].title
-    assert found.measure == "reward" and title.startswith("Mean reward of sampled responses at")
+    assert found.measure == "reward" and title.startswith("Mean reward of responses (sampled) at")
     with pytest.raises(ConfigError, match=r"one task\.verdict for all"):
         compare([run, summarize(finished_run(), "other")])
 
@@ -129,4 +129,4 @@ def test_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: Fi
     assert [line["eval/policy_reward"] for line in lines] == [line["eval/policy_reward"] for line in read_lines(own)]
     assert all(0.0 < line["eval/policy_accuracy"] < 1.0 for line in lines)
     assert 0.0 < lines[1]["reward/correct"] < 1.0
-    assert "Sampled accuracy on 8 held-out problems" in table(folder, *WITH_VERDICT)
+    assert "Accuracy on 8 held-out problems, sampled" in table(folder, *WITH_VERDICT)

@@ -68,6 +68,7 @@ SLOW = {
     "two epochs, dealt anew": Case(("batch.ppo_epochs=2", "batch.mini_batch_size=6"), budget=40, micro_batches=4),
     "offload": Case((PREPASS, "placement.offload=true")),
     "frozen rollout model": Case((PREPASS, "rollout_model.optimizer=null")),
+    "frozen policy": Case(("policy.optimizer=null", "objective.correction=none")),
     "policy alone": Case(("rollout_model=null", "objective.correction=none")),
 }
 

@@ -19,8 +19,8 @@ ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]  # package.modu
 
 Conflicts = list[tuple[Any, str]]  # whether settings are as they cannot be together, and what to say then
 
-_one_is_enough = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-AnyNames = Annotated[tuple[str, ...], _one_is_enough, Field(strict=False)]  # a list in YAML
+ONE_IS_ENOUGH = BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value)
+AnyNames = Annotated[tuple[str, ...], ONE_IS_ENOUGH, Field(strict=False)]  # a list in YAML
 Names = Annotated[AnyNames, Field(min_length=1)]
 
 

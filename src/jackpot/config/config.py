@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jackpot.config.base import (
     MAY_CHANGE,
-    AnyNames,
+    ONE_IS_ENOUGH,
     Bound,
     Conflicts,
     Count,
@@ -21,6 +21,7 @@ from jackpot.config.base import (
     Names,
     NonNegative,
     Strict,
+    by_name,
 )
 from jackpot.config.batch import BatchConfig
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
@@ -70,6 +71,16 @@ class Sampling(Strict):
         """Return whether a filter gives probability zero to tokens that the model would sample."""
         return self.top_p < 1.0 or self.top_k > 0
 
+    @property
+    def described(self) -> str:
+        """Return how answers are sampled, such as `sampled at temperature 0.6, top-p 0.95`, or `greedy`."""
+        if self.top_k == 1:
+            return "greedy"
+        parts = [f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []
+        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
+        parts += [f"top-k {self.top_k}"] if self.top_k else []
+        return " ".join(["sampled", *(["at", ", ".join(parts)] if parts else [])])
+
 
 class OptimizerConfig(Strict):
     """Settings of AdamW for one model."""
@@ -115,8 +126,8 @@ class PolicyConfig(Strict):
 
     path: str
     """Folder, hub name, or starter:NAME of the model."""
-    optimizer: OptimizerConfig
-    """AdamW of the policy."""
+    optimizer: OptimizerConfig | None
+    """AdamW of the policy; null: the policy is frozen, and the rollout model alone is trained, to follow it."""
     ess_scaling: Literal["response", "token"] | None = None
     """Multiply the learning rate of each step by sqrt(effective sample size / n): of its responses, weighted by the
     product of p_old / p_inf over each (response, VCPO's), or of its tokens, weighted by what the correction makes of
@@ -212,6 +223,26 @@ class CriticConfig(Strict):
     """Largest change of a value from its old one that the critic's loss rewards; null or .inf: no clip."""
 
 
+class EvaluationSampling(Strict):
+    """Settings of `sampling` that evaluations change; null: as in training."""
+
+    temperature: Finite | None = None
+    """Temperature of sampling."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Probability mass of nucleus sampling; 1: off."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Number of most probable tokens that are sampled from; 1: greedy, 0: all."""
+
+
+class BenchmarkConfig(Strict):
+    """A further set of problems that the policy answers."""
+
+    name: str
+    """Name of the set, or path of a file with problems in the columns of `task.test`."""
+    k: Count | None = None
+    """Responses to each problem; null: `evaluation.k`."""
+
+
 class EvaluationConfig(Strict):
     """Settings of the evaluations of policy and rollout model during a run."""
 
@@ -221,12 +252,22 @@ class EvaluationConfig(Strict):
     """Held-out problems of the task in each evaluation; all of them where there are fewer."""
     k: Count = 1
     """Responses to each problem."""
-    benchmarks: AnyNames = ()
-    """Names of further sets of problems that the policy answers, or paths of files with problems in the columns of
-    `task.test`; all of their problems, k times each."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """How the responses are sampled, where that differs from training."""
+    benchmarks: Annotated[
+        tuple[Annotated[BenchmarkConfig, by_name("")], ...],
+        ONE_IS_ENOUGH,
+        Field(strict=False),
+    ] = ()
+    """Further sets of problems that the policy answers, each a name or a block of name and k; all of their problems."""
     engine: Annotated[EngineConfig | None, Differences("engine")] = None
     """Engine of the policy where there is a rollout model, in evaluations and for its share of the rollouts: what
     differs from `engine`, or a whole engine where `name` is given; null: the same settings as `engine`."""
+
+    @property
+    def benchmark_names(self) -> tuple[str, ...]:
+        """Return the names and paths of the further sets."""
+        return tuple(benchmark.name for benchmark in self.benchmarks)
 
 
 class Config(Strict):
@@ -315,13 +356,20 @@ class Config(Strict):
         return {key: engines[key] for key in (of_policy if role == "policy" else "engine" for role in writers)}
 
     @property
+    def evaluation_sampling(self) -> Sampling:
+        """Return how responses of evaluations are sampled."""
+        return self.sampling.model_copy(update=self.evaluation.sampling.model_dump(exclude_none=True))
+
+    @property
     def is_mixed(self) -> bool:
         """Return whether there is a rollout model and the policy generates rollouts too in the course of the run."""
         return self.rollout_model is not None and self.rollout_model.is_mixed
 
     def uses_rollout_model(self, iteration: int) -> bool:
         """Return whether there is a rollout model with anything left to do in an iteration."""
-        return self.rollout_model is not None and (self.rollout_model.is_used(iteration) or self.draft is not None)
+        model = self.rollout_model
+        follows = self.policy.optimizer is None or self.draft is not None
+        return model is not None and (follows or model.is_used(iteration))
 
     def model_paths(self, checkpoint: Path | None = None) -> dict[Role, str]:
         """Return where each trained model is read from: the paths in the settings, or the folders of a checkpoint."""
@@ -371,6 +419,7 @@ class Config(Strict):
             *self._conflicts_of_precision(),
             *self._conflicts_of_exact_z(),
             *self._conflicts_of_groups(),
+            *self._conflicts_of_frozen_policy(),
             *self._conflicts_of_engines(),
             *self._conflicts_of_baseline(),
             *self._conflicts_of_acceptance(),
@@ -466,6 +515,25 @@ class Config(Strict):
             ),
         ]
 
+    def _conflicts_of_frozen_policy(self) -> Conflicts:
+        """Refuse a frozen policy where nothing else is trained, or where a setting is for its training."""
+        is_frozen, correction = self.policy.optimizer is None, self.objective.correction.name
+        said = "policy.optimizer is null, so the policy is frozen, but"
+        return [
+            (
+                is_frozen and not (self.rollout_model and self.rollout_model.optimizer),
+                f"{said} no rollout model is trained, so nothing would be; give rollout_model.optimizer",
+            ),
+            (
+                is_frozen and correction != "none",
+                f"{said} objective.correction {correction!r} weighs its gradient; set it to none",
+            ),
+            (
+                is_frozen and (self.policy.lora or self.policy.ess_scaling or self.critic),
+                f"{said} policy.lora, policy.ess_scaling and critic are for its training; set them to null",
+            ),
+        ]
+
     def _conflicts_of_engines(self) -> Conflicts:
         """Refuse engines that cannot serve both models, or not at once, or not where they are placed."""
         engines = [self.engine, self.evaluation.engine or self.engine]
@@ -473,7 +541,7 @@ class Config(Strict):
         can_draft = self.is_mixed and drafts[1] and engines[0].name == engines[1].name
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
         is_one, number = self.evaluation.engine is None, self.placement.engines
-        top_p, top_k = self.sampling.top_p, self.sampling.top_k
+        filtered = next((one for one in (self.sampling, self.evaluation_sampling) if one.truncated), None)
         return [
             (
                 any(drafts) and not can_draft,
@@ -482,9 +550,9 @@ class Config(Strict):
                 "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null",
             ),
             (
-                self.sampling.truncated and any(engine.name == "sglang_server" for engine in engines),
-                f"sampling.top_p is {top_p:g} and sampling.top_k {top_k}, but sglang_server returns log-probs before "
-                "these filters; use top_p 1 and top_k 0, or engine=vllm_server",
+                filtered and any(engine.name == "sglang_server" for engine in engines),
+                f"answers are {filtered and filtered.described}, but sglang_server returns log-probs before the "
+                "filters top_p and top_k; use top_p 1 and top_k 0, or engine=vllm_server",
             ),
             (
                 is_remote(self.engine) and is_one and self.rollout_model,

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from jackpot.config.base import (
     MAY_CHANGE,
+    ONE_IS_ENOUGH,
     AnyNames,
     Bound,
     Conflicts,
@@ -47,6 +48,19 @@ class ToolArithmeticConfig(ArithmeticConfig):
     """The sums of `arithmetic`, with a calculator that answers every `=` of a response."""
 
     name: Literal["tool_arithmetic"] = "tool_arithmetic"
+
+
+class SumsConfig(ArithmeticConfig):
+    """Sums asked in English by the tokenizer's chat template, generated without any data; the last number of a response
+    counts."""
+
+    name: Literal["sums"] = "sums"
+    max_terms: Annotated[int, Field(ge=2)] = 2
+    """Most terms of a sum."""
+    max_operand: Annotated[int, Field(ge=9)] = 20
+    """Largest term of a sum; below 9 there are too few problems to hold some out."""
+    question: Annotated[str, Field(pattern=r"\{sum\}")] = "What is {sum}? Answer with the number."
+    """Text of a problem; {sum} stands for the sum, such as 14 + 9."""
 
 
 class ColumnsConfig(Strict):
@@ -179,7 +193,7 @@ class RewardConfig(Strict):
 
 Rewards = Annotated[
     tuple[Annotated[RewardConfig, by_name("correct")], ...],
-    BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value),
+    ONE_IS_ENOUGH,
     Field(strict=False, min_length=1),  # a list in YAML
 ]
 
@@ -277,6 +291,41 @@ class MathConfig(QuestionConfig):
         return given if isinstance(given, tuple) else (given,)
 
 
+class GymDataConfig(Strict):
+    """A data set of reasoning-gym."""
+
+    name: str
+    """Name of the data set, such as chain_sum."""
+    weight: Finite = 1.0
+    """Share of the prompts that come from this data set, relative to the others."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the data set, such as {min_terms: 2}."""
+
+
+class ReasoningGymConfig(Strict):
+    """Problems that the library reasoning-gym generates and scores (docs/tasks.md). It needs the extra `gym`."""
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: Annotated[
+        tuple[Annotated[GymDataConfig, by_name("")], ...],
+        ONE_IS_ENOUGH,
+        Field(strict=False, min_length=1),
+    ]
+    """Data sets that prompts are drawn from, each a name or a block of name, weight and kwargs."""
+    template: Literal["chat", "base", "plain"] = "chat"
+    """Form of the prompt: the tokenizer's chat template, plain text for base models, or the problem alone."""
+    system_prompt: str | None = None
+    """System message of the prompt; null: the chat template's own, if it has one."""
+    instruction: str = "Put the final answer between <answer> and </answer>."
+    """Text after the problem. Of a response without these tags all of its text is the answer."""
+    solved: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Least score of an answer that counts as right."""
+    reward_workers: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
+    """Most processes that score answers; auto: the cores that are free when the task is made."""
+    reward_timeout: Finite = 5.0
+    """Time limit to score one answer, seconds; after that it counts as wrong."""
+
+
 class CustomTaskConfig(Strict):
     """A task of your own: a class that is constructed from a tokenizer and these settings (examples/own_task.py)."""
 
@@ -303,7 +352,13 @@ class EnvironmentConfig(Strict):
 
 
 TaskConfig = Annotated[
-    ArithmeticConfig | ToolArithmeticConfig | MathConfig | EnvironmentConfig | CustomTaskConfig,
+    ArithmeticConfig
+    | ToolArithmeticConfig
+    | SumsConfig
+    | MathConfig
+    | ReasoningGymConfig
+    | EnvironmentConfig
+    | CustomTaskConfig,
     Field(discriminator="name"),
     by_name("arithmetic"),
 ]

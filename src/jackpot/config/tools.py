@@ -13,6 +13,7 @@ from jackpot.config.tasks import (
     ColumnsConfig,
     MathConfig,
     QuestionConfig,
+    SumsConfig,
     TaskConfig,
     ToolArithmeticConfig,
 )
@@ -25,6 +26,8 @@ class SetsConfig(Strict):
     """Problems of the set `arithmetic`."""
     tool_arithmetic: ToolArithmeticConfig = ToolArithmeticConfig()
     """Problems of the set `tool_arithmetic`."""
+    sums: SumsConfig = SumsConfig()
+    """Problems of the set `sums`."""
     math: QuestionConfig = QuestionConfig()
     """Prompts and rewards of the benchmarks, such as gsm8k, and of the user's own files."""
     columns: Annotated[ColumnsConfig, MAY_CHANGE] = ColumnsConfig()

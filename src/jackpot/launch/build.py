@@ -111,7 +111,7 @@ def make_components(
         task = run_task(config, paths, tokenizer)
         undo.callback(task.close)
         reward_fn = task.reward_fn if isinstance(task, Math) else None
-        benchmarks = make_sets(config.evaluation.benchmarks, tokenizer, sets_of(config.task), reward_fn)
+        benchmarks = make_sets(config.evaluation.benchmark_names, tokenizer, sets_of(config.task), reward_fn)
         for benchmark in benchmarks.values():
             undo.callback(benchmark.close)
 
@@ -286,9 +286,10 @@ def make_learner(
     gathered = shard(models, mesh, config.placement.offload, sends_from) if mesh else None
 
     each_step = settings is None or settings.update == "step"
-    optimizers: dict[Role, ModelOptimizer] = {
-        "policy": ModelOptimizer(models["policy"].parameters(), config.policy.optimizer, _total_steps(config))
-    }
+    optimizers: dict[Role, ModelOptimizer] = {}
+    if config.policy.optimizer:
+        parameters = models["policy"].parameters()
+        optimizers["policy"] = ModelOptimizer(parameters, config.policy.optimizer, _total_steps(config))
     rollout_objective = distill_control = None
     if settings and settings.optimizer:
         steps = _total_steps(config) if each_step else config.iterations

@@ -108,7 +108,7 @@ def train(
     if isinstance(recipe, Config) and (overrides or arm):
         raise TypeError("overrides and arm belong to the name of a recipe; change the Config itself")
     config = recipe if isinstance(recipe, Config) else resolve(str(recipe), arm, overrides)
-    check_sets(config.evaluation.benchmarks)
+    check_sets(config.evaluation.benchmark_names)
     run = Path(folder)
     if (at := process_rank()).rank > 0:
         follow_leader(at)

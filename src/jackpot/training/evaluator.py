@@ -6,6 +6,7 @@ from jackpot.core.roles import Role
 from jackpot.core.types import Prompt
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import OWN_SET, Evaluation, evaluate
+from jackpot.rollout.tasks.registry import set_name
 from jackpot.training.components import RunComponents
 from jackpot.training.guards import EngineCheck
 from jackpot.training.run_folder.folder import RunFolder
@@ -66,5 +67,6 @@ class Evaluator:
             size, wanted = task.size("test"), config.evaluation.problems
             count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
             self._prompts[name] = [task.prompt("test", index) for index in range(count)]
-        prompts, k = self._prompts[name], config.evaluation.k
-        return evaluate(engine, task, parts.tokenizer, prompts, config.sampling, config.seed, k=k, name=name)
+        prompts, sampling = self._prompts[name], config.evaluation_sampling
+        k = {set_name(one.name): one.k for one in config.evaluation.benchmarks}.get(name) or config.evaluation.k
+        return evaluate(engine, task, parts.tokenizer, prompts, sampling, config.seed, k=k, name=name)

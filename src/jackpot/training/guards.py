@@ -104,7 +104,7 @@ class EngineCheck:
             self._record(iteration, event | gaps)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
-        """Return the mean |p_engine - p_training| of rollouts just generated; NaN where none of them can be used.
+        """Return the mean |p_engine - p_training| of an evaluation's rollouts; NaN where none of them can be used.
 
         Raises:
             EngineError: an id outside the vocabulary, or the gap is more than rounding and `guard.check_engine` is on;
@@ -118,10 +118,10 @@ class EngineCheck:
             check_ids(chosen, engine.capabilities.vocab_size)
         score = self._score(chosen)
         if not config.guard.check_engine:
-            return engine_gap(chosen, score(config.sampling))
+            return engine_gap(chosen, score(config.evaluation_sampling))
         with stop_recorded(self._record, iteration):
             check_lists(ReportedLists.of(chosen))
-            return check_gap(chosen, config.sampling, self._precisions(engine), score)["mean_gap"]
+            return check_gap(chosen, config.evaluation_sampling, self._precisions(engine), score)["mean_gap"]
 
     def _version_of(self, rollouts: Sequence[Rollout], iteration: int) -> int | None:
         """Return the version of the weights that generated a batch, among those that can score it again.

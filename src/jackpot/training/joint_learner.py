@@ -128,8 +128,8 @@ class JointLearner(Learner):
 
     Args:
         models: `policy`, with fp32 weights, and `rollout_model` unless the policy generates its own rollouts. Those
-            with an optimizer are trained in place, a rollout model without one is frozen.
-        optimizers: of `policy`, and of `rollout_model` where it is trained.
+            with an optimizer are trained in place, one without is frozen.
+        optimizers: of the models that are trained.
         objective, rollout_model_objective: eq. 8; the second is None unless the rollout model has an optimizer.
         critic: of PPO; None for advantages that the rewards alone give.
         reference: that the objective's `kl_loss_coef` pulls towards; None for none.
@@ -158,10 +158,15 @@ class JointLearner(Learner):
         self._options = options
         self._critic, self._reference = critic, reference
         self._gathered = gathered
+
+        for role, model in self.models.items():
+            model.eval()  # no dropout: old and current log-probs of equal weights are equal
+            if role not in optimizers and (role == "policy" or rollout_model is not None):
+                model.requires_grad_(False)
         self._device = gathered.device if gathered else policy.device
 
         self._optimizer = JointOptimizer(
-            {"policy": optimizers["policy"], **({"critic": critic.optimizer} if critic else {}), **optimizers},
+            {**optimizers, **({"critic": critic.optimizer} if critic else {})},
             regularized=objective.is_regularized,
             rollout_model_each_step=options.rollout_model_each_step,
             ess_scaling=options.ess_scaling,
@@ -169,13 +174,16 @@ class JointLearner(Learner):
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
-            optimizers["policy"].parameters,
+            [weight for weight in policy.parameters() if weight.requires_grad],
             self._policy_log_probs,
             max_length=options.max_length,
             pads=not can_pack(policy),
         )
         self._old_version = Version(0, 0)  # weights that the old log-probs are of
         self._kept: dict[Role, KeptWeights] = {}
+        self._only_distils = "policy" not in optimizers and not (
+            rollout_model_objective and rollout_model_objective.ppo_weight
+        )
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,
@@ -183,11 +191,6 @@ class JointLearner(Learner):
             rollout_model_soft_cap=logit_softcap(rollout_model) if rollout_model else None,
             options=options.head,
         )
-
-        for model in self.models.values():
-            model.eval()  # no dropout: old and current log-probs of equal weights are equal
-        if rollout_model is not None and "rollout_model" not in optimizers:
-            rollout_model.requires_grad_(False)
 
     @property
     def version(self) -> Version:
@@ -231,12 +234,12 @@ class JointLearner(Learner):
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         """Score a rollout batch with the policy before its first update on it.
 
-        A single optimizer step needs no scores of its own. Several cost one forward pass without gradient over the
-        rollout batch.
+        A single optimizer step needs no scores of its own, nor do several that only distil. Other steps cost one
+        forward pass without gradient over the rollout batch.
         """
         self._old_version = self.version
-        if len(mini_batches) == 1:
-            return [[MicroBatch(tokens=batch, old=None) for batch in mini_batches[0]]]
+        if len(mini_batches) == 1 or self._only_distils:
+            return [[MicroBatch(tokens=batch, old=None) for batch in mini_batch] for mini_batch in mini_batches]
         snapshot, batches = OldPolicySnapshot(), [batch for mini_batch in mini_batches for batch in mini_batch]
         with torch.no_grad():
             for batch in first_readings(batches):

@@ -132,7 +132,8 @@ def test_a_set_without_a_verdict_is_measured_by_its_mean_reward(finished: Path) 
     [result] = evaluation(finished)
     assert result.summary.mean_at_k is None and result.summary.reward == pytest.approx(np.mean(table["reward"]))
     console = Console(file=io.StringIO(), width=200)
-    evaluate_command.show_results(console, [result], finished)
+    evaluate_command.show_results(console, [result], finished, "greedy")
+    assert "to each problem, greedy" in console.file.getvalue()
     assert "mean reward" in console.file.getvalue() and f"{result.summary.reward:.4g}" in console.file.getvalue()
 
 

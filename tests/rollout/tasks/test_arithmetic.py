@@ -47,13 +47,13 @@ def test_no_problem_is_in_both_splits_in_any_order_of_terms(task):
 
 def test_a_tenth_of_all_problems_is_held_out():
     pairs = [(a, b) for a in range(1, 101) for b in range(a, 101)]
-    held_out = sum(split_of(pair) == "test" for pair in pairs) / len(pairs)
+    held_out = sum(split_of(pair, 0.1) == "test" for pair in pairs) / len(pairs)
     assert held_out == pytest.approx(0.1, abs=0.02)  # five standard deviations of 5,050 fair draws
 
 
 def test_the_order_of_the_numbers_does_not_change_the_split():
     for a in range(1, 30):
-        assert len({split_of(order) for order in permutations((a, 31, 7))}) == 1
+        assert len({split_of(order, 0.1) for order in permutations((a, 31, 7))}) == 1
 
 
 def test_problems_follow_from_split_and_index_in_any_order(task):

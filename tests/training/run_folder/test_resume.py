@@ -35,6 +35,10 @@ REGIMES = {
         SHORT,
         "rollout_model.optimizer=null",
     ),
+    "frozen policy": (
+        *(SHORT, "policy.optimizer=null", "objective.correction=none", "batch.mini_batch_size=4"),
+        *("rollout_model.share=0.0", "rollout_model.ppo_weight=0.0"),
+    ),
     "tool": ("task=tool_arithmetic",),
     "on policy": (SHORT, "rollout_model=null", "objective.correction=none"),
     "lora": (SHORT, "policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3"),

@@ -138,7 +138,7 @@ def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
 
 
 def _evaluation_settings(config: Config) -> dict[str, Any]:
-    sampling = {f"sampling.{name}": getattr(config.sampling, name) for name in _SAMPLING}
+    sampling = {f"sampling.{name}": getattr(config.evaluation_sampling, name) for name in _SAMPLING}
     evaluation = {f"evaluation.{name}": getattr(config.evaluation, name) for name in ("problems", "k")}
     return {"task": config.task} | evaluation | sampling
 

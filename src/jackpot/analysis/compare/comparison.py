@@ -85,6 +85,7 @@ class Comparison:
     accuracy: float | None  # accuracy to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
     measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
+    sampling: str = "sampled"  # how the answers were sampled
 
 
 def compare(
@@ -106,7 +107,7 @@ def compare(
 
     Raises:
         ConfigError: no run, an unknown baseline, a budget below what the first evaluation after training needs, or
-            accuracies of some runs and mean rewards of others.
+            accuracies of some runs and mean rewards of others, or answers that were sampled in different ways.
     """
     if not runs:
         raise ConfigError("no run was given; compare needs at least one with an evaluation")
@@ -116,6 +117,11 @@ def compare(
         raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
     if len({run.measure for run in runs}) > 1:
         raise ConfigError("some runs have accuracies and others mean rewards only; set one task.verdict for all")
+    if len(ways := {run.sampling for run in runs}) > 1:
+        raise ConfigError(
+            f"answers of evaluations are {' in some runs and '.join(sorted(ways))} in others, so their accuracies do "
+            f"not compare; set one evaluation.sampling for all"
+        )
     not_collapsed = [run for run in runs if run.collapse is None] or list(runs)
     budget = min(spent_on(run.last, unit) for run in not_collapsed) if budget is None else budget
     _check_budget(runs, unit, budget)
@@ -125,7 +131,13 @@ def compare(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
     )
     return Comparison(
-        unit=unit, budget=budget, baseline=baseline, accuracy=accuracy, rows=rows, measure=runs[0].measure
+        unit=unit,
+        budget=budget,
+        baseline=baseline,
+        accuracy=accuracy,
+        rows=rows,
+        measure=runs[0].measure,
+        sampling=runs[0].sampling,
     )
 
 

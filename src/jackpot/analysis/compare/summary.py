@@ -49,6 +49,7 @@ class RunSummary:
     settings: dict[str, Any]  # the resolved config
     environment: dict[str, Any]
     measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
+    sampling: str = "sampled"  # how the answers of evaluations were sampled, `Sampling.described`
 
     @property
     def last(self) -> EvaluationPoint:
@@ -86,6 +87,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
         settings=settings_of(config),
         environment=environment.newest | {"threads": environment.threads},
         measure=next(measure for line in lines if (measure := measure_of(line))),
+        sampling=config.evaluation_sampling.described,
     )
 
 

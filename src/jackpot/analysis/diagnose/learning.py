@@ -122,7 +122,8 @@ def _has_risen(history: MetricHistory) -> bool:
 
 def _is_late(history: MetricHistory) -> bool:
     """Return whether ENOUGH iterations are done since the learning rate is warm."""
-    warm = history.config.policy.optimizer.warmup_steps / history.config.batch.steps_per_iteration
+    optimizer = history.config.policy.optimizer
+    warm = optimizer.warmup_steps / history.config.batch.steps_per_iteration if optimizer else 0.0
     return history.iteration >= warm + ENOUGH
 
 

@@ -102,7 +102,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     settings: dict[str, Any] = {}
     if run := config_of_run(model):
         settings = {
-            "sampling": run.sampling.model_dump(exclude={"num_top_log_probs"}),
+            "sampling": run.evaluation_sampling.model_dump(exclude={"num_top_log_probs"}),
             "engine": {"name": "transformers"},
             **sets_of(run.task).model_dump(),
             "task": run.task.model_dump(),

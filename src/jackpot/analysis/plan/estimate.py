@@ -371,9 +371,11 @@ def extra_passes(config: Config) -> float:
 def _evaluated(config: Config) -> list[tuple[Role, int]]:
     """Return who answers each set, and how often: both models the task's problems, the policy each other set."""
     settings = config.evaluation
-    published = [BENCHMARKS[name].test for name in settings.benchmarks if name in BENCHMARKS]
-    sizes = [settings.problems, *(part.size for part in published if part)]
-    sets: list[tuple[Role, int]] = [("policy", size * settings.k) for size in sizes]
+    answers = [settings.problems * settings.k]
+    for benchmark in settings.benchmarks:
+        published = BENCHMARKS[benchmark.name].test if benchmark.name in BENCHMARKS else None
+        answers += [published.size * (benchmark.k or settings.k)] if published else []
+    sets: list[tuple[Role, int]] = [("policy", count) for count in answers]
     return sets if config.rollout_model is None else [*sets, ("rollout_model", settings.problems * settings.k)]
 
 

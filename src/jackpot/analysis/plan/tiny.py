@@ -108,7 +108,8 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
             "problems": min(evaluation.problems, PROBLEMS),
             "k": min(evaluation.k, ANSWERS),
             "benchmarks": tuple(
-                str(_set_file(name, folder)) if _is_data(name) else name for name in evaluation.benchmarks
+                {"name": str(_set_file(name, folder)) if _is_data(name) else name}
+                for name in evaluation.benchmark_names
             ),
             "engine": evaluation.engine and _engine(evaluation.engine),
         },
@@ -257,7 +258,7 @@ def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
         _set_file(name, folder): DataConfig(source=name)
         if name in BENCHMARKS
         else DataConfig(source=name, columns=shared.columns, answers=shared.answers)
-        for name in filter(_is_data, config.evaluation.benchmarks)
+        for name in filter(_is_data, config.evaluation.benchmark_names)
     }
     if isinstance(config.task, MathConfig):
         for split in get_args(Split):

@@ -1,7 +1,8 @@
-"""Generates sums to be solved step by step: an offline task that a model of 60,000 parameters can learn.
+"""Generates sums, as problems that need no data.
 
-A prompt is `12+34+5=`. A good response carries out one addition after the other and repeats the result after `#`:
-`46+5=51#51`. The reward depends on the number after `#` only, and not on the steps.
+`Arithmetic` is for models of 60,000 parameters. A prompt is `12+34+5=`. A good response carries out one addition after
+the other and repeats the result after `#`: `46+5=51#51`. The reward depends on the number after `#` only, and not on
+the steps. `Sums` asks a chat model in English.
 """
 
 import random
@@ -11,12 +12,11 @@ from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.tasks import ArithmeticConfig, ToolArithmeticConfig
+from jackpot.config.tasks import ArithmeticConfig, SumsConfig, ToolArithmeticConfig
 from jackpot.core.errors import DataError
 from jackpot.core.types import Prompt, Score
 from jackpot.rollout.tasks.base import Split, Task
-
-TEST_SHARE = 0.1  # share of problems in the test split
+from jackpot.rollout.tasks.templates import Template
 
 
 class Arithmetic(Task):
@@ -26,6 +26,8 @@ class Arithmetic(Task):
     its sorted operands selects, so no test problem is a training problem, not even with permuted operands. The number
     of problems is finite, so an endless split repeats some.
     """
+
+    test_share = 0.1  # share of problems in the test split
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ArithmeticConfig) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +44,7 @@ class Arithmetic(Task):
         while True:
             terms = draw.randint(self._settings.min_terms, self._settings.max_terms)
             operands = tuple(draw.randint(1, self._settings.max_operand) for _ in range(terms))
-            if split_of(operands) == split:
+            if split_of(operands, self.test_share) == split:
                 return operands
 
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -65,9 +67,9 @@ class Arithmetic(Task):
         return Score(reward=float(correct), correct=correct)
 
 
-def split_of(operands: tuple[int, ...]) -> Split:
+def split_of(operands: tuple[int, ...], test_share: float) -> Split:
     """Return the split of a problem with these operands; their order does not matter."""
-    return "test" if _hash("+".join(map(str, sorted(operands)))) < TEST_SHARE * 2**64 else "train"
+    return "test" if _hash("+".join(map(str, sorted(operands)))) < test_share * 2**64 else "train"
 
 
 def _hash(text: str) -> int:
@@ -93,3 +95,37 @@ class ToolArithmetic(Arithmetic):
         """Return the sum of the two numbers since the last `=` or `#`, or `?` where there are not two."""
         addition = _ADDITION.fullmatch(response)
         return str(int(addition[1]) + int(addition[2])) if addition else "?"
+
+
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+class Sums(Arithmetic):
+    """Asks for sums in English, such as `What is 14 + 9? Answer with the number.`, by the tokenizer's chat template.
+
+    A third of the sums is held out.
+    """
+
+    test_share = 1 / 3
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SumsConfig) -> None:
+        super().__init__(tokenizer, settings)
+        self._question = settings.question
+        self._template = Template("chat", tokenizer, instruction="", system_prompt=None)
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Return problem `index` as a chat that waits for the model's answer, with the sum as its reference answer."""
+        operands = self.operands(split, index)
+        text = self._template.text(self._question.replace("{sum}", " + ".join(map(str, operands))))
+        return Prompt(
+            uid=f"sums/{split}/{index}",
+            text=text,
+            answer=str(sum(operands)),
+            token_ids=tuple(self._template.token_ids(text)),
+        )
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        """Return reward 1 where the last number of the response is the sum, else 0; it may be cut at its limit."""
+        numbers = _NUMBER.findall(response.replace(",", ""))
+        correct = bool(numbers) and numbers[-1] == prompt.answer
+        return Score(reward=float(correct), correct=correct)

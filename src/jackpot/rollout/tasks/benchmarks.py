@@ -110,4 +110,4 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
 }
 
-SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic")  # evaluation sets; the last two need no data
+SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic", "sums")  # evaluation sets; the last three need no data

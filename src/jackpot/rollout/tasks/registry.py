@@ -12,17 +12,20 @@ from jackpot.config.tools import SetsConfig
 from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.imports import import_object
 from jackpot.rollout.rewards.rewards import RewardFn
-from jackpot.rollout.tasks.arithmetic import Arithmetic, ToolArithmetic
+from jackpot.rollout.tasks.arithmetic import Arithmetic, Sums, ToolArithmetic
 from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS, SETS
 from jackpot.rollout.tasks.data import find_source, is_address, source_name
 from jackpot.rollout.tasks.environment import EnvironmentTask
 from jackpot.rollout.tasks.math import Math, make_benchmark
+from jackpot.rollout.tasks.reasoning_gym import ReasoningGym
 
 TASKS: dict[str, Callable[..., Task]] = {  # by name, called with a tokenizer and the task's settings
     "arithmetic": Arithmetic,
     "environment": EnvironmentTask,
     "math": Math,
+    "reasoning_gym": ReasoningGym,
+    "sums": Sums,
     "tool_arithmetic": ToolArithmetic,
 }
 

@@ -60,7 +60,7 @@ def evaluate(
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command goes on from here.")
         raise typer.Exit(130) from None
-    show_results(console, results, folder)
+    show_results(console, results, folder, config.sampling.described)
     if results[0].summary.k == 1:
         typed = [model, *(one for one in overrides or [] if not one.startswith("k="))]
         typed += ["--benchmarks", benchmarks] if benchmarks else []
@@ -91,7 +91,9 @@ def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
         yield listen
 
 
-def show_results(console: Console, results: Sequence["evaluating.BenchmarkResult"], folder: Path) -> None:
+def show_results(
+    console: Console, results: Sequence["evaluating.BenchmarkResult"], folder: Path, sampling: str
+) -> None:
     """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers.
 
     The mean reward is shown where some set has no verdict of what is right.
@@ -110,7 +112,7 @@ def show_results(console: Console, results: Sequence["evaluating.BenchmarkResult
         rows.append(
             (result.benchmark, f"{found.problems:,}", *cells, f"{100 * found.truncated:.1f}", f"{found.tokens:,.0f}")
         )
-    title = f"{k} sampled {'answer' if k == 1 else 'answers'} to each problem, percent"
+    title = f"{k} {'answer' if k == 1 else 'answers'} to each problem, {sampling}, percent"
     show_table(console, title, columns, rows, columns[1:], box=SIMPLE_HEAD)
     for result in results:
         for sentence in _sentences(result.summary):

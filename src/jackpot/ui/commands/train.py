@@ -85,7 +85,7 @@ def train(
         return
     console = Console()
     config = recipes.resolve(recipe, arm, overrides or [])
-    registry.check_sets(config.evaluation.benchmarks)
+    registry.check_sets(config.evaluation.benchmark_names)
     folder = run or names.run_folder(recipe, arm, overrides or [], config.seed, "tiny" if tiny else None)
     if tiny:
         if dry_run:
@@ -206,7 +206,7 @@ def _show_result(
     # what is shown, by the metric and how that is measured
     shown: dict[str, tuple[str, run_files.Measure]]
     shown = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
-    for name in map(registry.set_name, config.evaluation.benchmarks):
+    for name in map(registry.set_name, config.evaluation.benchmark_names):
         if (metric := f"eval/{name}/mean_at_k") in last:
             shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, "accuracy")
         else:
@@ -220,10 +220,10 @@ def _show_result(
         rows.append((name, *ends, numbers.with_error(after - before, both, kind, "+")))
 
     columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
-    what = "Sampled accuracy on {} held-out problems, percent ± standard error"
-    if not is_accuracy:
-        what = "Mean reward of sampled responses on {} held-out problems ± standard error"
-    show_table(console, what.format(limits.problems_of(lines, config)), columns, rows, columns[1:])
+    what = "Accuracy" if is_accuracy else "Mean reward"
+    unit = ", percent ± standard error" if is_accuracy else " ± standard error"
+    count, how = limits.problems_of(lines, config), config.evaluation_sampling.described
+    show_table(console, f"{what} on {count} held-out problems, {how}{unit}", columns, rows, columns[1:])
     for line in _cost(lines, config):
         print_line(console, line)
     print_line(console, f"Run folder: {folder}")

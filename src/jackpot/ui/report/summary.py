@@ -77,9 +77,10 @@ def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Tab
         )
         for (arm, run), diagnosis in zip(runs, found, strict=True)
     ]
+    ways = ", ".join(sorted({run.config.evaluation_sampling.described for _, run in runs}))
     note = (
-        "Accuracy on held-out problems at the first and at the newest evaluation; mean reward where the task has no "
-        "verdict."
+        f"Accuracy on held-out problems at the first and at the newest evaluation ({ways}); mean reward where the task "
+        f"has no verdict."
     )
     return Table(title="Runs", columns=tuple(columns), rows=tuple(rows), note=note)
 

@@ -136,9 +136,9 @@ def _precision(engine: EngineConfig) -> str:
 def _evaluation(config: Config) -> str:
     """Say which problems are evaluated, with how many answers to each, how often."""
     settings = config.evaluation
-    sets = ", ".join([f"up to {settings.problems} problems of the task", *settings.benchmarks])
+    sets = ", ".join([f"up to {settings.problems} problems of the task", *settings.benchmark_names])
     answers = f", {settings.k} answers to each" if settings.k > 1 else ""
-    return f"{sets}{answers}, every {settings.every} iterations"
+    return f"{sets}{answers}, {config.evaluation_sampling.described}, every {settings.every} iterations"
 
 
 def _objective(config: Config) -> str:

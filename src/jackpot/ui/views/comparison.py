@@ -49,7 +49,8 @@ _NOTHING_ROSE = (
 
 def _accuracies(comparison: Comparison) -> Table:
     measure = comparison.measure
-    what = "Percent of sampled answers that are right" if measure == "accuracy" else "Mean reward of sampled responses"
+    what = "Percent of answers that are right" if measure == "accuracy" else "Mean reward of responses"
+    what = f"{what} ({comparison.sampling})"
     rows = tuple(
         (
             row.arm,
@@ -128,7 +129,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     """Return charts of the policy's accuracy over each cost, then of the rollout model, the KL and the acceptance."""
     goal = comparison.accuracy
     guides = () if goal is None else (Guide(text=measured(goal, comparison.measure), y=goal),)
-    shown = "sampled accuracy" if comparison.measure == "accuracy" else "mean reward"
+    shown = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
         return point.policy_accuracy

@@ -1,0 +1,152 @@
+"""Problems of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), a library that generates and scores them.
+
+A problem is a pure function of the data set's settings, the split and an index. Its split is the one that the hash of
+its question selects, so no test question is a training question. Answers are scored by the library, in worker
+processes with a time limit; a data set whose scorer would execute what a model wrote is refused.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jackpot.config.tasks import ReasoningGymConfig
+from jackpot.core.cores import free_cores
+from jackpot.core.errors import ConfigError, DataError, unknown_name
+from jackpot.core.package import install
+from jackpot.core.prng import fold_in
+from jackpot.core.types import DecodedResponse, Prompt, Score
+from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerPool
+from jackpot.rollout.tasks.base import PromptSource, Split, Task
+from jackpot.rollout.tasks.templates import Template
+
+TEST_SHARE = 0.1  # share of questions in the test split
+PROBLEMS = 20_000  # problems that a data set is asked for, the most that all of them generate
+_SCORER = f"{__name__}:score_answer"
+_EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym(Task):
+    """Mixes endless problems of several data sets; the reward is the score that the library gives, from 0 to 1.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+        DataError: a data set does not exist, does not take these settings, or scores by executing answers; or the
+            tokenizer does not fit the template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ReasoningGymConfig) -> None:
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError(f"reasoning-gym is not installed, which generates the problems: {install('gym')}")
+        self._settings = settings
+        self._data = [_checked(data.name, data.kwargs) for data in settings.dataset]
+        self._template = Template(
+            settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
+        )
+        workers = free_cores() if settings.reward_workers == "auto" else settings.reward_workers
+        self._pool = RewardWorkerPool(_SCORER, CallLimits(settings.reward_timeout), workers=workers)
+
+    def size(self, split: Split) -> None:
+        """Return None: both splits are endless."""
+
+    def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
+        """Return each data set with its weight."""
+        first = self.first_index(split, seed)
+        return [
+            PromptSource(data.weight, None, partial(self._prompt, split, source), first)
+            for source, data in enumerate(self._settings.dataset)
+        ]
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """Return problem `index` of a split, which goes through the data sets by turns."""
+        index_of_source, source = divmod(index, len(self._data))
+        return self._prompt(split, source, index_of_source)
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        """Score one response as `scores` does."""
+        return self.scores([DecodedResponse(prompt, response, finished)])[0]
+
+    def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
+        """Score responses; what stands between the last <answer> and </answer> counts, else all of the response."""
+        return self.start_scoring(responses)()
+
+    def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
+        """Begin to score responses in worker processes."""
+        wait = self._pool.submit([self._item(response) for response in responses])
+        return lambda: [self._score(result) for result in wait()]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
+    def _prompt(self, split: Split, source: int, index: int) -> Prompt:
+        """Return problem `index` of a split of one data set."""
+        attempt, problem, number = 0, None, 0
+        while problem is None or _split_of(problem) != split:
+            number = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
+            attempt, problem = attempt + 1, self._data[source][number]
+
+        text = self._template.text(problem["question"])
+        return Prompt(
+            uid=f"{self._settings.dataset[source].name}/{source}/{number}",
+            text=text,
+            answer=str(problem["answer"]),
+            token_ids=tuple(self._template.token_ids(text)),
+        )
+
+    def _item(self, response: DecodedResponse) -> dict[str, Any]:
+        """Return the arguments of `score_answer`."""
+        _, source, number = response.prompt.uid.partition("@")[0].rsplit("/", 2)
+        data = self._settings.dataset[int(source)]
+        tagged = _TAGGED.findall(response.text)
+        answer = (tagged[-1] if tagged else response.text).strip()
+        return {"name": data.name, "kwargs": data.kwargs, "number": int(number), "answer": answer}
+
+    def _score(self, result: RewardResult) -> Score:
+        return Score(
+            reward=result.value,
+            correct=result.error is None and result.value >= self._settings.solved,
+            reward_error=result.error,
+            error_text=result.text,
+        )
+
+
+def score_answer(*, name: str, kwargs: Mapping[str, Any], number: int, answer: str) -> float:
+    """Return the library's score of an answer to problem `number` of a data set; called in worker processes."""
+    data = _made(name, tuple(sorted(kwargs.items())))
+    return float(data.score_answer(answer, data[number]))
+
+
+def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
+    """Make a data set, and refuse one that cannot be made or that scores by executing answers."""
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise DataError(unknown_name("data set of reasoning-gym", name, DATASETS))
+    if _EXECUTES.search(inspect.getsource(DATASETS[name][0].score_answer)):
+        raise DataError(
+            f"the scorer of reasoning-gym's {name} executes what a model writes as Python; take another data set, or "
+            f"score its problems by a reward of your own (docs/rewards.md)"
+        )
+    try:
+        return _made(name, tuple(sorted(kwargs.items())))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"reasoning-gym does not make {name} with {dict(kwargs)}: {error}; see its kwargs") from error
+
+
+@cache
+def _made(name: str, kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """Make a data set, once in a process."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **{"seed": 0, "size": PROBLEMS, **dict(kwargs)})
+
+
+def _split_of(problem: Mapping[str, Any]) -> Split:
+    """Return the split that a problem belongs to, by its question."""
+    return "test" if fold_in("reasoning_gym", problem["question"]) / 2**64 < TEST_SHARE else "train"
