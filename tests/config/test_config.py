@@ -460,8 +460,9 @@ def test_weights_reach_other_machines_through_a_folder():
     }
     engine = {"evaluation.engine": "transformers"}
     assert build(servers, engine).engine.weights_folder is None
-    servers["engine"]["urls"].append("http://gpu7:8000")
-    assert "http://gpu7:8000 may be another machine" in message(servers, engine)
+    for far in ("http://gpu7:8000", "http://127.gpu7.org:8000"):
+        urls = [*servers["engine"]["urls"], far]
+        assert f"null, but {far} may be another machine" in message(servers, {"engine.urls": urls}, engine)
 
 
 def test_a_task_by_name_has_that_tasks_settings():
