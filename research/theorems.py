@@ -2,7 +2,7 @@
 
     python -m research.theorems [--seed 0] [--out runs/theorems]
 
-The states are those that `jackpot simulate` keeps of its synthetic pairs of models. Tables are printed; the folder gets
+The states are those that research/families.py keeps of its pairs of models. Tables are printed; the folder gets
 theorems.html, theorems.json, theorems.png and identity.png. Half a minute on one core.
 
 Theorem 3.3 says that OBRS brings the rollout distribution closer to the target "whenever lam < max rho". G(lam) =
@@ -37,14 +37,11 @@ from jackpot.analysis.simulate.distributions import (
     measure_states,
     rejected_divergence,
 )
-from jackpot.analysis.simulate.measurements import PairMeasurement
-from jackpot.analysis.simulate.simulate import synthetic_measurements
 from jackpot.core.prng import fold_in
 from jackpot.objectives import obrs
 from jackpot.ui.charts import (
     DASHED,
     GRAY,
-    SMALLEST_RATIO,
     Chart,
     Guide,
     Section,
@@ -55,6 +52,8 @@ from jackpot.ui.charts import (
 from jackpot.ui.numbers import format_number
 from jackpot.ui.results import write_results
 from jackpot.ui.terminal.output import show_files, show_tables
+from research.families import synthetic_measurements
+from research.figure2 import SMALLEST_RATIO, PairMeasurement
 
 BUDGETS = (0.2, 0.4, 0.6, 0.8, 0.95)
 ALTERNATIVES = 400  # rules of each kind, for each state and budget

@@ -1,32 +1,34 @@
 """Compares Z from the two top-k sets with the exact Z (appendix C.3), with the fill-in and without.
 
-    python -m research.topk                 # the synthetic families of `jackpot simulate`
+    python -m research.topk                 # the synthetic families of research/families.py
     python -m research.topk quickstart      # a recipe's two models, on responses of the rollout model
 
 A table is printed; the folder gets topk.html and topk.json. At lam = 1. Shapes: `N` states, `K` values of k, `D` tokens
 drawn at each state.
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from jackpot.analysis.simulate.candidates import MOST_STATES, PROMPTS, PairBench, first_rollouts, pair_states
 from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
-from jackpot.analysis.simulate.simulate import example_gap, example_states, family_points
-from jackpot.analysis.simulate.synthetic import FAMILIES, VOCABULARY
-from jackpot.config.recipes import resolve
-from jackpot.models.load import load_model
 from jackpot.objectives import obrs
 from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, finite
 from jackpot.ui.numbers import format_number
 from jackpot.ui.results import write_results
 from jackpot.ui.terminal.output import show_files, show_tables
+from research.families import (
+    FAMILIES,
+    VOCABULARY,
+    example_gap,
+    example_states,
+    family_points,
+    recipe_states,
+    source_parser,
+)
 
 KS = (5, 10, 20, 40, 80, 160)
 RECIPE_K = 20  # k of the paper and of the recipes
@@ -138,17 +140,11 @@ class TopKSource:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", help="default: the synthetic families")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--arm")
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/topk"))
-    typed = parser.parse_intermixed_args()
+    typed = source_parser(__doc__, "runs/topk").parse_intermixed_args()
 
     if typed.recipe:
-        sources = [of_recipe(typed.recipe, typed.arm, typed.overrides, typed.prompts, typed.seed)]
+        name, _, states = recipe_states(typed.recipe, typed.arm, typed.overrides, typed.prompts, typed.seed)
+        sources = [topk_source(name, states)]
     else:
         sources = of_families(typed.seed)
 
@@ -166,18 +162,6 @@ def of_families(seed: int, vocabulary: int = VOCABULARY) -> list[TopKSource]:
         gap = example_gap(family, family_points(family, seed, vocabulary))
         sources.append(topk_source(family.name, example_states(family, gap, seed, vocabulary)))
     return sources
-
-
-def of_recipe(recipe: str, arm: str | None, overrides: Sequence[str], prompts: int, seed: int) -> TopKSource:
-    """Estimate Z for the two models of a recipe on responses of its rollout model."""
-    config = resolve(recipe, arm, list(overrides))
-    paths = config.model_paths()
-    policy, rollout_model = paths["policy"], paths["rollout_model"]
-    rollouts = PairBench(config, policy, [rollout_model], prompts, seed).answers(rollout_model).rollouts
-
-    models = [load_model(path, torch.float32) for path in (policy, rollout_model)]
-    chosen = first_rollouts(rollouts, MOST_STATES)
-    return topk_source(rollout_model, pair_states(models[0], models[1], chosen, config.sampling.temperature))
 
 
 def topk_source(name: str, chunks: Iterable[StatePairs]) -> TopKSource:

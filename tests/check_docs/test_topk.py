@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs, measure_states
-from jackpot.analysis.simulate.synthetic import FAMILIES, sample_states
+from research.families import FAMILIES, sample_states
 from research.topk import (
     TopKNumbers,
     acceptance_variance,

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from helpers.paths import ROOT
-from jackpot.analysis.simulate.candidates import PROMPTS
-from jackpot.analysis.simulate.simulate import simulate_candidates
+from jackpot.analysis.simulate.candidates import PROMPTS, simulate_candidates
 from jackpot.config.recipes import resolve
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -21,7 +20,7 @@ def test_the_example_computes_what_it_shows() -> None:
 @pytest.mark.slow
 def test_the_numbers_before_training_are_those_of_the_command() -> None:
     """Within 2 %: other machines and versions round differently, and then sample differently."""
-    (one,) = simulate_candidates(resolve("quickstart", None, []), [], PROMPTS, 0).candidates
+    (one,) = simulate_candidates(resolve("quickstart", None, []), [], PROMPTS, 0)
     rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", TUTORIAL.read_text(), re.M))
     stated = {
         name: [float(text.replace(",", "")) for text in re.findall(r"[\d.,]*\d", row)] for name, row in rows.items()

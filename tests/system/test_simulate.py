@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from helpers.runs import SMALL, small_config
 from helpers.texts import write_problems
-from jackpot.analysis.simulate import simulate as simulation
+from jackpot.analysis.simulate.candidates import simulate_candidates
 from jackpot.config.tasks import MathConfig
 from jackpot.ui import cli
 from jackpot.ui.results import write_results
-from jackpot.ui.views.simulation_pairs import pair_sections
+from jackpot.ui.views.simulation import candidate_sections
 
 
 def simulate(*arguments: str) -> str:
@@ -29,27 +29,9 @@ def numbers(folder: Path) -> dict:
 
 
 def assert_page(folder: Path) -> None:
-    """There is a page with charts, and the numbers, and nothing else."""
+    """There is a page, and the numbers, and nothing else."""
     assert sorted(path.name for path in folder.iterdir()) == ["simulate.html", "simulate.json"]
-    assert "Plotly" in (folder / "simulate.html").read_text()
-
-
-def test_without_models_the_folder_has_the_views_of_every_family(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(simulation, "EXAMPLE_STATES", 32)
-    monkeypatch.setattr(simulation, "SWEEP_STATES", 4)
-    printed = simulate("--seed", "3")
-    folder = tmp_path / "runs" / "simulate"
-    assert_page(folder)
-    for text in ("noise", "sharper", "moved mode", "leak", "KL where 95% is accepted"):
-        assert text in printed
-    assert "Wrote simulate.html, simulate.json to " in printed
-    found = numbers(folder)
-    assert found["seed"] == 3 and list(found) == ["seed", "lams", "curves", "ratios"]
-    for curve in found["curves"]:
-        for mark in curve["marks"]:
-            if mark["acceptance"] is not None:
-                assert f"{mark['acceptance']:.3f}" in printed
+    assert "Before you train" in (folder / "simulate.html").read_text()
 
 
 def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, monkeypatch) -> None:
@@ -90,13 +72,6 @@ def test_what_is_not_finite_is_null_in_the_folder(tmp_path: Path) -> None:
     assert numbers(tmp_path) == {"a": None, "b": [None, 1.5, [{"c": None}, "d", None, True, 3]]}
 
 
-def test_too_few_states_leave_empty_charts(tmp_path: Path) -> None:
-    simulate("quickstart", "sampling.max_new_tokens=1", "--prompts", "1", "--out", str(tmp_path / "few"))
-    assert_page(tmp_path / "few")
-    found = numbers(tmp_path / "few")
-    assert found["candidates"][0]["states"] == 1 and found["views"]["curves"][0]["points"] == []
-
-
 def test_a_task_without_a_verdict_has_rewards(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rewards_of_mine.py").write_text("def longer(response, **_):\n    return len(response) / 10\n")
@@ -104,16 +79,14 @@ def test_a_task_without_a_verdict_has_rewards(tmp_path: Path, monkeypatch) -> No
     task = {"name": "math", "train": "p.jsonl", "test": "p.jsonl", "template": "plain", "instruction": ""}
     task |= {"rewards": "rewards_of_mine:longer", "reward_workers": 1}
     config = small_config().model_copy(update={"task": MathConfig.model_validate(task)})
-    found = simulation.simulate_candidates(config, [], prompts=8, seed=0)
-    (measured,) = found.candidates
+    [measured] = found = simulate_candidates(config, [], prompts=8, seed=0)
     assert measured.accuracy is None and measured.policy_accuracy is None and measured.reward > 0.0
-    text = str(pair_sections(found)["before"])
+    text = str(candidate_sections(found)["before"])
     assert f"('mean reward of its responses', '{measured.reward:.3f}')" in text and "high rewards" in text
     assert "accuracy" not in text and "right answers" not in text
 
 
 BAD_INPUT = {
-    "candidates without a policy": (["--rollout-model", "starter:policy"], ["--rollout-model", "need a recipe"]),
     "no rollout model": (["quickstart", "--arm", "on_policy"], ["generates its own rollouts", "--rollout-model PATH"]),
     "an unknown recipe": (["quickstrat"], ["did you mean 'quickstart'"]),
     "an unknown key": (["quickstart", "batch.promts=3"], ["did you mean 'batch.prompts'"]),

@@ -9,7 +9,7 @@ import torch
 from helpers.runs import metrics, run, small_config
 from helpers.ten_tokens import TOKENS, settings
 from jackpot.analysis.replay.replay import replay
-from jackpot.analysis.simulate.simulate import simulate_candidates
+from jackpot.analysis.simulate.candidates import simulate_candidates
 from jackpot.core.errors import ConfigError
 from jackpot.models.load import load_model
 from jackpot.training.run_folder.folder import RunFolder
@@ -28,7 +28,7 @@ def test_all_tokens_give_the_exact_z_and_more_are_refused(tmp_path: Path) -> Non
         assert line["obrs/rollout_mass"] == pytest.approx(1.0, abs=1e-5) and line["obrs/z_bound_width"] < 1e-5
         assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
     pairs = simulate_candidates(small_config(*ten), [str(tmp_path / "rollout_model")], prompts=4, seed=0)
-    assert [candidate.name for candidate in pairs.candidates] == [str(tmp_path / "rollout_model")]
+    assert [candidate.name for candidate in pairs] == [str(tmp_path / "rollout_model")]
     replayed = replay(tmp_path / "run")
     assert replayed.unreadable == 0 and float(replayed.run["responses"].value) > 0
 

@@ -115,8 +115,6 @@ def as_details(sections: Mapping[str, Section]) -> dict[str, Section]:
     }
 
 
-SMALLEST_RATIO = 1e-5  # smallest ratio on a logarithmic axis
-SMALLEST_KL = 1e-7  # smallest KL on a logarithmic axis, nats
 DASHED = len(COLORS)  # added to a series' number: the same color, dashed
 GRAY = len(COLORS) - 1  # number of the gray series
 

@@ -1,10 +1,12 @@
-"""Compares a candidate rollout model with a policy: the candidate answers prompts, and both models score its tokens.
+"""`jackpot simulate`: compares candidate rollout models with a policy, without training.
 
-Nothing is trained. Every number is one that a run would begin with, so several rollout models can be compared before a
-run trains with one of them.
+A candidate answers prompts, and both models score its tokens. Every number is one that a run would begin with, so
+several rollout models can be compared before a run trains with one of them.
+
+Status: supported.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +21,7 @@ from jackpot.analysis.advice.rule import Recommendation
 from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
-from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs
-from jackpot.analysis.simulate.measurements import PairMeasurement, mean_point, measure_pair, share_below
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
 from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
@@ -39,6 +40,7 @@ from jackpot.rollout.tasks.base import PromptStream, Task
 
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
+LOW_ACCEPTANCE = 0.5  # a Z below which the models are far apart
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
@@ -50,7 +52,6 @@ class Candidate:
     parameters: int
     policy_parameters: int
     responses: int
-    mean_tokens: float  # tokens of a response
     states: int  # tokens whose whole distributions were compared
     accuracy: float | None  # accuracy of the rollout model, sampled; None where the task has no verdict
     policy_accuracy: float | None  # accuracy of the policy, sampled
@@ -95,8 +96,8 @@ class PairBench:
         self._device = pick_device(config.device)
         self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
 
-    def measure(self, name: str, policy: str, rollout_model: str) -> tuple[Candidate, PairMeasurement]:
-        """Measure the models in two folders on the responses of the second one."""
+    def measure(self, policy: str, rollout_model: str) -> Candidate:
+        """Measure the models in two folders on the responses of the second one, which names them."""
         sampled = self.answers(rollout_model)
         with closing(self._engine(policy)) as engine:
             of_policy = evaluate(
@@ -104,17 +105,18 @@ class PairBench:
             )
             scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
-        total = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
-        lists = TopLists(self._config.sampling.num_top_log_probs)
-        states = pair_states(models[0], models[1], chosen, self._config.sampling.temperature)
-        found = measure_pair(name, lists.of(states), total)
-        parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+        parts, columns = [], []
+        for states in pair_states(models[0], models[1], chosen, self._config.sampling.temperature):
+            parts.append(measure_states(states))
+            columns.append(saved_columns(states, self._config.sampling.num_top_log_probs))
+
         judged = Measured(settings_of(self._config, ()))
-        judged.add(saved_responses(chosen, lists, rollout_model))
+        judged.add(saved_responses(chosen, columns, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {policy}"
         answer = judged.advice(weights, relative_costs(models[0], models[1]))
-        return _candidate(found, sampled, of_policy, scores, parameters, answer), found
+        parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+        return _candidate(rollout_model, joined(parts), sampled, of_policy, scores, parameters, answer)
 
     def answers(self, path: str) -> Evaluation:
         """Have the model in a folder answer the prompts."""
@@ -126,46 +128,61 @@ class PairBench:
         return make_engine(settings, path, self._device, Version(0, 0))
 
 
-class TopLists:
-    """Keeps what a run would save of both models' distributions at the sampled tokens: log-probs and the top k."""
+def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int, seed: int) -> list[Candidate]:
+    """Compare the recipe's policy with each candidate rollout model, or with the recipe's own where none is given.
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._columns: list[dict[str, Tensor]] = []
+    Args:
+        candidates: paths of rollout models.
+        prompts: held-out prompts that each rollout model answers.
 
-    def of(self, chunks: Iterable[StatePairs]) -> Iterator[StatePairs]:
-        """Yield the chunks as they are."""
-        for states in chunks:
-            tops = {"rollout": states.rollout, "policy": states.target}
-            found = {"rollout_log_probs": states.rollout, "old_log_probs": states.target}
-            columns = {name: rows.gather(-1, states.token_ids)[:, 0] for name, rows in found.items()}
-            for name, rows in tops.items():
-                top = rows.topk(min(self._k, rows.shape[1]), dim=-1)
-                columns |= {f"{name}_top_ids": top.indices, f"{name}_top_log_probs": top.values}
-            self._columns.append(columns)
-            yield states
-
-    def split(self, counts: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return the columns of each response, by the numbers of their sampled tokens."""
-        parts = {name: torch.cat([one[name] for one in self._columns]).split(list(counts)) for name in self._columns[0]}
-        return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+    Raises:
+        ConfigError: the recipe has no rollout model and no candidate is given, or one path is given twice.
+        ModelError, DataError: as `PairBench`.
+    """
+    candidates = list(candidates) or ([config.rollout_model.path] if config.rollout_model else [])
+    if not candidates:
+        raise ConfigError(
+            "rollout_model is null, so the policy generates its own rollouts and there is no gap to measure; name "
+            "candidates with --rollout-model PATH, or take an arm with a rollout model"
+        )
+    if len(set(candidates)) < len(candidates):
+        raise ConfigError(f"--rollout-model names a path twice: {', '.join(candidates)}; give each candidate once")
+    bench = PairBench(config, config.policy.path, candidates, prompts, seed)
+    return [bench.measure(config.policy.path, path) for path in candidates]
 
 
-def saved_responses(rollouts: Sequence[Rollout], lists: TopLists, where: str) -> list[SavedResponse]:
-    """Return the sampled tokens of rollouts as saved responses, without advantages."""
+def saved_columns(states: StatePairs, k: int) -> dict[str, Tensor]:
+    """Return what a run would save of both models' distributions at the sampled tokens: log-probs and the top k."""
+    found = {"rollout_log_probs": states.rollout, "old_log_probs": states.target}
+    columns = {name: rows.gather(-1, states.token_ids)[:, 0] for name, rows in found.items()}
+    for name, rows in (("rollout", states.rollout), ("policy", states.target)):
+        top = rows.topk(min(k, rows.shape[1]), dim=-1)
+        columns |= {f"{name}_top_ids": top.indices, f"{name}_top_log_probs": top.values}
+    return columns
+
+
+def saved_responses(
+    rollouts: Sequence[Rollout], columns: Sequence[dict[str, Tensor]], where: str
+) -> list[SavedResponse]:
+    """Return the sampled tokens of rollouts as saved responses, without advantages.
+
+    Args:
+        columns: of `saved_columns`, of all sampled tokens in their order.
+    """
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
+    parts = {name: torch.cat([one[name] for one in columns]).split(counts) for name in columns[0]}
     return [
         response_of(
             {
                 "uid": rollout.uid,
                 "prompt_ids": rollout.prompt.token_ids,
                 "token_ids": rollout.token_ids[rollout.sampled_mask],
-                **columns,
+                **{name: of_responses[number] for name, of_responses in parts.items()},
             },
             where,
             number,
         )
-        for number, (rollout, columns) in enumerate(zip(rollouts, lists.split(counts), strict=True))
+        for number, rollout in enumerate(rollouts)
         if counts[number]
     ]
 
@@ -197,7 +214,8 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 
 
 def _candidate(
-    found: PairMeasurement,
+    name: str,
+    numbers: StateNumbers,
     sampled: Evaluation,
     of_policy: Evaluation,
     scores: Sequence[Tensor],
@@ -210,25 +228,23 @@ def _candidate(
     ]
     mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
-    means = mean_point(found.numbers)
-    acceptance, after = means.acceptance[RECIPE_LAM], means.kl_after[RECIPE_LAM]
+    acceptance = numbers.acceptance[:, RECIPE_LAM]
     return Candidate(
-        name=found.name,
+        name=name,
         parameters=parameters[1],
         policy_parameters=parameters[0],
         responses=len(sampled.rollouts),
-        mean_tokens=sampled.mean_tokens,
-        states=means.states,
+        states=len(acceptance),
         accuracy=sampled.accuracy if sampled.has_verdict else None,
         policy_accuracy=of_policy.accuracy if of_policy.has_verdict else None,
         reward=sampled.reward,
         policy_reward=of_policy.reward,
-        kl_policy_rollout=means.kl,
-        kl_rollout_policy=means.reverse_kl,
-        kl_after=after,
-        acceptance=acceptance,
-        acceptance_spread=float(found.numbers.acceptance[:, RECIPE_LAM].std(correction=0)),
-        low_acceptance=share_below(found.numbers),
+        kl_policy_rollout=float(numbers.kl.mean()),
+        kl_rollout_policy=float(numbers.reverse_kl.mean()),
+        kl_after=float(numbers.kl_after[:, RECIPE_LAM].mean()),
+        acceptance=float(acceptance.mean()),
+        acceptance_spread=float(acceptance.std(correction=0)),
+        low_acceptance=float((acceptance < LOW_ACCEPTANCE).double().mean()),
         sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
         sequence_ess=float(sequences["mismatch/sequence_ess"].value),
         answer=answer.numbers(),

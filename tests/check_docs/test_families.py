@@ -1,33 +1,18 @@
-"""What `jackpot simulate` measures of synthetic distributions, against Python loops and numpy."""
+"""The synthetic families and Figure 2 of research/, against Python loops and numpy."""
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
-from helpers.distributions import enumerated, few, kl, pairs
-from jackpot.analysis.simulate.distributions import (
-    LAMS,
-    RECIPE_LAM,
-    StatePairs,
-    divergence,
-    joined,
-    measure_states,
-    rejected_divergence,
-)
-from jackpot.analysis.simulate.measurements import (
-    curve_by_kl,
-    gap_curve,
-    mean_point,
-    measure_pair,
-    share_below,
-    token_ratios,
-)
-from jackpot.analysis.simulate.simulate import EXAMPLE_KL, simulate_families
-from jackpot.analysis.simulate.synthetic import FAMILIES, GapFamily, sample_states
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs, joined, measure_states
+from research import families
+from research.families import EXAMPLE_KL, FAMILIES, GapFamily, sample_states, synthetic_measurements
+from research.figure2 import curve_by_kl, gap_curve, mean_point, measure_pair, token_ratios
 
 NAMES = [family.name for family in FAMILIES]
 SMALL = 400  # tokens
@@ -45,36 +30,6 @@ def of(rollout: list[list[float]], target: list[list[float]]) -> StatePairs:
     """StatePairs from probabilities."""
     parts = [torch.tensor(rows, dtype=torch.float64).log() for rows in (rollout, target)]
     return StatePairs(rollout=parts[0], target=parts[1], token_ids=torch.zeros(len(rollout), 1, dtype=torch.int64))
-
-
-@few
-@given(pairs(smallest=2))
-def test_every_number_of_a_state_is_that_of_a_loop(pair) -> None:
-    log_inf, log_target = pair
-    rows = [torch.tensor([row], dtype=torch.float64) for row in pair]
-    found = measure_states(StatePairs(rollout=rows[0], target=rows[1], token_ids=torch.zeros(1, 1, dtype=torch.int64)))
-    p_inf, p_target = [math.exp(x) for x in log_inf], [math.exp(x) for x in log_target]
-
-    def divergence(p: list[float], q: list[float]) -> float:
-        if any(a > 0 and not b > 0 for a, b in zip(p, q, strict=True)):
-            return math.inf
-        return kl(p, q)
-
-    assert found.kl.item() == pytest.approx(divergence(p_target, p_inf), rel=1e-9, abs=1e-12)
-    assert found.reverse_kl.item() == pytest.approx(divergence(p_inf, p_target), rel=1e-9, abs=1e-12)
-    for index, lam in enumerate(LAMS):
-        _, z, kept = enumerated(log_inf, log_target, lam)
-        assert found.acceptance[0, index].item() == pytest.approx(z, rel=1e-12)
-        after = divergence(p_target, kept) if z > 0 else math.inf
-        assert found.kl_after[0, index].item() == pytest.approx(after, rel=1e-9, abs=1e-12)
-
-
-def test_equal_models_have_no_gap_and_disjoint_ones_no_overlap() -> None:
-    found = measure_states(of([[0.5, 0.3, 0.2], [0.5, 0.5, 0.0]], [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]))
-    assert found.kl.tolist() == [pytest.approx(0.0, abs=1e-15), math.inf]
-    assert found.acceptance.tolist() == [pytest.approx([1.0, 1.0, 0.5]), [0.0, 0.0, 0.0]]
-    assert found.kl_after[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
-    assert found.kl_after[1].tolist() == [math.inf] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,26 +75,6 @@ def test_tokens_are_drawn_from_the_rollout_model() -> None:
     drawn = torch.zeros_like(found.rollout).scatter_add(1, found.token_ids, torch.ones(400, 32, dtype=torch.float64))
     expected = found.rollout.exp().sum(0)
     assert ((drawn.sum(0) / 32 - expected).abs() < 6 * (expected / 32).sqrt()).all()
-
-
-def test_a_lam_below_every_rho_leaves_the_kl() -> None:
-    state = states("noise", 0.6, count=4, vocabulary=200)
-    lam = state.rho.min(-1, keepdim=True).values * 0.999
-    before = measure_states(state).kl
-    np.testing.assert_allclose(rejected_divergence(state, lam).numpy(), before.numpy(), rtol=1e-10)
-
-
-def test_tokens_that_the_target_lacks_are_rejected_at_any_lam() -> None:
-    state = of([[0.4, 0.2, 0.2, 0.2]], [[0.6, 0.3, 0.1, 0.0]])
-    expected = sum(p * math.log(p / q) for p, q in zip([0.6, 0.3, 0.1], [0.5, 0.25, 0.25], strict=True))
-    for lam in (1e-6, 0.49):  # below the smallest rho of the others, 0.5
-        assert rejected_divergence(state, lam).item() == pytest.approx(expected, rel=1e-12)
-    assert expected < divergence(state.target, state.rollout).item()
-
-
-def test_what_only_the_target_has_leaves_the_kl_infinite() -> None:
-    state = of([[0.5, 0.5, 0.0]], [[0.2, 0.3, 0.5]])
-    assert [rejected_divergence(state, lam).item() for lam in (0.1, 1.0, 10.0)] == [math.inf] * 3
 
 
 def test_the_kl_falls_by_no_more_than_minus_log_z() -> None:
@@ -192,11 +127,29 @@ def test_states_of_like_kl_share_a_bin() -> None:
     counts = np.histogram(logs, bins=6)[0]
     assert [one.states for one in found.points] == [count for count in counts if count >= 8]
     assert curve_by_kl("same", parts[0], smallest=10.0).points == ()
-    assert share_below(measure_states(of([[1.0, 0.0], *[[0.5, 0.5]] * 3], [[0.4, 0.6], *[[0.5, 0.5]] * 3]))) == 0.25
 
 
-def test_without_models_the_command_shows_every_family_alike() -> None:
-    found = simulate_families(1, vocabulary=1_024)
-    assert [one.name for one in found.curves] == [one.name for one in found.ratios] == NAMES
-    assert all(abs(math.log(example.kl / EXAMPLE_KL)) < 0.6 for example in found.ratios)
-    assert found == simulate_families(1, vocabulary=1_024)
+def test_every_family_has_a_curve_and_an_example() -> None:
+    curves, pairs = synthetic_measurements(1, vocabulary=1_024)
+    ratios = [token_ratios(pair) for pair in pairs]
+    assert [one.name for one in curves] == [one.name for one in ratios] == NAMES
+    assert all(abs(math.log(example.kl / EXAMPLE_KL)) < 0.6 for example in ratios)
+    assert curves == synthetic_measurements(1, vocabulary=1_024)[0]
+
+
+@pytest.mark.parametrize("source", [(), ("quickstart", "sampling.max_new_tokens=1", "--prompts", "1")])
+def test_the_script_prints_tables_and_writes_a_page(
+    source: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(families, "EXAMPLE_STATES", 32)
+    monkeypatch.setattr(families, "SWEEP_STATES", 4)
+    monkeypatch.setattr("sys.argv", ["families", *source, "--seed", "3", "--out", str(tmp_path)])
+    families.main()
+    printed = capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figure2.html", "figure2.json"]
+    found = json.loads((tmp_path / "figure2.json").read_text())
+    assert found["seed"] == 3 and [one["name"] for one in found["curves"]] == (
+        ["starter:rollout_model"] if source else NAMES
+    )
+    assert not source or found["curves"][0]["points"] == []  # too few states leave empty charts
+    assert all(f"{one['name']}" in printed for one in found["curves"])
