@@ -30,8 +30,8 @@ from step_ours import make_model, make_tokenizer
 from step_task import SHAPES, Shape, prompt_text, tokens_and_pairs
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.types import Prompt, Version
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.rollout.engines.base import Request

@@ -37,8 +37,8 @@ with clock("import"):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from jackpot.config.config import Sampling
     from jackpot.config.engines import TransformersEngineConfig, VLLMEngineConfig
+    from jackpot.config.sampling import Sampling
     from jackpot.core.digest import weights_digest
     from jackpot.core.types import Prompt, Rollout, Version
     from jackpot.launch.engines import make_engine

@@ -13,8 +13,8 @@ import argparse
 import torch
 from torch import Tensor
 
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig, VLLMEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine

@@ -27,9 +27,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from jackpot.config.config import Config, LoraConfig, OptimizerConfig, Sampling
+from jackpot.config.config import Config, LoraConfig, OptimizerConfig
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
+from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.launch.start import train_run

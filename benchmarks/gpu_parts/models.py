@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from jackpot.config.arms import build_config
-from jackpot.config.config import Config, Sampling
+from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample, Version
 from jackpot.launch.build import make_learner
 from jackpot.models.cost import forward_cost, head_cost

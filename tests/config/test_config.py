@@ -180,7 +180,7 @@ UNKNOWN_VALUES = [
         "task",
         "arithmetik",
         "; did you mean 'arithmetic'?",
-        "arithmetic, custom, environment, math, sums, tool_arithmetic",
+        "arithmetic, custom, environment, math, reasoning_gym, sums, tool_arithmetic",
     ),
     ("precision", "fp4", "; did you mean 'fp8'?", "bf16, fp32, fp8, int8"),
 ]

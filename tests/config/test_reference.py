@@ -125,7 +125,7 @@ def test_every_setting_of_a_run_is_found() -> None:
         found = set()
         for name, field in kind.model_fields.items():
             classes = model_classes(field.annotation)
-            below = f"{prefix}{name}" + ("[]." if name in ("rewards", "benchmarks") else ".")
+            below = f"{prefix}{name}" + ("[]." if name in ("rewards", "benchmarks", "dataset") else ".")
             found |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
             if classes and any(float in get_args(part) for part in get_args(field.annotation)):  # a number or a block
                 found.add(prefix + name)

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from helpers.engines.reference import EOS, tiny_model
 from helpers.turns import Numbers, Tool
-from jackpot.config.config import OptimizerConfig, Sampling
+from jackpot.config.config import OptimizerConfig
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.prng import fold_in, uniforms
 from jackpot.core.types import Prompt, Rollout, Score, TokenBatch, TrainingSample, Version
 from jackpot.corrections import make_correction

@@ -130,7 +130,7 @@ def test_without_a_hub_the_error_says_how_smollm_is_made(monkeypatch: pytest.Mon
         read(name)
 
 
-def test_the_error_of_a_writer_that_is_missing_says_how_it_is_made(monkeypatch, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_writer_says_how_it_is_made(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"python -m examples\.shrink MODEL smollm2-writer"):
         load_config("smollm2-writer")

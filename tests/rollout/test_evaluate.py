@@ -21,8 +21,8 @@ from helpers.runs import FinishedRuns, Killed, run, small_config
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.analysis.evaluate.answers import AnswerFile
 from jackpot.analysis.evaluate.evaluate import BenchmarkResult, EvaluationProgress, evaluate_model, evaluation_config
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import RewardConfig
 from jackpot.config.tools import ENDLESS
 from jackpot.core.errors import CheckpointError, ConfigError, DataError

@@ -9,9 +9,9 @@ import torch
 
 from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, tiny_model, tiny_prompt, tiny_request
 from helpers.turns import Numbers, Tool
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from helpers.runs import metrics, run
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
+from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Version
 from jackpot.models.load import eos_token_ids, load_model, load_tokenizer

@@ -14,8 +14,8 @@ import torch
 from helpers.engines.reference import EOS, VOCAB_SIZE
 from helpers.learners import make_learner, scored, smallest_model
 from helpers.runs import SHORT, metrics, run, small_config
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError, TrainingError
 from jackpot.core.metrics import Sum

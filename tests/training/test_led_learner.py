@@ -17,7 +17,7 @@ from helpers.disks import largest_file
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, write
 from helpers.led import Ended, fork_ranks
 from helpers.sharded import config_of, learner_of, samples_of, save_models
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.shards import local
 from jackpot.core.types import ScoredRollout

@@ -11,7 +11,6 @@ from pydantic import Field
 
 from jackpot.config.base import (
     MAY_CHANGE,
-    ONE_IS_ENOUGH,
     Bound,
     Conflicts,
     Count,
@@ -21,7 +20,6 @@ from jackpot.config.base import (
     Names,
     NonNegative,
     Strict,
-    by_name,
 )
 from jackpot.config.batch import BatchConfig
 from jackpot.config.corrections import RolloutModelCorrection, TISCorrection, ZCorrection
@@ -42,44 +40,12 @@ from jackpot.config.engines import (
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.placement import PlacementConfig
 from jackpot.config.safety import CheckpointConfig, GuardConfig, RolloutsConfig
+from jackpot.config.sampling import EvaluationConfig, Sampling
 from jackpot.config.schedules import DistillControlConfig, Share, ShareSchedule
 from jackpot.config.tasks import ArithmeticConfig, TaskConfig
 from jackpot.config.tracking import TrackingConfig
 from jackpot.core.roles import Role, Writer
-from jackpot.objectives.constants import HEAD_LOGITS_MEMORY, TEMPERATURE
-
-
-class Sampling(Strict):
-    """Settings of an engine's sampling. The engine's log-probs are of the distribution after all of these."""
-
-    temperature: Finite = TEMPERATURE
-    """Temperature of sampling. Every model's log-probs in training use the same one."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Probability mass of nucleus sampling; 1: off."""
-    top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of most probable tokens that are sampled from; 0: all. It is not `num_top_log_probs`."""
-    max_new_tokens: Count = 256
-    """Limit of a whole response, tokens, those of tools' replies included."""
-    num_top_log_probs: Annotated[int, Field(ge=0)] = 20
-    """Most probable tokens whose log-probs the engine returns at each position: the k of OBRS, which Z is summed
-    over."""
-    stop_token_ids: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """Token ids that end a response, in addition to the end-of-sequence tokens that the model folder names."""
-
-    @property
-    def truncated(self) -> bool:
-        """Return whether a filter gives probability zero to tokens that the model would sample."""
-        return self.top_p < 1.0 or self.top_k > 0
-
-    @property
-    def described(self) -> str:
-        """Return how answers are sampled, such as `sampled at temperature 0.6, top-p 0.95`, or `greedy`."""
-        if self.top_k == 1:
-            return "greedy"
-        parts = [f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []
-        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
-        parts += [f"top-k {self.top_k}"] if self.top_k else []
-        return " ".join(["sampled", *(["at", ", ".join(parts)] if parts else [])])
+from jackpot.objectives.constants import HEAD_LOGITS_MEMORY
 
 
 class OptimizerConfig(Strict):
@@ -221,53 +187,6 @@ class CriticConfig(Strict):
     """lambda of generalized advantage estimation, not of OBRS."""
     clip: Bound = 0.5
     """Largest change of a value from its old one that the critic's loss rewards; null or .inf: no clip."""
-
-
-class EvaluationSampling(Strict):
-    """Settings of `sampling` that evaluations change; null: as in training."""
-
-    temperature: Finite | None = None
-    """Temperature of sampling."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Probability mass of nucleus sampling; 1: off."""
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    """Number of most probable tokens that are sampled from; 1: greedy, 0: all."""
-
-
-class BenchmarkConfig(Strict):
-    """A further set of problems that the policy answers."""
-
-    name: str
-    """Name of the set, or path of a file with problems in the columns of `task.test`."""
-    k: Count | None = None
-    """Responses to each problem; null: `evaluation.k`."""
-
-
-class EvaluationConfig(Strict):
-    """Settings of the evaluations of policy and rollout model during a run."""
-
-    every: Annotated[Count, MAY_CHANGE] = 50
-    """Iterations between two evaluations; there is also one before the first iteration and one after the last."""
-    problems: Count = 512
-    """Held-out problems of the task in each evaluation; all of them where there are fewer."""
-    k: Count = 1
-    """Responses to each problem."""
-    sampling: EvaluationSampling = EvaluationSampling()
-    """How the responses are sampled, where that differs from training."""
-    benchmarks: Annotated[
-        tuple[Annotated[BenchmarkConfig, by_name("")], ...],
-        ONE_IS_ENOUGH,
-        Field(strict=False),
-    ] = ()
-    """Further sets of problems that the policy answers, each a name or a block of name and k; all of their problems."""
-    engine: Annotated[EngineConfig | None, Differences("engine")] = None
-    """Engine of the policy where there is a rollout model, in evaluations and for its share of the rollouts: what
-    differs from `engine`, or a whole engine where `name` is given; null: the same settings as `engine`."""
-
-    @property
-    def benchmark_names(self) -> tuple[str, ...]:
-        """Return the names and paths of the further sets."""
-        return tuple(benchmark.name for benchmark in self.benchmarks)
 
 
 class Config(Strict):
@@ -551,8 +470,8 @@ class Config(Strict):
             ),
             (
                 filtered and any(engine.name == "sglang_server" for engine in engines),
-                f"answers are {filtered and filtered.described}, but sglang_server returns log-probs before the "
-                "filters top_p and top_k; use top_p 1 and top_k 0, or engine=vllm_server",
+                f"answers are {filtered and filtered.described}, but sglang_server returns log-probs before these "
+                "filters; use top_p 1 and top_k 0, or engine=vllm_server",
             ),
             (
                 is_remote(self.engine) and is_one and self.rollout_model,

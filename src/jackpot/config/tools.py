@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jackpot.config.base import MAY_CHANGE, AnyNames, Conflicts, Count, Finite, Names, Strict
-from jackpot.config.config import Sampling
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import (
     Answers,
     ArithmeticConfig,

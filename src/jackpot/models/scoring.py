@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.types import Rollout, TokenBatch, unique_rows
 from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden, token_hidden
 from jackpot.models.sampling import log_probs_at

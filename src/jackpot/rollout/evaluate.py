@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score
 from jackpot.rollout.engines.base import Engine, Request

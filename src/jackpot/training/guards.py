@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackpot.config.config import Config, Sampling
+from jackpot.config.config import Config
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError, JackpotError, TrainingError
 from jackpot.core.prng import fold_in
 from jackpot.core.roles import Role

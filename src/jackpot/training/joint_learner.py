@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.config.schedules import DistillControlConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum

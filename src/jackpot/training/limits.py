@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jackpot.config.config import Config, Sampling
+from jackpot.config.config import Config
+from jackpot.config.sampling import Sampling
 
 # Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
 # user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.

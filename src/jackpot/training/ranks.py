@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import CheckpointError, JackpotError, RankError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.roles import Role

@@ -15,7 +15,8 @@ from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
 from jackpot.config.batch import FilterGroupsConfig
-from jackpot.config.config import Config, Sampling
+from jackpot.config.config import Config
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import CheckpointError
 from jackpot.ui import cli
 

@@ -19,8 +19,8 @@ from jackpot.analysis.mismatch.learner import learner_model, learner_scores
 from jackpot.analysis.mismatch.mismatch import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config, side_name, verdict
 from jackpot.config.build import nest
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.config.tools import LearnerConfig
 from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
 from jackpot.core.types import Rollout, Version

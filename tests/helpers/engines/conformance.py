@@ -26,7 +26,7 @@ from helpers.engines.reference import (
     tiny_prompt,
     tiny_request,
 )
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version

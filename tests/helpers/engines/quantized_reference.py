@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from helpers.engines.reference import Reference
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.types import Prompt
 
 

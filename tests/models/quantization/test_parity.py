@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine

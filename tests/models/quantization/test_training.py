@@ -10,8 +10,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from helpers.engines.architectures import EOS, make_engine, make_model, make_requests
 from helpers.engines.reference import tiny_model, tiny_prompt
-from jackpot.config.config import LoraConfig, OptimizerConfig, Sampling
+from jackpot.config.config import LoraConfig, OptimizerConfig
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import ModelError
 from jackpot.core.types import Version
 from jackpot.models.forward import checkpoint_activations, output_layer, response_hidden

@@ -10,7 +10,7 @@ import torch
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.messages import pack, unpack

@@ -6,8 +6,8 @@ from typing import Any
 
 from jackpot.adapters.trl.base import TRLTrainer
 from jackpot.config.build import validated
-from jackpot.config.config import Sampling
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Rollout, Version

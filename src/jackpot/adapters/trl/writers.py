@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from jackpot.adapters.trl.base import TRLTrainer, plain_model, without_dropout
 from jackpot.adapters.trl.refusals import refuse_unmerged
 from jackpot.adapters.trl.rollouts import BatchNames, completions, make_engine, requests
-from jackpot.config.config import Config, Sampling
+from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import ConfigError
 from jackpot.core.roles import Role
 from jackpot.core.types import Rollout, TokenBatch, Version

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import lay, validated
-from jackpot.config.config import Sampling
 from jackpot.config.engines import ServerEngineConfig, is_quantized, unified_formats
+from jackpot.config.sampling import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.errors import ConfigError
 from jackpot.rollout.tasks.registry import check_sets

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.models.quantization.convert import CodedWeights, Conversion

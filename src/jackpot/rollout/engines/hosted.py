@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError, JackpotError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version

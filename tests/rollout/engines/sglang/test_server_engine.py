@@ -14,8 +14,8 @@ from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.joint_run import check_joint_run
 from helpers.engines.reference import CONTEXT, EOS, VOCAB_SIZE, Reference, rollout_of, tiny_prompt, tiny_request
 from helpers.engines.sglang_server import DECLARED, SAMPLING, SGLangStandIn
-from jackpot.config.config import Sampling
 from jackpot.config.engines import SGLangServerEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in

@@ -13,8 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 
 from helpers.engines.conformance import NEW, OLD, EngineConformance
 from helpers.engines.reference import CONTEXT, Reference, rollout_of, tiny_model, tiny_prompt, tiny_request
-from jackpot.config.config import Sampling
 from jackpot.config.engines import VLLMEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.conformance import NEW
 from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, tiny_model, tiny_request
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.digest import weights_digest
 from jackpot.core.types import Rollout, Version
 from jackpot.models.quantization.convert import quantize_named

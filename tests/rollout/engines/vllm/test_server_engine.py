@@ -16,8 +16,8 @@ from helpers.engines.joint_run import check_joint_run
 from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, save_tiny_model, tiny_model, tiny_prompt, tiny_request
 from helpers.engines.servers import VLLMServer, save_untied, started
-from jackpot.config.config import Sampling
 from jackpot.config.engines import VLLMServerEngineConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine

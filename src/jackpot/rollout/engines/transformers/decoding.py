@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.config import Sampling
+from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Rollout, Version
