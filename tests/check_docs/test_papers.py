@@ -250,7 +250,9 @@ def test_every_arm_fits_its_own_limits(name: str, arm: str) -> None:
     config = resolve(name, arm, [])
     longest = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     assert longest <= config.engine.max_model_len and longest <= config.batch.micro_batch_tokens
-    assert {config.task.train.source, config.task.test.source, *config.evaluation.benchmarks} - BENCHMARKS.keys() <= {
-        "hub:open-r1/DAPO-Math-17k-Processed"
-    }
+    assert {
+        config.task.train.source,
+        config.task.test.source,
+        *config.evaluation.benchmark_names,
+    } - BENCHMARKS.keys() <= {"hub:open-r1/DAPO-Math-17k-Processed"}
     assert config.checkpoint.every == config.evaluation.every and list_recipe(name).gpus

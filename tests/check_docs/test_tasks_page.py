@@ -7,7 +7,7 @@ import yaml
 
 from helpers.paths import ROOT
 from jackpot.config.arms import build_config
-from jackpot.config.tasks import CustomTaskConfig, EnvironmentConfig, MathConfig
+from jackpot.config.tasks import CustomTaskConfig, EnvironmentConfig, MathConfig, ReasoningGymConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
@@ -22,7 +22,12 @@ REST = {
 @pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 def test_every_example_of_the_page_is_accepted(example):
     settings = yaml.safe_load(example)
-    kind = {"custom": CustomTaskConfig, "environment": EnvironmentConfig, "math": MathConfig}[settings["task"]["name"]]
+    kind = {
+        "custom": CustomTaskConfig,
+        "environment": EnvironmentConfig,
+        "math": MathConfig,
+        "reasoning_gym": ReasoningGymConfig,
+    }[settings["task"]["name"]]
     assert isinstance(build_config(REST | settings).task, kind)
 
 
