@@ -10,7 +10,7 @@ fixed shape rarely end before the limit, as the plan assumes.
 from collections.abc import Iterator
 
 from interleaved import Benchmark, Job, Results, cell, main, markdown
-from step_task import SHAPES
+from step import SMALL
 
 FIXED = {"shape": "fixed", "prompts": 8}
 CASES: dict[str, Job] = {
@@ -46,7 +46,7 @@ def report(results: Results) -> str:
     return markdown(("", "tensors as planned, MiB", "process, MiB", "of it before the first step"), rows(results))
 
 
-PREPARE = {"worker": "step_ours.py", "action": "models", "shapes": list(SHAPES)}
+PREPARE = {"worker": "step_ours.py", "action": "models", "shapes": list(SMALL)}
 BENCHMARK = Benchmark("memory", jobs, report, PREPARE, repetitions=1)
 
 if __name__ == "__main__":

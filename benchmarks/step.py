@@ -46,13 +46,14 @@ SIDES: dict[str, Job] = {
     "two models": {"worker": "step_ours.py", "models": 2},
 }
 OURS = ("one policy", "two models")
+SMALL = ("fixed", "ragged")  # the shapes of this script; `step_smollm2.py` has a larger one
 STEPS = {"fixed": 5, "ragged": 6}  # of each process; the first two are not counted, nor ours' last
 
 
 def jobs(quick: bool) -> list[Job]:
     small = {"prompts": 2, "micro_batch": 16, "new_tokens": 8} if quick else {}
     found = [{"worker": "floor.py", "dtype": dtype} for dtype in DTYPES]
-    for shape in SHAPES:
+    for shape in SMALL:
         for dtype in DTYPES:
             for name, side in SIDES.items():
                 job = {"shape": shape, "dtype": dtype, "side": name, "steps": 3 if quick else STEPS[shape]}
@@ -71,11 +72,18 @@ def speeds(results: Results, shape: str, dtype: str, side: str) -> list[float]:
 
 def needed_flops(shape: str, side: str, result: Result) -> float:
     """The products that a step with these lengths cannot do without."""
+    policy = flops_of(shape, result)
+    if not side.startswith("two models"):
+        return 4 * policy
+    return 3 * policy + 4 * flops_of(shape, result, half="half" in side)
+
+
+def flops_of(shape: str, result: Result, half: bool = False) -> float:
+    """The products of a forward pass."""
     with torch.device("meta"):
-        model = make_model(shape, SHAPES[shape].words)
+        model = make_model(shape, SHAPES[shape].words, half)
     cost = forward_cost(model)
-    forward = forward_flops(cost.per_token, head_cost(model), cost.per_pair, result)
-    return forward * (1 + 3 * (2 if side == "two models" else 1))
+    return forward_flops(cost.per_token, head_cost(model), cost.per_pair, result)
 
 
 def of_floor(results: Results, shape: str, dtype: str, side: str) -> list[float]:
@@ -88,7 +96,7 @@ def of_floor(results: Results, shape: str, dtype: str, side: str) -> list[float]
 def at_floor(results: Results, dtype: str = "fp32") -> str:
     """Say how many times TRL's speed our steps would have if they took the floor's time."""
     parts = []
-    for shape in SHAPES:
+    for shape in SMALL:
         trl = speeds(results, shape, dtype, "TRL")
         for side in OURS:
             times, floor = ratios(speeds(results, shape, dtype, side), trl), of_floor(results, shape, dtype, side)
@@ -99,7 +107,7 @@ def at_floor(results: Results, dtype: str = "fp32") -> str:
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    for shape in SHAPES:
+    for shape in SMALL:
         for dtype in DTYPES:
             base = [one["own_mib"] for one in measured(results, shape, dtype, "TRL")]
             for side in SIDES:
@@ -136,7 +144,7 @@ def report(results: Results) -> str:
     return markdown(columns, rows(results))
 
 
-BENCHMARK = Benchmark("step", jobs, report, {"worker": "step_ours.py", "action": "models", "shapes": list(SHAPES)})
+BENCHMARK = Benchmark("step", jobs, report, {"worker": "step_ours.py", "action": "models", "shapes": list(SMALL)})
 
 if __name__ == "__main__":
     main(BENCHMARK, __doc__)

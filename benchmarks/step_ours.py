@@ -30,6 +30,15 @@ from jackpot.rollout.tasks.base import Split, Task
 from jackpot.training.trainer import MetricsLine, Trainer
 
 EOS = 1
+SIZE_NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+SIZES = {
+    shape: dict(zip(SIZE_NAMES, sizes, strict=True))
+    for shape, sizes in {
+        "fixed": (256, 768, 4, 4, 2),
+        "ragged": (384, 1024, 8, 6, 2),
+        "smollm2": (576, 1536, 30, 9, 3),
+    }.items()
+}
 
 
 class Words(Task):
@@ -52,15 +61,14 @@ class Words(Task):
         return Score(reward=reward(response), correct=False)
 
 
-def make_model(shape: str, words: int) -> PreTrainedModel:
-    """The random model of a shape; on the meta device where that is the current one."""
+def make_model(shape: str, words: int, half: bool = False) -> PreTrainedModel:
+    """The random model of a shape, or one of half its depth; on the meta device where that is the current one."""
+    sizes = SIZES[shape]
+    layers = sizes["num_hidden_layers"] // (2 if half else 1)
     common = {"vocab_size": words, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": EOS}
-    common |= {"pad_token_id": 0, "max_position_embeddings": 1024, "num_key_value_heads": 2, "head_dim": 64}
-    if shape == "fixed":
-        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
-        return Qwen3ForCausalLM(Qwen3Config(**common, **sizes))
-    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
-    return LlamaForCausalLM(LlamaConfig(**common, **sizes))
+    common |= {"pad_token_id": 0, "max_position_embeddings": 1024, "head_dim": 64}
+    settings = common | sizes | {"num_hidden_layers": layers}
+    return Qwen3ForCausalLM(Qwen3Config(**settings)) if shape == "fixed" else LlamaForCausalLM(LlamaConfig(**settings))
 
 
 def make_tokenizer(words: int) -> PreTrainedTokenizerBase:
@@ -77,12 +85,12 @@ def stop_ids(shape: Shape) -> list[int]:
 
 
 def model_folder(job: Job, role: str) -> Path:
-    """Where policy and rollout model of a shape stand: the same sizes, different weights; made where they are not."""
+    """Where a shape's policy, its rollout model of the same sizes and one of `half` the depth stand; made once."""
     shape, folder = shape_of(job), Path(job["folder"]) / job["shape"]
     if not folder.exists():
-        for seed, name in enumerate(("policy", "rollout_model")):
+        for seed, name in enumerate(("policy", "rollout_model", "half")):
             torch.manual_seed(seed)
-            model = make_model(job["shape"], shape.words)
+            model = make_model(job["shape"], shape.words, half=name == "half")
             model.generation_config.eos_token_id = stop_ids(shape)
             model.save_pretrained(folder / name)
             make_tokenizer(shape.words).save_pretrained(folder / name)
@@ -97,7 +105,7 @@ def make_models(job: Job) -> None:
 def settings(job: Job) -> Config:
     shape, joint = shape_of(job), job["models"] == 2
     optimizer = {"learning_rate": LEARNING_RATE}
-    rollout_model = {"path": str(model_folder(job, "rollout_model")), "optimizer": optimizer}
+    rollout_model = {"path": str(model_folder(job, job.get("writer", "rollout_model"))), "optimizer": optimizer}
     return build_config(
         {
             "iterations": job["steps"] + 1,  # the last one evaluates and is not counted

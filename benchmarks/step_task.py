@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "fixed": Shape(32, 8, 64, (36, 53), 64, 4_096, 0),
     "ragged": Shape(2, 8, 16, (30, 300), 256, 49_152, 492),  # a hundredth: 92 tokens on average
+    "smollm2": Shape(8, 8, 64, (30, 45), 16, 49_152, 0),
 }
 
 

@@ -62,3 +62,20 @@ def test_stolen_time_is_busy_and_waiting_for_a_disk_is_not() -> None:
 
 def test_this_machine_has_a_free_core() -> None:
     assert cores.free_cores() >= 1
+
+
+@pytest.mark.parametrize(("looks", "threads"), [((2,), 2), ((1, 2), 2), ((1, 1), 1)])
+def test_auto_looks_twice_and_warns_of_cores_that_stay_busy(looks, threads, machine, monkeypatch, caplog) -> None:
+    machine(IDLE)
+    seen = iter(looks)
+    monkeypatch.setattr(cores, "free_cores", lambda: next(seen))
+    assert cores.pick_threads("auto") == threads
+    assert next(seen, None) is None
+    assert [(record.levelname, record.args) for record in caplog.records] == (
+        [("WARNING", (1, 2, 2, 2.0, 2))] if threads == 1 else []
+    )
+
+
+def test_a_given_number_of_threads_is_taken_unseen(monkeypatch) -> None:
+    monkeypatch.setattr(cores, "free_cores", lambda: pytest.fail("looked"))
+    assert cores.pick_threads(3) == 3

@@ -559,6 +559,13 @@ def test_a_quick_check_reads_from_all_over_the_batch():
         assert all(torch.equal(getattr(one, name), getattr(whole, name)[:16]) for name in names)
 
 
+@pytest.mark.parametrize(("size", "count"), [(3, 3), (64, 4), (96, 6), (256, 16), (640, 16)])
+def test_a_quick_check_scores_a_sixteenth_and_at_least_four(size, count):
+    first = written(TransformersEngine, PLAIN)[0]
+    some = sample_rollouts([replace(first, uid=f"{n}") for n in range(size)], seed=5)
+    assert [int(one.uid) * count // size for one in some] == list(range(count))
+
+
 def test_a_quick_check_of_few_rollouts_reads_more_of_each():
     rollouts = [replace(one, uid=f"{n}") for n, one in enumerate(written(TransformersEngine, PLAIN)[:3])]
     assert [one.uid for one in sample_rollouts(rollouts, seed=0)] == ["0", "1", "2"]

@@ -242,8 +242,9 @@ class Config(Strict):
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
     """Device of training and of the engine; auto: a GPU where there is one."""
     threads: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
-    """CPU threads of torch; auto: the cores that are free when the run starts, shared by the ranks of a machine. A run
-    that continues keeps the number that it began with, unless another one is given."""
+    """CPU threads of torch; auto: the cores that are free when the run starts, shared by the ranks of a machine, with a
+    warning where others are busy. A run that continues keeps the number that it began with, unless another one is
+    given."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluations during the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -1,8 +1,9 @@
 """Counts the processor cores that are free, for every layer that starts threads or processes."""
 
+import logging
 import os
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,10 @@ from jackpot.core.process_rank import process_rank
 
 _STAT, _QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 _SECONDS = 0.3  # between the two readings of the cores' counters
+_SETTLE = 2.0  # seconds until a second look: by then a process that was ending has ended
 _IDLE, _ALL = slice(3, 5), slice(8)  # columns of a core: idle and waiting for a disk; all, guests are in the first two
+
+_log = logging.getLogger(__name__)
 
 
 def free_cores() -> int:
@@ -20,7 +24,7 @@ def free_cores() -> int:
     has ended does not count, such as an installation a moment ago; a container's quota is the most. Elsewhere the load
     of the last minute is taken.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = _own_cores()
     try:
         before, spent, since = _STAT.read_text(), time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
@@ -38,6 +42,11 @@ def busy_cores(before: str, after: str, cores: Container[int]) -> float:
         [end - begin for begin, end in zip(first[core], last[core], strict=True)] for core in last if core in cores
     ]
     return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in spent)
+
+
+def _own_cores() -> Collection[int]:
+    """Return the cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _ticks(stat: str) -> dict[int, list[int]]:
@@ -58,6 +67,22 @@ def _quota() -> int:
 def pick_threads(setting: int | Literal["auto"]) -> int:
     """Return the number of CPU threads: for `auto` the number of free cores, shared by the ranks on this machine.
 
-    On a machine with another busy process, training with one thread too many was 10 times slower.
+    On a machine with another busy process, training with one thread too many was 10 times slower. Where cores are busy,
+    `auto` looks again after two seconds, since a process may just be ending, and warns if they still are.
     """
-    return max(1, free_cores() // process_rank().local_size) if setting == "auto" else setting
+    if setting != "auto":
+        return setting
+
+    ranks, cores = process_rank().local_size, min(len(_own_cores()), _quota())
+    most = max(1, cores // ranks)
+    threads = max(1, free_cores() // ranks)
+    if threads < most:
+        time.sleep(_SETTLE)
+        threads = max(threads, free_cores() // ranks)
+    if threads < most:
+        _log.warning(
+            "threads=auto takes %d of %d CPU threads: other processes keep some of the %d cores busy now (load %.1f in "
+            "the last minute). A run keeps the number that it began with; set threads=%d to take all",
+            *(threads, most, cores, os.getloadavg()[0], most),
+        )
+    return threads

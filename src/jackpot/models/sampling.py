@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jackpot.objectives.kernels.topk import top_k as largest
 
+_CHUNK = 2**18  # probabilities that a draw on a CPU reads at a time, in whole rows: they stay in the cache
 _BLOCK = 128  # tokens of a block; a draw reads the sums of all blocks and the tokens of one
 
 
@@ -58,7 +59,14 @@ def draw_tokens(
         logits: [N, V] float32.
         uniforms: [N] float64 in [0, 1).
     """
+    size = max(1, _CHUNK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     scores = _scores(logits, temperature, top_k, top_p)
+    draws = [_draw(*rows, num_top_log_probs) for rows in zip(scores.split(size), uniforms.split(size), strict=True)]
+    return Draw(*map(torch.cat, zip(*draws, strict=True))) if len(draws) > 1 else draws[0]
+
+
+def _draw(scores: Tensor, uniforms: Tensor, num_top_log_probs: int) -> Draw:
+    """Draw from rows of `_scores`, [N, V]."""
     highest = scores.amax(dim=-1, keepdim=True)
     tokens, totals = _invert((scores - highest).exp_(), uniforms)
     top_scores, top_ids = largest(scores, num_top_log_probs)

@@ -68,13 +68,17 @@ class BatchKVLayer(DynamicLayer):
 
     def _reallocate(self, rows: Tensor | slice, length: int) -> None:
         """Copy the first `length` tokens of some rows to new buffers with room for more tokens."""
-        self.keys = self._grown(self.keys[rows, :, :length])
-        self.values = self._grown(self.values[rows, :, :length])
+        self.keys = self._grown(self.keys[:, :, :length], rows)
+        self.values = self._grown(self.values[:, :, :length], rows)
 
-    def _grown(self, states: Tensor) -> Tensor:
-        rows, heads, length, size = states.shape
-        buffer = states.new_empty(rows, heads, grown_length(length, self._max_length), size)
-        buffer[:, :, :length] = states
+    def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        _, heads, length, size = states.shape
+        count = len(rows) if isinstance(rows, Tensor) else len(states[rows])
+        buffer = states.new_empty(count, heads, grown_length(length, self._max_length), size)
+        if isinstance(rows, Tensor):
+            torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # no copy of them between
+        else:
+            buffer[:, :, :length] = states[rows]
         return buffer
 
 
@@ -128,8 +132,8 @@ class RaggedKVLayer(BatchKVLayer):
         self.values[: self._rows].scatter_(2, index, value_states)
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
-    def _grown(self, states: Tensor) -> Tensor:
-        buffer = super()._grown(states)
+    def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        buffer = super()._grown(states, rows)
         buffer[:, :, states.shape[2] :] = 0.0  # attention reads what its mask hides: it must be finite
         return buffer
 
