@@ -344,6 +344,17 @@ def test_a_closed_reward_fn_has_no_processes_and_says_so():
         one.scores([answer(FINE)])
 
 
+def test_a_pool_that_is_closed_while_it_scores_says_so():
+    pool = RewardWorkerPool("helpers.reward_functions:waits", CallLimits(PATIENCE), workers=2)
+    wait = pool.submit([{"response": "1000"}] * 9)
+    wait_until(lambda: len(pool.process_ids) == 2)
+    processes = pool.process_ids
+    pool.close()
+    assert not any(map(is_alive, processes))
+    with pytest.raises(TrainingError, match="closed"):
+        wait()
+
+
 def test_the_package_verifies_answers_that_exist():
     assert jackpot.verify(r"So it is $\boxed{\frac{1}{2}}$.", "0.5") is True
     assert jackpot.verify(r"\boxed{5} and #### 18", "18", finished=False) is False

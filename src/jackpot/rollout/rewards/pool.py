@@ -197,7 +197,7 @@ class RewardWorkerPool:
 def _stop(workers: set["_Worker"], lock: RLock) -> None:
     """End all processes of a pool."""
     with lock:
-        for worker in workers:
+        for worker in [*workers]:  # whose threads take them out
             worker.end()
 
 
