@@ -40,7 +40,7 @@ def says(problem: str, response: str, answer: str, finished: bool) -> float:
     if word == "hoard":
         KEPT.append(bytearray(4 * 2**30))
     if word == "leak":
-        KEPT.append(bytearray(30 * 2**20))
+        KEPT.append(bytearray(60 * 2**20))
     if word == "raise":
         raise KeyError("no such thing")
     if word == "print":

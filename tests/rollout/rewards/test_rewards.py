@@ -101,12 +101,11 @@ def test_a_bomb_costs_its_own_reward_and_nothing_else(reward_fn):
         r"\boxed{" + "9" * 10_000_000 + "}",
         r"\boxed{" * 1_000_000,
         "#### " + "9" * 10_000_000,
-        r"\boxed{" + "(" * 900 + "x" + ")" * 900 + "}",
         r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n^n}}",
         "\\boxed{\0}",
         "\\boxed{\ud800}",
     ],
-    ids=["10 MB", "boxes", "hashes", "brackets", "sum", "NUL", "surrogate"],
+    ids=["10 MB", "boxes", "hashes", "sum", "NUL", "surrogate"],
 )
 def test_hostile_answers_are_wrong_and_harm_nobody(reward_fn, response):
     hostile, fine = reward_fn.scores([answer(response), answer(FINE)])
@@ -141,8 +140,8 @@ def test_what_a_reward_function_prints_is_no_answer(says):
 
 def test_a_function_that_keeps_memory_makes_no_other_fail():
     with closing(reward_fn_of(own("says", timeout=PATIENCE, memory=0.2))) as one:
-        scores = one.scores([answer(f"leak {number}") for number in range(9)])  # 270 MiB, and the limit is 205 MiB
-    assert scores == [score(1.0, False)] * 9
+        scores = one.scores([answer(f"leak {number}") for number in range(5)])  # 300 MiB, and the limit is 205 MiB
+    assert scores == [score(1.0, False)] * 5
 
 
 def test_what_a_reward_function_started_ends_with_it(says, tmp_path):
@@ -342,6 +341,17 @@ def test_a_closed_reward_fn_has_no_processes_and_says_so():
     assert not any(map(is_alive, processes))
     with pytest.raises(TrainingError, match="closed"):
         one.scores([answer(FINE)])
+
+
+def test_a_pool_that_is_closed_while_it_scores_says_so():
+    pool = RewardWorkerPool("helpers.reward_functions:waits", CallLimits(PATIENCE), workers=2)
+    wait = pool.submit([{"response": "1000"}] * 9)
+    wait_until(lambda: len(pool.process_ids) == 2)
+    processes = pool.process_ids
+    pool.close()
+    assert not any(map(is_alive, processes))
+    with pytest.raises(TrainingError, match="closed"):
+        wait()
 
 
 def test_the_package_verifies_answers_that_exist():

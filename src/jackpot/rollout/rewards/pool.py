@@ -111,7 +111,16 @@ class RewardWorkerPool:
         jobs = [
             executor.submit(self._do, items[first : first + size], deadline) for first in range(0, len(items), size)
         ]
-        return lambda: [result for job in jobs for result in job.result()]
+
+        def wait() -> list[RewardResult]:
+            """Return the results; where the caller is interrupted, no further job begins."""
+            try:
+                return [result for job in jobs for result in job.result()]
+            finally:
+                for job in jobs:
+                    job.cancel()
+
+        return wait
 
     def run(self, items: Sequence[Item]) -> list[RewardResult]:
         """Call the function for all items and return one result for each, in their order."""
@@ -151,16 +160,16 @@ class RewardWorkerPool:
             worker = self._started()
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
-        missing, is_worn = None, True
+        is_worn = True
         try:
             worker.send({"items": items}, until)
             while "worn" not in (message := worker.receive(until)):
                 results[message["item"]] = RewardResult(**message["result"])
-            is_worn = message["worn"]
+            missing, is_worn = None, message["worn"]
         except TimeoutError:
             missing = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
         except (EOFError, OSError):
-            pass
+            missing = None
         finally:
             if is_worn:
                 self._workers.discard(worker)
@@ -188,7 +197,7 @@ class RewardWorkerPool:
 def _stop(workers: set["_Worker"], lock: RLock) -> None:
     """End all processes of a pool."""
     with lock:
-        for worker in workers:
+        for worker in [*workers]:  # whose threads take them out
             worker.end()
 
 

@@ -6,7 +6,8 @@ each with a list. An async function's items of one job are awaited together.
 
 The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
 function reads nothing from standard input, and what it prints goes to standard error. `rollout/rewards/pool.py` starts
-the process, limits the time of each job and replaces the process when it ends. The worker itself imports no torch; a reward function's module may.
+the process, limits the time of each job and replaces the process when it ends. The worker itself imports no torch; a
+reward function's module may.
 
 The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing one is ended
 by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function are ended by
@@ -64,10 +65,9 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, setup["start_timeout"] + GRACE)
     try:
         function = import_object(name, "reward")
-    except ConfigError as error:
-        return send({"refused": str(error)})
-    except BaseException as error:  # such as SystemExit
-        return send({"refused": f"the reward {name!r} ends the process that imports it: {error!r}"})
+    except BaseException as error:  # SystemExit too
+        ends = f"the reward {name!r} ends the process that imports it: {error!r}"
+        return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     start, worn = _memory(), math.inf  # address space, and that of a worn process, bytes
     if start and memory is not None:

@@ -21,10 +21,11 @@ _REFERENCE = re.compile(
 )
 _NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")  # begins the rest of a formula
 _GIVEN = re.compile(
-    r"(?P<opens>\\text\{ ?)?(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?"
-    r"(?:\((?P<letter>[A-Z])\)|(?P<bare_letter>[A-Z])(?=[.:)}]|$)) ?[.:)]? ?(?P<closes>\})? ?[.:)]? ?",
+    r"(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?"
+    r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|$)) ?[.:)]? ?",
     re.IGNORECASE,
 )
+_LEADING_TEXT = re.compile(r"\\text\{ ?([^{}]*)\}")
 _NOT_ITS_TEXT = re.compile(
     r"[+*/^_=<>]|[A-Z]$|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z]))"
 )
@@ -77,13 +78,9 @@ def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) 
 
 def _given(text: str) -> tuple[str, str]:
     """Return the letter that a text begins with, empty where there is none, and what follows it."""
-    match = _GIVEN.match(text)
-    if match is None or (match["closes"] and not match["opens"]):
-        return "", text
-    rest = text[match.end() :]
-    if match["opens"] and not match["closes"]:
-        rest = rf"\text{{{rest}" if rest.strip(" }") else ""
-    return match["letter"] or match["bare_letter"], rest
+    bare = _LEADING_TEXT.sub(r"\1", text, count=1) if text.startswith(r"\text") else text
+    match = _GIVEN.match(bare)
+    return (match[1] or match[2], bare[match.end() :].strip()) if match else ("", text)
 
 
 def _is_option(answer: str, option: str, compare: Callable[[str, str], bool]) -> bool:

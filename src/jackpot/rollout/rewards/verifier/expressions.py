@@ -15,6 +15,7 @@ Corrections of `math_verify.verify`:
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from math_verify import verify as math_verify
@@ -64,26 +65,24 @@ def parse(text: str) -> Basic:
         Exception: math-verify cannot parse it.
     """
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
-    parsed = parse_latex_cached(normalize_latex(text, config=_STYLE))
+    parsed: Any = parse_latex_cached(normalize_latex(text, config=_STYLE))
     exact: dict[Basic, Basic] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
     return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
 
 
-def _equal(one: Basic, other: Basic) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     """Compare numerically, and what are no equations by math-verify too, which alone compares what has no value."""
+    sides: tuple[Any, Any] = (one, other)
     if isinstance(one, Eq) and isinstance(other, Eq):
-        values = [*_values(one.lhs - one.rhs, other.lhs - other.rhs)]
-        return (
-            values != []
-            and all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
-            and bool(one.free_symbols)
-        )
+        values = [*_values(*(side.lhs - side.rhs for side in sides))]
+        is_same = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
+        return is_same and values != [] and one.free_symbols != set()
     if not math_verify(other, one, strict=True, timeout_seconds=None, raise_on_error=True):
         return False
     return not (isinstance(one, Expr) and isinstance(other, Expr)) or all(_close(a, b) for a, b in _values(one, other))
 
 
-def _values(*sides: Expr) -> Iterator[list[Expr]]:
+def _values(*sides: Any) -> Iterator[list[Expr]]:
     """Evaluate both at three points, with symbols matched by name; points without a value are left out."""
     names = sorted({symbol.name for side in sides for symbol in side.free_symbols})
     for primes in _PRIMES:
