@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 import jackpot
-from jackpot.analysis.simulate.simulate import simulate_candidates
+from jackpot.analysis.simulate.candidates import simulate_candidates
 from jackpot.config.recipes import resolve
 from jackpot.models.cost import forward_cost
 from jackpot.models.load import load_meta_model, load_model, load_tokenizer
@@ -81,9 +81,9 @@ def show(line: dict[str, float]) -> None:
 def compare(policy: str, folders: list[Path], config: jackpot.config.config.Config) -> None:
     """Print what each model would be as the policy's rollout model, on held-out prompts."""
     costs = {path: forward_cost(load_meta_model(path)).per_token for path in (policy, *map(str, folders))}
-    result = simulate_candidates(config, [str(folder) for folder in folders], prompts=128, seed=0)
+    measured = simulate_candidates(config, [str(folder) for folder in folders], prompts=128, seed=0)
     print(f"{'model':24s} {'FLOPs a token':>14s} {'KL':>7s} {'acceptance':>11s} {'right':>7s}")
-    for model in result.candidates:
+    for model in measured:
         share = costs[model.name] / costs[policy]
         print(
             f"{Path(model.name).name:24s} {share:13.0%} {model.kl_policy_rollout:8.3f} {model.acceptance:11.3f} "
