@@ -88,15 +88,15 @@ def test_a_tail_without_lists_is_not_wrong_log_probs_alone(tmp_path):
 
 
 def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
-    found = of(tmp_path, noise(0.3), names=[*SIMPLE, "is"], responses=10, length=600)
+    found = of(tmp_path, noise(0.3), names=[*SIMPLE, "is"], responses=10, length=600, lists=False)
     assert found.answer.settings["name"] == "tis"
     assert "Do not weigh whole responses: over 600 tokens" in found.answer.sentence
-    short = of(tmp_path, noise(0.3), responses=1000, length=1, names=SIMPLE)
+    short = of(tmp_path, noise(0.3), responses=1000, length=1, names=SIMPLE, lists=False)
     assert "whole responses" not in short.answer.sentence
 
 
 def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
-    found = of(tmp_path, noise(0.4), responses=100, stale=True)
+    found = of(tmp_path, noise(0.4), responses=60, stale=True)
     assert found.answer.settings == {"name": "tis", "proximal": "new"}
     heavy = of(tmp_path, discovered(share=0.1, lift=8.0), responses=100, stale=True)
     assert heavy.answer.settings == {"name": "tis", "proximal": "new"}
@@ -106,7 +106,7 @@ def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
 
 
 def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
-    found = of(tmp_path, noise(0.05), responses=100, stale=True)
+    found = of(tmp_path, noise(0.05), responses=60, stale=True)
     assert found.answer.verdict == "none needed"
 
 
@@ -170,7 +170,7 @@ def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
 @pytest.mark.parametrize("size", [0.3, 1.0])
 def test_the_sampled_variation_is_never_far_too_small(tmp_path, size):
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
-    found = of(tmp_path, noise(size), names=BY_TOKEN, responses=300)
+    found = of(tmp_path, noise(size), names=BY_TOKEN, responses=200)
     for one in found.corrections:
         label, means = one.setting.label, {name: float(entry.value) for name, entry in one.sums.items()}
         if size == 0.3:
@@ -278,7 +278,7 @@ def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypa
 
 def test_the_gaps_of_the_first_and_the_last_file_are_given(tmp_path):
     for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
-        write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step))
+        write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step, lists=False))
     found = dict(replay(tmp_path, names=["none"]).ends)
     alone = replay(tmp_path / "10.jsonl", names=["none"])
     assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["total_variation"].value))}
