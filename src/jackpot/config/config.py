@@ -341,6 +341,7 @@ class Config(Strict):
             *self._conflicts_of_groups(),
             *self._conflicts_of_frozen_policy(),
             *self._conflicts_of_engines(),
+            *self._conflicts_of_engine_processes(),
             *self._conflicts_of_baseline(),
             *self._conflicts_of_acceptance(),
             (
@@ -455,12 +456,11 @@ class Config(Strict):
         ]
 
     def _conflicts_of_engines(self) -> Conflicts:
-        """Refuse engines that cannot serve both models, or not at once, or not where they are placed."""
+        """Refuse engines that cannot serve both models, or not with these drafts and filters."""
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
         can_draft = self.is_mixed and drafts[1] and engines[0].name == engines[1].name
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
-        is_one, number = self.evaluation.engine is None, self.placement.engines
         filtered = next((one for one in (self.sampling, self.evaluation_sampling) if one.truncated), None)
         return [
             (
@@ -475,7 +475,7 @@ class Config(Strict):
                 "filters; use top_p 1 and top_k 0, or engine=vllm_server",
             ),
             (
-                is_remote(self.engine) and is_one and self.rollout_model,
+                is_remote(self.engine) and self.evaluation.engine is None and self.rollout_model,
                 "the servers of engine.urls hold the rollout model, so the policy needs an engine of its own to be "
                 "evaluated with; set evaluation.engine=transformers, or to vllm_server or sglang_server with the "
                 "urls of other servers",
@@ -486,6 +486,13 @@ class Config(Strict):
                 "serves one engine at a time; set evaluation.engine.urls to other servers, or "
                 "evaluation.engine=transformers",
             ),
+        ]
+
+    def _conflicts_of_engine_processes(self) -> Conflicts:
+        """Refuse engines that cannot be where they are placed, or sleep when they have to generate."""
+        engines, number = [self.engine, self.evaluation.engine or self.engine], self.placement.engines
+        are_two = self.rollout_model is not None or self.evaluation.engine is not None
+        return [
             (
                 number and all(map(is_remote, engines)),
                 f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
@@ -508,8 +515,7 @@ class Config(Strict):
                 "set enable_sleep_mode=false for both, or engine.draft=null",
             ),
             (
-                (self.rollout_model or not is_one)
-                and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
+                are_two and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
                 "engine and evaluation.engine are both vllm with enable_sleep_mode, and vLLM has one engine that "
                 "sleeps in a process; set evaluation.engine={name: transformers, enable_sleep_mode: true}, or "
                 "evaluation.engine.enable_sleep_mode=false",

@@ -42,7 +42,7 @@ class Sampling(Strict):
         return " ".join(["sampled", *(["at", ", ".join(parts)] if parts else [])])
 
 
-class EvaluationSampling(Strict):
+class SamplingChanges(Strict):
     """Settings of `sampling` that evaluations change; null: as in training."""
 
     temperature: Finite | None = None
@@ -71,7 +71,7 @@ class EvaluationConfig(Strict):
     """Held-out problems of the task in each evaluation; all of them where there are fewer."""
     k: Count = 1
     """Responses to each problem."""
-    sampling: EvaluationSampling = EvaluationSampling()
+    sampling: SamplingChanges = SamplingChanges()
     """How the responses are sampled, where that differs from training."""
     benchmarks: Annotated[
         tuple[Annotated[BenchmarkConfig, by_name("")], ...],
