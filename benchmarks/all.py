@@ -19,11 +19,13 @@ import head
 import memory
 import obrs_overhead
 import step
+import step_smollm2
 from interleaved import FOLDER, HERE, ROOT, Benchmark, Results, cell, markdown, options, ratios, run
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BENCHMARKS: dict[str, Benchmark] = {
-    module.BENCHMARK.name: module.BENCHMARK for module in (step, head, decode, obrs_overhead, growth, memory)
+    module.BENCHMARK.name: module.BENCHMARK
+    for module in (step, step_smollm2, head, decode, obrs_overhead, growth, memory)
 }
 Values = Callable[[Results], list[float]]
 
@@ -48,6 +50,7 @@ def of_step(
     peer: str,
     goal: float | None = None,
     most: float | None = None,
+    script: str = "step",
 ) -> Claim:
     def times(results: Results) -> list[float]:
         return ratios(step.speeds(results, shape, dtype, side), step.speeds(results, shape, dtype, peer))
@@ -56,7 +59,11 @@ def of_step(
         sides = (step.measured(results, shape, dtype, one) for one in (side, peer))
         return ratios(*([one["own_mib"] for one in found] for found in sides))
 
-    return Claim(f"{what}, {dtype}", peer, "step", times, own, goal, most)
+    return Claim(f"{what}, {dtype}", peer, script, times, own, goal, most)
+
+
+def of_smollm2(what: str, side: str, peer: str, goal: float | None = None) -> Claim:
+    return of_step(what, step_smollm2.SHAPE, step_smollm2.DTYPE, side, peer, goal, script="step_smollm2")
 
 
 def of_head(what: str, dtype: str, variant: str, beside: str, ours: str = "ours") -> Claim:
@@ -91,6 +98,9 @@ CLAIMS = [
     of_step("step of two models, ragged", "ragged", "fp32", "two models", "TRL", 1.6, 0.9),
     of_step("step, fixed", "fixed", "bf16", "one policy", "TRL"),
     of_step("step, ragged", "ragged", "bf16", "one policy", "TRL"),
+    of_smollm2("step, SmolLM2-135M's shape", "one policy", "TRL", 4.2),
+    of_smollm2("step, SmolLM2-135M's shape", "one policy", "TRL, compact"),
+    of_smollm2("step of two models, SmolLM2-135M's shape, half the writer", step_smollm2.HALF, "TRL", 3.0),
     *(of_head("single", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
     of_head("single", "bf16", "trl", "TRL", ours=head.EXACT),
     *(of_head("joint", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
