@@ -150,7 +150,7 @@ def main() -> None:
 
     count = sum(weight.numel() for weight in model.parameters())
     print(f"{options.folder}: SmolLM2-135M-Instruct, {count / 1e6:.1f} M parameters, {LICENCE}")
-    print(f"policy.path={options.folder} takes it")
+    print(f"Next: jackpot train smollm policy.path={options.folder}")
 
 
 if __name__ == "__main__":

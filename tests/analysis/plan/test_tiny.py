@@ -90,7 +90,8 @@ def assert_only_the_size_changes(config: Config) -> None:
     assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
     assert result.batch.rollouts <= max(32, 2 * config.batch.steps_per_iteration)
     assert min(config.batch.group_size, 2) <= result.batch.group_size <= 4
-    assert result.iterations == 2 and result.sampling.max_new_tokens == 32
+    longest = min(config.sampling.max_new_tokens, 32)
+    assert result.iterations == 2 and result.sampling.max_new_tokens == longest
     assert result.engine.name == "transformers" and result.engine.dtype == config.engine.dtype
     assert (result.evaluation.engine is None) == (config.evaluation.engine is None)
     assert result.evaluation.engine is None or result.evaluation.engine.name == "transformers"
