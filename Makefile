@@ -37,7 +37,7 @@ test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory $(VENV)-docs/ready  # without it the test that builds the site says that it was skipped
 	-$(BIN)/pip install --quiet triton==3.7.1  # the one of torch 2.13, 190 MB; without it the tests of its kernels say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
-	-$(BIN)/pip install --quiet -c constraints.txt reasoning-gym  # 60 MB; without it the tests of its task say that they were skipped
+	-$(BIN)/pip install --quiet -c constraints.txt reasoning-gym  # 10 MB; without it the tests of its task say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
 	$(MAKE) --no-print-directory --keep-going test-slow test-trl-here test-adapters test-vllm  # one that fails hides none of the others
 
