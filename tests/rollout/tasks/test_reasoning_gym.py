@@ -44,6 +44,11 @@ def test_the_same_index_is_the_same_problem_in_another_task(task):
     assert {task.prompt("test", index).uid.partition("/")[0] for index in range(2)} == {"chain_sum", "letter_counting"}
 
 
+def test_settings_of_a_data_set_may_be_lists():
+    task = task_of({"name": "basic_arithmetic", "kwargs": {"operators": ["+"]}})
+    assert not any("*" in task.prompt("train", index).text for index in range(20))
+
+
 def test_no_question_is_in_both_splits(task):
     train, test = ({task.prompt(split, index).text for index in range(200)} for split in ("train", "test"))
     assert not train & test

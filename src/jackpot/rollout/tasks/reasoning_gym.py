@@ -6,6 +6,7 @@ processes with a time limit; a data set whose scorer would execute what a model 
 """
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -118,7 +119,7 @@ class ReasoningGym(Task):
 
 def score_answer(*, name: str, kwargs: Mapping[str, Any], number: int, answer: str) -> float:
     """Return the library's score of an answer to problem `number` of a data set; called in worker processes."""
-    data = _made(name, tuple(sorted(kwargs.items())))
+    data = _made(name, json.dumps(kwargs, sort_keys=True))
     return float(data.score_answer(answer, data[number]))
 
 
@@ -134,17 +135,17 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
             f"score its problems by a reward of your own (docs/rewards.md)"
         )
     try:
-        return _made(name, tuple(sorted(kwargs.items())))
+        return _made(name, json.dumps(kwargs, sort_keys=True))
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"reasoning-gym does not make {name} with {dict(kwargs)}: {error}; see its kwargs") from error
 
 
 @cache
-def _made(name: str, kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    """Make a data set, once in a process."""
+def _made(name: str, kwargs: str) -> Any:
+    """Make a data set from its settings as JSON, once in a process."""
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, **{"seed": 0, "size": PROBLEMS, **dict(kwargs)})
+    return reasoning_gym.create_dataset(name, **{"seed": 0, "size": PROBLEMS, **json.loads(kwargs)})
 
 
 def _split_of(problem: Mapping[str, Any]) -> Split:
