@@ -76,7 +76,7 @@ test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	else echo "vLLM's CPU package is for Linux x86-64 and Python 3.11: skipped"; fi
 
 test-vllm-here: $(VENV)-vllm/ready
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm --numprocesses 2 --dist loadfile $(ARGS)
 
 test-sglang: $(VENV)-sglang/ready  # a real server of SGLang on the CPU; its torch is another one, of some gigabytes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/rollout/engines/sglang $(ARGS)

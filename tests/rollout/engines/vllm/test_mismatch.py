@@ -44,7 +44,7 @@ def test_a_wide_head_of_vllm_is_that_of_transformers():
 
 def test_vllm_gives_single_tokens_and_no_distributions():
     same, other = apart([VLLM], [VLLM, {"dtype": "bf16"}])
-    assert same.numbers.max_gap < 1e-5 and same.numbers.kl is None and same.numbers.by_entropy
+    assert same.numbers.max_gap < 1e-5 and same.numbers.kl is None and same.numbers.bands["entropy"]
     assert other.numbers.gap.value > 1e-4 and other.numbers.kl_is_exact
 
 
