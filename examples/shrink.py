@@ -3,15 +3,16 @@
     python -m examples.shrink MODEL OUT --layers 15
 
 MODEL is the policy, a folder or a name of the hub. The policy stays as it is and answers the prompts of a recipe's
-task; the model with fewer layers is trained to give every token of these answers the policy's distribution. The
-divergence is exact, over the whole vocabulary. Settings such as `iterations=30` come last. A second call goes on where
-the first was stopped.
+task. The small model keeps the layers that turn the states of such answers most, and is trained to give every token of
+these answers the policy's distribution; the divergence is exact, over the whole vocabulary. Settings such as
+`iterations=20` come last. A second call goes on where the first was stopped.
 """
 
 import argparse
 import copy
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,16 @@ from transformers import PreTrainedModel
 import jackpot
 from jackpot.analysis.simulate.candidates import simulate_candidates
 from jackpot.config.config import Config
+from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
+from jackpot.core.types import Rollout, Version
+from jackpot.launch.build import run_task
+from jackpot.launch.engines import make_engine
 from jackpot.models.cost import forward_cost
+from jackpot.models.device import pick_device
 from jackpot.models.load import load_meta_model, load_model, load_tokenizer
+from jackpot.rollout.evaluate import evaluate
+from jackpot.rollout.tasks.base import PromptStream
 
 DISTILLATION = (  # what differs from the recipe of the task
     "iterations=60",
@@ -38,9 +46,28 @@ DISTILLATION = (  # what differs from the recipe of the task
 )
 
 
-def spread(count: int, layers: int) -> list[int]:
-    """Choose `count` of a model's layers at equal distances, the first and the last among them."""
-    return [round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)]
+def answers_of(path: str, config: Config) -> Sequence[Rollout]:
+    """Have the policy in a folder answer some prompts that a recipe trains on."""
+    tokenizer = load_tokenizer(path)
+    task = run_task(config, {"policy": path}, tokenizer)
+    prompts = PromptStream(task, "train", seed=0).next(24)
+    with closing(make_engine(TransformersEngineConfig(), path, pick_device(config.device), Version(0, 0))) as engine:
+        return evaluate(engine, task, tokenizer, prompts, config.sampling, seed=0, k=1).rollouts
+
+
+@torch.no_grad()
+def influences(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> list[float]:
+    """Return how much each layer turns the states of some responses: 1 - cosine of its input and its output, a mean.
+
+    Source: ShortGPT (arXiv 2403.03853), equation 1.
+    """
+    states = []
+    for rollout in rollouts:
+        ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids.tolist()]], device=model.device)
+        hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states  # of layers + 1 depths
+        states.append(torch.cat([depth[:, -len(rollout.token_ids) :] for depth in hidden]))
+    depths = torch.cat(states, dim=1)  # [layers + 1, tokens, H]
+    return (1.0 - torch.cosine_similarity(depths[:-1], depths[1:], dim=-1)).mean(dim=1).tolist()
 
 
 def keep_layers(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
@@ -62,25 +89,32 @@ def keep_layers(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     return small
 
 
-def shrink(path: str, out: Path, kept: list[int], recipe: str, overrides: list[str]) -> None:
+def shrink(path: str, out: Path, layers: int | list[int], recipe: str, overrides: list[str]) -> None:
     """Write a model with some of the layers of another to `out`, distilled, and `out` with `-start` before that.
 
     Args:
+        layers: how many are kept, those that turn the states most; or which ones.
         recipe: name or path of a recipe, whose task, batches and sampling are taken.
         overrides: further settings.
     """
     start, run = out.with_name(f"{out.name}-start"), out.with_name(f"{out.name}-run")
+    settings = [f"policy.path={path}", f"rollout_model.path={start}", *DISTILLATION, *overrides]
+    config = resolve(recipe, None, settings)
+
     if not start.exists():
-        small = keep_layers(load_model(path, torch.float32), kept)
-        small.save_pretrained(start)
+        model = load_model(path, torch.float32)
+        if isinstance(layers, int):
+            turns = influences(model, answers_of(path, config))
+            layers = sorted(sorted(range(len(turns)), key=turns.__getitem__)[-layers:])
+        print(f"layers {','.join(map(str, layers))} of {model.config.num_hidden_layers} are kept", flush=True)
+        keep_layers(model, layers).save_pretrained(start)
         load_tokenizer(path).save_pretrained(start)
 
-    settings = [f"policy.path={path}", f"rollout_model.path={start}", *DISTILLATION, *overrides]
     trained = jackpot.train(recipe, *settings, folder=run, on_metrics=show)
     newest = max((run / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.partition("-")[2]))
     shutil.copytree(newest / "rollout_model", out, dirs_exist_ok=True)
 
-    compare(path, [start, out], resolve(recipe, None, settings))
+    compare(path, [start, out], config)
     seconds = sum(line.get("cpu_seconds/train", 0.0) + line.get("cpu_seconds/rollout", 0.0) for line in trained.metrics)
     print(f"{seconds / 60:.0f} CPU minutes of distillation. {out} is a rollout model: rollout_model.path={out}")
 
@@ -114,17 +148,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("model", help="the policy: a folder, or a name of the hub")
     arguments.add_argument("out", type=Path, help="folder of the small model")
-    arguments.add_argument("--layers", type=int, default=15, help="layers that are kept, at equal distances")
+    arguments.add_argument("--layers", type=int, default=15, help="how many layers are kept; default 15")
     arguments.add_argument("--keep", help="numbers of the layers that are kept, from 0, as 0,1,2,27,28,29")
     arguments.add_argument("--recipe", default="smollm", help="whose task is answered; default smollm")
     arguments.add_argument("overrides", nargs="*", help="settings of the distillation as key=value")
     options = arguments.parse_intermixed_args()
 
-    config = load_meta_model(options.model).config
-    kept = spread(options.layers, config.num_hidden_layers)
-    if options.keep:
-        kept = [int(layer) for layer in options.keep.split(",")]
-    shrink(options.model, options.out, kept, options.recipe, options.overrides)
+    layers = list(map(int, options.keep.split(","))) if options.keep else options.layers
+    shrink(options.model, options.out, layers, options.recipe, options.overrides)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from jackpot.config.recipes import resolve
 from jackpot.config.tasks import RewardConfig
 from jackpot.core.types import DecodedResponse, Prompt
 from jackpot.corrections import construct_correction
-from jackpot.models.load import load_meta_model, load_model, load_tokenizer
+from jackpot.models.load import load_model, load_tokenizer
 from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.obrs import known_z
 from jackpot.rollout.rewards.rewards import RewardFn
@@ -144,11 +144,11 @@ def test_replay_knows_a_runs_own_correction() -> None:
 def test_shrink_makes_a_smaller_model_that_is_nearer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two of three layers, whose distance from the policy shrinks in a few steps."""
     small = ("iterations=6", "batch.mini_batch_size=256", "evaluation={every: 6, problems: 8}", "threads=1")
-    kept = shrink.spread(2, load_meta_model("starter:policy").config.num_hidden_layers)
-    shrink.shrink("starter:policy", tmp_path / "small", kept, "quickstart", list(small))
+    shrink.shrink("starter:policy", tmp_path / "small", 2, "quickstart", list(small))
     said = capsys.readouterr().out
     model = load_model(tmp_path / "small", torch.float32)
     assert model.config.num_hidden_layers == 2
+    assert re.search(r"^layers \d,\d of 3 are kept$", said, re.MULTILINE)
     divergences = [float(found) for found in re.findall(r"iteration \d+: KL ([\d.]+)", said)]
     assert divergences[-1] < 0.7 * divergences[0]
     assert re.search(r"small-start +\d+% ", said) and re.search(r"small +\d+% ", said)
