@@ -28,6 +28,7 @@ from typing import Any
 RENAMED = Path(__file__).parents[1] / "docs" / "renamed.md"
 TOLERANCE = 1e-6  # absolute and relative, of a number in a JSON result
 MEASURED = ("seconds/", "speed/")  # metrics that no two runs share
+RESAMPLED = ("eval/policy_engine_gap", "eval/rollout_model_engine_gap")  # over a few rollouts, were over all
 ITS_OWN = ("time", "path")  # of every run or result
 SPLIT = re.compile(r"_(positive|negative|stderr|max|at_[0-9]+(-[0-9]+|-up)?)$")
 SHORT = ("iterations=2", "threads=1", "evaluation.every=2", "evaluation.problems=32", "checkpoint.every=2")
@@ -139,7 +140,7 @@ def run_digest(run: Path) -> dict[str, Any]:
 
 def is_measured(name: str) -> bool:
     """Whether a value depends on the machine's speed, or on where and when the run was."""
-    return name in ITS_OWN or any(part in name for part in MEASURED)
+    return name in ITS_OWN or any(part in name for part in (*MEASURED, *RESAMPLED))
 
 
 def weights_digest(path: Path) -> str:

@@ -106,14 +106,17 @@ class EngineCheck:
             self._record(iteration, event | gaps)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
-        """Return the mean |p_engine - p_training| of an evaluation's rollouts; NaN where none of them can be used.
+        """Return the mean |p_engine - p_training| over a few of an evaluation's rollouts; NaN where none can be used.
+
+        To read them all takes as long as to generate them.
 
         Raises:
             EngineError: an id outside the vocabulary, or the gap is more than rounding and `guard.check_engine` is on;
                 an event of `iteration` says so.
         """
         config = self._config
-        chosen = first_rollouts([item for item in rollouts if item.sampled_mask.any() and not discard_reason(item)])
+        usable = [item for item in rollouts if item.sampled_mask.any() and not discard_reason(item)]
+        chosen = sample_rollouts(usable, fold_in(config.seed, "gap", iteration))
         if not chosen:
             return math.nan
         with stop_recorded(self._record, iteration):
