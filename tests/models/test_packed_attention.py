@@ -1,11 +1,14 @@
 """Rows without padding against rectangles: states and gradients of many architectures, and what cannot be packed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import (
     CONFIG_MAPPING,
@@ -193,6 +196,46 @@ def test_sequences_of_their_own_lengths_give_what_blocks_give(name: str, monkeyp
     monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: by_loop)
     monkeypatch.setattr(packed_attention, "_suits_flash", lambda *_: True)
     assert distance(gradient(model, batch), blocks) < 1e-6
+
+
+@contextmanager
+def gpu_without_values() -> Iterator[None]:
+    """Let tensors made in the block be a GPU's, with shapes and dtypes and no values, under autocast to bf16."""
+    before = torch.get_autocast_dtype("cuda")
+    with FakeTensorMode(), torch.no_grad():
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "flex"])
+def test_under_autocast_a_gpu_takes_its_kernels(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm of queries and keys leaves them in fp32 there, beside values in bf16."""
+    read: list[object] = []
+
+    def run(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+        read.extend([kernel, query.dtype, key.dtype, value.dtype])
+        return query
+
+    def run_flash(_: object, __: object, query: Tensor, key: Tensor, value: Tensor, *___: object) -> dict:
+        return {None: run(query, key, value)}  # a tensor without values has no [None]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: kernel == "flash")
+    monkeypatch.setattr(packed_attention, "_by_sequence", run_flash)
+    monkeypatch.setattr(packed_attention, "flex_kernel", lambda *_: run)
+    row = packed(token_batch()).packed
+    plan = packed_attention.AttentionPlan(row, model_of(*MODELS["Qwen3"]).config)
+    monkeypatch.setattr(plan, "block_mask", lambda _: None)
+    with gpu_without_values():
+        kinds = ((4, torch.float32), (2, torch.float32), (2, torch.bfloat16))
+        states = [torch.empty(1, heads, len(row.positions), 16, dtype=dtype, device="cuda") for heads, dtype in kinds]
+        packed_attention.packed_attention(SimpleNamespace(layer_idx=0), *states, None, packed=plan)
+    assert read == [kernel, *[torch.bfloat16] * 3]
 
 
 def by_pairs(
