@@ -1,6 +1,7 @@
 """Chooses what reads tiles of logits: `head_kernel` of the settings. Torch only, and Triton where it is chosen."""
 
 import os
+import warnings
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,15 +28,18 @@ def head_options(config: Config) -> HeadOptions:
 
 
 def tile_reader(kernel: str, device: torch.device) -> TileReader:
-    """Return the reader that `head_kernel` names: for `auto` Triton's on CUDA where it is installed, else the eager.
+    """Return the reader that `head_kernel` names: for `auto` Triton's on CUDA where it runs, else the eager.
 
     Raises:
-        ConfigError: Triton is not installed or the device is no GPU, or torch.compile finds no compiler.
+        ConfigError: Triton is missing or runs no kernel, the device is no GPU, or torch.compile finds no compiler.
     """
-    if kernel == "auto":
-        kernel = "triton" if device.type == "cuda" and find_spec("triton") else "eager"
-    if kernel == "triton":
-        return _triton_reader(device)
+    if kernel == "triton" or (kernel == "auto" and device.type == "cuda" and find_spec("triton")):
+        try:
+            return _triton_reader(device)
+        except ConfigError as error:
+            if kernel == "triton":
+                raise
+            warnings.warn(f"head_kernel: auto takes torch's operators, which are slower: {error}", stacklevel=2)
     return _compiled_reader(device) if kernel == "compile" else EAGER
 
 
@@ -44,8 +48,13 @@ def _triton_reader(device: torch.device) -> TileReader:
         raise ConfigError("head_kernel is triton, but Triton is not installed; install it, or use head_kernel: auto")
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
-    # imported here: few installs have Triton
-    return import_module("jackpot.objectives.kernels.triton_reader").TRITON
+    try:  # imported here: few installs have Triton
+        return _tried(import_module("jackpot.objectives.kernels.triton_reader").TRITON, device)
+    except Exception as error:
+        raise ConfigError(
+            f"Triton runs no kernel here: {_first_line(error)}; it needs a C compiler such as gcc, and Python's "
+            f"headers. Install them, or use head_kernel: eager"
+        ) from error
 
 
 @cache
@@ -55,11 +64,20 @@ def _compiled_reader(device: torch.device) -> TileReader:
     def compiled(formula: Formula, /) -> Formula:
         return torch.compile(formula, dynamic=True)  # pyright: ignore[reportReturnType]  # calls like what it compiles
 
-    reader = TorchReader("compile", compiled)
-    tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
     try:
-        reader.read([tile], False, False)
+        return _tried(TorchReader("compile", compiled), device)
     except Exception as error:  # whatever the compiler lacks
-        why = str(error).strip().splitlines()[0]
-        raise ConfigError(f"head_kernel is compile, but torch.compile fails: {why}; use head_kernel: auto") from error
+        raise ConfigError(
+            f"head_kernel is compile, but torch.compile fails: {_first_line(error)}; use head_kernel: auto"
+        ) from error
+
+
+def _tried(reader: TileReader, device: torch.device) -> TileReader:
+    """Return the reader once it has read a tile."""
+    tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
+    reader.read([tile], False, False)
     return reader
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

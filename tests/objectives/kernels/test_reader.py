@@ -1,6 +1,7 @@
 """The other tile readers against the eager one: Triton's kernels, on a CPU in its interpreter, and torch.compile."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,17 @@ def test_the_kernel_is_chosen_by_the_device(monkeypatch):
     monkeypatch.setattr(torch, "compile", broken)
     with pytest.raises(ConfigError, match=r"torch\.compile fails: no compiler"):
         head_kernel.tile_reader("compile", CPU)
+
+
+def test_auto_takes_the_eager_reader_where_triton_cannot_run(monkeypatch):
+    class WithoutCompiler(reader.TorchReader):
+        def read(self, *_):
+            raise RuntimeError("Failed to find C compiler\nand a long trace")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # a GPU is not asked for
+    monkeypatch.setattr(head_kernel, "find_spec", lambda name: object())
+    monkeypatch.setattr(head_kernel, "import_module", lambda name: SimpleNamespace(TRITON=WithoutCompiler("triton")))
+    with pytest.raises(ConfigError, match=r"no kernel here: Failed to find C compiler; it needs .* Python's headers"):
+        head_kernel.tile_reader("triton", CPU)
+    with pytest.warns(UserWarning, match="auto takes torch's operators, which are slower: Triton runs no kernel here"):
+        assert head_kernel.tile_reader("auto", torch.device("cuda")) is reader.EAGER
