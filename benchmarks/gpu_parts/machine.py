@@ -30,6 +30,7 @@ class Machine:
     def __init__(self, tiny: bool) -> None:
         self.tiny, self.has_gpu = tiny, torch.cuda.is_available()
         self.device = torch.device("cuda" if self.has_gpu else "cpu")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in runs, whose models `load_model` loads
 
     def about(self) -> dict[str, str]:
         """Return the device and the versions that results depend on."""

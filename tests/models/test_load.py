@@ -24,7 +24,14 @@ from transformers import (
 
 from jackpot.core.errors import DataError, ModelError
 from jackpot.models import load
-from jackpot.models.load import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer, resolve_path
+from jackpot.models.load import (
+    check_same_tokenizer,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    load_value_model,
+    resolve_path,
+)
 
 SHAPE = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 0}
@@ -72,6 +79,13 @@ def test_a_model_comes_in_its_dtype_and_in_eval_mode(original, dtype):
     expected = qwen().to(dtype)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert load_model(str(original), dtype).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("read", [load_model, load_value_model])
+def test_no_model_attends_by_cudnn(original, read):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    read(original, torch.float32)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_weights_lie_where_torch_puts_its_own(tmp_path):

@@ -140,7 +140,12 @@ def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.floa
 def _from_pretrained(
     cls: type, path: str | Path, dtype: torch.dtype, device: str | torch.device | None, **options: Any
 ) -> tuple[PreTrainedModel, dict]:
-    """Load a model in eval mode, with the names of missing, unexpected and misshapen weights."""
+    """Load a model in eval mode, with the names of missing, unexpected and misshapen weights.
+
+    From then on this process attends without cuDNN: its gradients were NaN on an H100 (pytorch/pytorch#196678) and its
+    decoding wrong on a B200 (#193893), where torch would take it first.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     _check_named_files(path)
     if device is None and (found := _in_files(cls, path, dtype, **options)):
         return found
