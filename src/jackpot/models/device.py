@@ -1,5 +1,6 @@
 """Chooses the device of the models. Torch only."""
 
+import warnings
 from typing import Literal
 
 import torch
@@ -8,7 +9,8 @@ from jackpot.core.errors import ConfigError
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device of the models: for `auto` CUDA where there is a GPU, else the CPU.
+    """Return the device of the models: for `auto` CUDA where there is a GPU, else the CPU, with a warning where
+    torch is built for CUDA.
 
     Raises:
         ConfigError: `device` is cuda and there is no GPU.
@@ -16,4 +18,10 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ConfigError("device is cuda, but torch finds no GPU; use device: auto or cpu, or install torch for CUDA")
+    if setting == "auto" and torch.version.cuda and not available:
+        warnings.warn(
+            f"torch is built for CUDA {torch.version.cuda} but finds no GPU, so the CPU computes; if there is one, its "
+            f"driver may be too old (nvidia-smi shows it). With device: cpu this is not said",
+            stacklevel=1,  # one place, so it is said once
+        )
     return torch.device("cuda" if available and setting != "cpu" else "cpu")

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from jackpot.analysis.replay.responses import BATCH_TOKENS, SavedResponse
 from jackpot.core.errors import DataError
+from jackpot.models.device import pick_device
 from jackpot.models.forward import output_layer
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.packing import pack
@@ -29,7 +30,7 @@ class PolicyScorer:
     """
 
     def __init__(self, path: str | Path, temperature: float) -> None:
-        self._model = load_model(path, torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
+        self._model = load_model(path, torch.float32, pick_device("auto"))
         self._vocabulary = output_layer(self._model).out_features
         self._tokenizer = load_tokenizer(path)
         self.path, self.temperature = path, temperature
