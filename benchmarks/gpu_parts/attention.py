@@ -2,13 +2,16 @@
 
 The layer has Qwen3's heads in bf16: 8 responses of 4,096 tokens behind 256 of prompt. "of a product" counts the pairs
 of a query and a key that it must see. The backbone is that of Qwen3 1.7B on responses of 512 to 4,096 tokens, 8 to a
-prompt: "as trained" is what a run does, a row without padding; the others read the same tokens in other ways.
+prompt: "as trained" is what a run does, a row without padding; the others read the same tokens in other ways. A row of
+a backbone fails where another kernel attends than the one that serves there.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -30,7 +33,14 @@ NAME = "Qwen3 1.7B"
 ROWS, HEADS, KEY_HEADS, SIZE, PROMPT, RESPONSE = 8, 16, 8, 128, 256, 4096
 TINY = (2, 4, 2, 16, 8, 32)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-Reader = Callable[[PreTrainedModel, TokenBatch], Tensor]
+
+
+class Reader(NamedTuple):
+    """A way to read a batch, and what attends to a packed row on a GPU; None: nothing, for there is none."""
+
+    read: Callable[[PreTrainedModel, TokenBatch], Tensor]
+    in_bf16: str | None = None  # under autocast
+    in_fp32: str | None = None
 
 
 def by_flex(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -50,11 +60,39 @@ def padded(network: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 
 READERS = {
-    "as trained": response_hidden,
-    "packed row, flex attention": by_flex,
-    "packed row, attention in blocks": in_blocks,
-    "padded rows, every prompt once": padded,
+    "as trained": Reader(response_hidden, "flash", "flex"),
+    "packed row, flex attention": Reader(by_flex, "flex", "flex"),
+    "packed row, attention in blocks": Reader(in_blocks, "blocks", "blocks"),
+    "padded rows, every prompt once": Reader(padded),
 }
+PLACES = {  # where each kernel is called
+    "flash": (packed_attention, "_by_sequence"),
+    "flex": (packed_attention.AttentionPlan, "block_mask"),
+    "blocks": (packed_attention, "_by_block"),
+}
+
+
+@contextmanager
+def attending(reader: Reader, is_bf16: bool, device: torch.device) -> Iterator[None]:
+    """Let a reader read in the body, and raise RuntimeError where another kernel attended than its own; on a CPU
+    packed rows are attended to in blocks."""
+    wanted, ran = reader.in_bf16 if is_bf16 else reader.in_fp32, set()
+    if wanted and device.type == "cpu":
+        wanted = "blocks"
+
+    def noting(kernel: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            ran.add(kernel)
+            return run(*arguments, **options)
+
+        return noted
+
+    with ExitStack() as patches:
+        for kernel, (owner, name) in PLACES.items():
+            patches.enter_context(patch.object(owner, name, noting(kernel, getattr(owner, name))))
+        yield
+    if ran != {wanted} - {None}:
+        raise RuntimeError(f"{' and '.join(sorted(ran)) or 'no kernel'} attended to packed rows in place of {wanted}")
 
 
 def rows(machine: Machine) -> list[Row]:
@@ -66,8 +104,8 @@ def rows(machine: Machine) -> list[Row]:
         "varlen flash": varlen,
     }
     backbones = READERS | {
-        "padded rows, prompts repeated": partial(padded_whole, "sdpa"),
-        "padded rows, prompts repeated, flex": partial(padded_whole, "flex_attention"),
+        "padded rows, prompts repeated": Reader(partial(padded_whole, "sdpa")),
+        "padded rows, prompts repeated, flex": Reader(partial(padded_whole, "flex_attention")),
     }
     if not machine.has_gpu:  # compiling takes many seconds
         del layers["flex, grouped heads"], backbones["padded rows, prompts repeated, flex"]
@@ -142,7 +180,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return varlen_attn(*packed, *ends, *lengths, **({"is_causal": True} if is_older else {"window_size": (-1, 0)}))
 
 
-def model(machine: Machine, read: Reader) -> Result:
+def model(machine: Machine, reader: Reader) -> Result:
     network = device_model(NAME, machine)
     shape = {"prompts": 2, "group": 4, "prompt_length": 9, "longest": 24, "shortest": 5}
     if not machine.tiny:
@@ -152,9 +190,11 @@ def model(machine: Machine, read: Reader) -> Result:
 
     def run() -> None:
         with torch.autocast(machine.device.type, torch.bfloat16, enabled=machine.has_gpu):
-            read(network, batch).float().sum().backward()
+            reader.read(network, batch).float().sum().backward()
         network.zero_grad()
 
+    with attending(reader, machine.has_gpu, machine.device):
+        run()
     seconds = machine.seconds(run)
     tokens = sum(len(sample.rollout.token_ids) for sample in samples)
     result = {"ms": 1e3 * seconds, "tokens/s": tokens / seconds, "extra GB": machine.extra_gb(run)}

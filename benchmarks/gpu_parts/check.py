@@ -2,7 +2,8 @@
 
 Models are tiny here and always the same. In fp32 without TF32 a GPU may differ from the CPU by the order of its sums
 alone; in bf16 by that format's rounding. A gap is |a - b| / |b|: of states over all of them, of gradients the largest
-over the tensors; of log-probs it is in nats.
+over the tensors; of log-probs it is in nats. A row fails where another kernel attends than the one that serves there,
+or where the engine replays no CUDA graphs.
 """
 
 import copy
@@ -10,7 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from gpu_parts.attention import READERS, Reader
+from gpu_parts.attention import READERS, Reader, attending
 from gpu_parts.machine import Machine
 from gpu_parts.models import (
     TINY_VOCABULARY,
@@ -55,9 +56,9 @@ def rows(machine: Machine) -> list[Row]:
         found.append(Row(f"gradients in fp32, two models, head_kernel: {kernel['head_kernel']}", compare))
     found.append(Row("gradients in bf16, one model", partial(compare_gradients, device, "bf16", 1, ONE, BF16_GAP)))
     for precision, allowed in (("fp32", FP32_GAP), ("bf16", BF16_GAP)):
-        for name, read in READERS.items():
+        for name, reader in READERS.items():
             found.append(
-                Row(f"states in {precision}, {name}", partial(compare_states, device, precision, read, allowed))
+                Row(f"states in {precision}, {name}", partial(compare_states, device, precision, reader, allowed))
             )
     found.append(Row("top-k lists of the head in fp32", partial(compare_head, device, torch.float32)))
     found.append(Row("top-k lists of the head in bf16", partial(compare_head, device, torch.bfloat16)))
@@ -113,21 +114,26 @@ def compare_gradients(
     allowed: float,
     overrides: dict[str, Any] | None = None,
 ) -> Result:
-    wanted, found = _of_the_cpu(count, budget), gradients(device, precision, count, budget, overrides)
+    wanted = _of_the_cpu(count, budget)
+    with attending(READERS["as trained"], precision == "bf16", device):
+        found = gradients(device, precision, count, budget, overrides)
     if len(wanted) != sum(len(list(model.parameters())) for model in _models(count)):
         raise RuntimeError(f"the optimizers of {count} models stepped on {len(wanted)} tensors on the CPU")
     gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
     return verdict(max(gaps), allowed)
 
 
-def compare_states(device: torch.device, precision: str, read: Reader, allowed: float) -> Result:
+def compare_states(device: torch.device, precision: str, reader: Reader, allowed: float) -> Result:
     """Compare the hidden states of all response tokens with those that the CPU reads as padded rows in fp32."""
     samples = random_samples(TINY_VOCABULARY, prompts=2, group=4, prompt_length=9, longest=24, shortest=5)
     batch = collate(samples, seed=0, epoch=0)
     with torch.no_grad():
-        wanted = READERS["padded rows, every prompt once"](_models(1)[0], batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            found = read(on_device(device, 1)[0], batch_to(batch, device)).cpu().float()
+        wanted = READERS["padded rows, every prompt once"].read(_models(1)[0], batch)
+        with (
+            attending(reader, precision == "bf16", device),
+            torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
+        ):
+            found = reader.read(on_device(device, 1)[0], batch_to(batch, device)).cpu().float()
     return verdict(((found - wanted).norm() / wanted.norm()).item(), allowed)
 
 
@@ -152,6 +158,9 @@ def compare_engine(device: torch.device, precision: str, enforce_eager: bool) ->
     engine = make_engine(engine_model, rows=8, dtype=precision, enforce_eager=enforce_eager)
     requests = make_requests(16, 12, 9, TINY_VOCABULARY)
     rollouts = engine.generate(requests)
+    graphs = any(event.get("cuda_graphs") for event in engine.take_events()[-1:])
+    if graphs != (device.type == "cuda" and not enforce_eager):
+        raise RuntimeError(f"the engine replays {'CUDA graphs' if graphs else 'no CUDA graphs'}")
     scores = learner.score("policy", plain_batches(rollouts, ONE, seed=0), requests[0].sampling)
     pairs = [
         (torch.cat([one.rollout_log_probs[:, None], one.top_log_probs], dim=1), scores[one.uid][: len(one.token_ids)])

@@ -43,8 +43,7 @@ def rows(machine: Machine) -> list[Row]:
 def variants(machine: Machine, what: str) -> dict[str, Loss]:
     found: dict[str, Loss] = {"ours": ours, "ours, logits kept": partial(ours, options=KEEPING)}
     for kernel in head_kernels(machine):
-        options = head_options(make_config("bf16", overrides=kernel))
-        found[f"ours, head_kernel: {kernel['head_kernel']}"] = partial(ours, options=options)
+        found[f"ours, head_kernel: {kernel['head_kernel']}"] = partial(ours_by, kernel["head_kernel"])
     if not machine.tiny:  # one tile is like another there, and compiling takes many seconds
         found |= {f"ours, tile {rows} x {columns}": partial(ours, tile=(rows, columns)) for rows, columns in TILES}
         found["full logits, compiled"] = compiled
@@ -80,6 +79,19 @@ def ours(given: cpu_head.Inputs, tile: tuple[int, int] | None = None, options: H
         return cpu_head.loss_of([linear_head(heads[0], given.ids, **how)])
     output = joint_linear_head(*heads, given.ids, **how)
     return cpu_head.loss_of([output.policy, output.rollout_model]) + output.forward_kl.sum()
+
+
+def ours_by(kernel: str, given: cpu_head.Inputs) -> Tensor:
+    return ours(given, options=_options(kernel))
+
+
+@cache
+def _options(kernel: str) -> HeadOptions:
+    """Return the options with a kernel of the head, which is compiled and tried in the first row that names it."""
+    options = head_options(make_config("bf16", overrides={"head_kernel": kernel}))
+    if options.reader.name != kernel:
+        raise RuntimeError(f"the head is read by {options.reader.name}")
+    return options
 
 
 @cache

@@ -58,6 +58,32 @@ def test_gradients_that_differ_are_noticed(gpu, monkeypatch):
     assert not check.compare_gradients(device, "fp32", 2, check.SEVERAL, check.FP32_GAP)["right"]
 
 
+def test_a_row_fails_where_another_kernel_attends(gpu):
+    from gpu_parts import attention, check
+
+    device, readers = torch.device("cpu"), attention.READERS
+    packed, padded = readers["as trained"], readers["padded rows, every prompt once"]
+    with pytest.raises(RuntimeError, match="blocks attended to packed rows in place of None"):
+        check.compare_states(device, "fp32", packed._replace(in_fp32=None), check.FP32_GAP)
+    with pytest.raises(RuntimeError, match="no kernel attended to packed rows in place of blocks"):
+        check.compare_states(device, "fp32", padded._replace(in_fp32="flex"), check.FP32_GAP)
+
+
+def test_a_kernel_that_fails_ends_its_own_row_alone(gpu, monkeypatch):
+    from gpu_parts import head
+    from gpu_parts.machine import Machine
+
+    def fails(config):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(head, "head_options", fails)
+    monkeypatch.setattr(head, "head_kernels", lambda machine: [{"head_kernel": "triton"}])
+    rows = [row for row in head.rows(Machine(tiny=True)) if "single" in row.name and ": ours" in row.name]
+    with pytest.raises(RuntimeError, match="no compiler"):
+        next(row for row in rows if "triton" in row.name).measure()
+    assert rows[0].measure()["ms"] > 0
+
+
 def test_a_learner_sharded_over_one_rank_takes_the_same_steps(gpu, tmp_path, monkeypatch):
     from gpu_parts import fsdp
 
