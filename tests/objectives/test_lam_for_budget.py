@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from helpers.distributions import RTOL, enumerated, few, kl, normalised, pairs, tensors
+from helpers.waits import waits
 from jackpot.objectives import obrs
 
 
@@ -92,6 +93,17 @@ def test_a_budget_above_the_reachable_mass_is_refused():
     assert obrs.lam_for_budget(log_inf, log_target, 0.25).item() == pytest.approx(4.0, rel=RTOL)
     with pytest.raises(ValueError, match=r"only 0\.25 of p_inf"):
         obrs.lam_for_budget(log_inf, log_target, 0.26)
+
+
+def test_a_gpu_is_not_waited_for(monkeypatch):
+    """It makes the assertion itself."""
+    log_inf, log_target = tensors([math.log(0.25), math.log(0.75)], [0.0, -math.inf])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with waits() as found:
+        obrs.z_for_budget(log_inf, log_target, 0.25)
+        with pytest.raises(RuntimeError, match=r"budget is 0\.26, but less of p_inf"):
+            obrs.z_for_budget(log_inf, log_target, 0.26)
+    assert not found
 
 
 @pytest.mark.parametrize("seed", range(12))

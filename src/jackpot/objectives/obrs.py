@@ -149,17 +149,19 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     returned.
 
     Raises:
-        ValueError: `budget` outside (0, 1], or above P_inf(rho > 0) somewhere.
+        ValueError: `budget` outside (0, 1], or above P_inf(rho > 0) somewhere; on CUDA that second one is an assertion
+            of the device's, since to look would wait for it.
     """
     if not 0.0 < budget <= 1.0:
         raise ValueError(f"budget is {budget}; an expected acceptance lies in (0, 1]")
     rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
     reachable = (rollout * (target > 0)).sum(-1)
-    if (budget > reachable + 1e-12).any():
-        raise ValueError(
-            f"budget is {budget}, but only {reachable.min():.6g} of p_inf lies where p_target > 0, and nothing else is "
-            f"ever accepted; ask for at most that"
-        )
+    too_large, why = (budget > reachable + 1e-12).any(), "of p_inf lies where p_target > 0, and nothing else is ever"
+    if reachable.is_cuda:
+        # torch has no public one
+        torch._assert_async(~too_large, f"budget is {budget}, but less {why} accepted")  # pyright: ignore[reportPrivateUsage]
+    elif too_large:
+        raise ValueError(f"budget is {budget}, but only {reachable.min():.6g} {why} accepted; ask for at most that")
     rho, order = torch.where(rollout > 0, target / rollout, math.inf).sort(-1)
     target_up_to = target.gather(-1, order).cumsum(-1)  # P_target(rho <= rho_i)
     rollout = rollout.gather(-1, order)
