@@ -154,6 +154,18 @@ def test_merged_weights_are_w_plus_alpha_over_rank_times_b_a(folder: Path, confi
     assert equal(before, model.state_dict())
 
 
+def test_an_engine_gets_merged_weights_in_its_dtype(folder: Path) -> None:
+    """All others are the model's own, which the engine casts: a copy of them would take memory of its own."""
+    model = adapted(folder)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    merged, exact = dict(merged_weights(model, torch.bfloat16)), dict(merged_weights(model))
+    is_own = {name: weight.data_ptr() in own for name, weight in merged.items()}
+    assert len(set(is_own.values())) == 2
+    for name, weight in merged.items():
+        assert weight.dtype == (torch.float32 if is_own[name] else torch.bfloat16)
+        assert torch.equal(weight.bfloat16(), exact[name].bfloat16())
+
+
 def test_the_merged_model_says_what_the_adapter_says(folder: Path) -> None:
     model, merged = adapted(folder), load_model(folder, torch.float32)
     start = logits(merged)

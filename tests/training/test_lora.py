@@ -155,3 +155,5 @@ def test_a_run_from_a_checkpoint_starts_at_merged_weights(finished_run: Finished
     parts = make_components(config)
     merged = weights(first, "policy")
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))
+    sent = {tensor.dtype for _, tensor in parts.learner.weights("policy", torch.bfloat16)}
+    assert sent == {torch.float32, torch.bfloat16}  # merged ones are copies, which come in the engine's dtype

@@ -100,7 +100,7 @@ def merged_weights(
     loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
 
     Args:
-        dtype: that all are cast to, those that nothing is merged into before they are gathered; None: each has its own.
+        dtype: that merged ones come in, and gathered ones, which are cast before; None: each has its own.
         rank_of: as of `gather`; the same rank for all tensors of one name.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
@@ -111,13 +111,13 @@ def merged_weights(
                 first, second = _factors(layer)
                 yield from ((name, parameter), (name, first.detach()), (name, second.detach()))
             else:
-                yield name, parameter.to(dtype or parameter.dtype)
+                yield name, parameter.to(dtype) if dtype and is_sharded(parameter) else parameter
 
     for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:
-            weight = weight + _delta(deltas[name], *factors)
-        yield _plain(name), weight.to(dtype or weight.dtype)
+            weight = (weight + _delta(deltas[name], *factors)).to(dtype or weight.dtype)
+        yield _plain(name), weight
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:

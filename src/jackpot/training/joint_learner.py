@@ -351,9 +351,8 @@ class JointLearner(Learner):
         return scores
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
-        if self._gathered:
-            return self._gathered.keep(merged_weights(self.models[role], dtype))
-        return merged_weights(self.models[role])
+        merged = merged_weights(self.models[role], dtype)
+        return self._gathered.keep(merged) if self._gathered else merged
 
     def release_memory(self) -> None:
         """Release memory of the GPU that torch keeps for later (not run)."""

@@ -124,7 +124,8 @@ def _merged_weights(config: Config) -> int:
     if config.rollout_model is None:
         engines["policy"] = config.engine
     return max(
-        4 * sum(layer.weight.numel() for layer in target_layers(outline(path), lora.target_modules).values())
+        sum(layer.weight.numel() for layer in target_layers(outline(path), lora.target_modules).values())
+        * DTYPES[engines[role].dtype].itemsize
         if (lora := getattr(config, role).lora) and isinstance(engines[role], TransformersEngineConfig)
         else 0
         for role, path in config.model_paths().items()
