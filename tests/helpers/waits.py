@@ -2,7 +2,8 @@
 
 On a CPU nothing waits, and a copy from the device to the host is none. So this takes every tensor for one of the device
 but for those that `.cpu()` gave or that were made without naming a device, those that `on_host` names, and what is
-computed from these alone. `.to(device)` makes a tensor of the device; it is no wait where the host's memory is pinned.
+computed from these alone. `.to(device)` makes a tensor of the device; it is no wait with `non_blocking`, as of memory
+that is pinned (`models.device.upload`).
 """
 
 import traceback
@@ -30,7 +31,7 @@ class Waits(TorchDispatchMode):
     def __init__(self, on_host: Iterable[Tensor]) -> None:
         super().__init__()
         self.found: list[str] = []  # "operator at file:line", in order
-        self._host: dict[int, Tensor] = {}  # by the address of their memory, which they keep from being freed
+        self._host: dict[int, Tensor] = {}  # by the address of their memory, or their own, which they keep
         self.mark(on_host)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -67,11 +68,11 @@ class Waits(TorchDispatchMode):
 
     def is_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the host's."""
-        return tensor.untyped_storage().data_ptr() in self._host
+        return tensor.untyped_storage().data_ptr() in self._host or (not tensor.numel() and id(tensor) in self._host)
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors for the host's."""
-        self._host |= {one.untyped_storage().data_ptr(): one for one in tensors if one.numel()}
+        self._host |= {one.untyped_storage().data_ptr() if one.numel() else id(one): one for one in tensors}
 
 
 class _Reads(TorchFunctionMode):
@@ -88,6 +89,8 @@ class _Reads(TorchFunctionMode):
         if func in READING:
             args, is_host = (self._waits.read(args[0], func.__name__), *args[1:]), True
         elif func is Tensor.to and any(isinstance(arg, torch.device) for arg in (*args[1:], *kwargs.values())):
+            if inputs and is_host and not kwargs.get("non_blocking"):
+                self._waits.note("to")
             args, is_host = (self._waits.send(args[0]), *args[1:]), False
         elif func is Tensor.new_tensor or (func in COPYING and not inputs and "device" in kwargs):
             self._waits.note(func.__name__)

@@ -9,6 +9,7 @@ from torch import Tensor
 from helpers.learners import LINEAR, batches, make_learner, policy_objective, smallest_model, write
 from helpers.waits import waits
 from jackpot.config.config import CriticConfig
+from jackpot.config.sampling import Sampling
 from jackpot.core.types import ScoredRollout
 from jackpot.models.load import load_value_model
 from jackpot.objectives.kernels import autograd
@@ -78,6 +79,14 @@ def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
         assert len(found) == len(wanted) <= 3, found
         assert all(name in line for name, line in zip(wanted, found, strict=True)), found
     assert any(repaired) == (kappa == "auto" and parts > 1)  # sequences were read again, too
+
+
+def test_a_score_waits_once_a_micro_batch_and_for_the_result():
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    parts = batching.plain_batches([item.rollout for item in WRITTEN], BUDGETS[3], seed=0)
+    with waits(tensor for part in parts for tensor in of_host(part)) as found:
+        scores = learner.score("policy", parts, Sampling(max_new_tokens=4, num_top_log_probs=2))
+    assert len(scores) == len(WRITTEN) and len(found) == len(parts) + 1 > 2, found
 
 
 @pytest.mark.slow

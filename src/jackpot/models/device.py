@@ -1,9 +1,10 @@
-"""Chooses the device of the models. Torch only."""
+"""Chooses the device of the models, and copies tensors to it. Torch only."""
 
 import warnings
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from jackpot.core.errors import ConfigError
 
@@ -25,3 +26,9 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
             stacklevel=1,  # one place, so it is said once
         )
     return torch.device("cuda" if available and setting != "cpu" else "cpu")
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; from the CPU to a GPU out of pinned memory, so that the host does not wait for it."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
+    return pinned.to(device, non_blocking=True)

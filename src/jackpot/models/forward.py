@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.core.errors import DataError, ModelError
 from jackpot.core.types import PackedRow, TokenBatch
+from jackpot.models.device import upload
 from jackpot.models.packed_attention import AttentionPlan, AttentionSet, replaces_attention
 from jackpot.models.quantization.attention import packed_implementation
 from jackpot.objectives.kernels.linear_head import Fp32Linear
@@ -68,7 +69,7 @@ def pad_tokens(rows: Sequence[Sequence[int]], side: PaddingSide, device: torch.d
     padded = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
     lengths, columns = torch.tensor([[len(row)] for row in rows]), torch.arange(width)
     mask = columns >= width - lengths if side == "left" else columns < lengths
-    return torch.tensor(padded, dtype=torch.int64).to(device), mask.to(device)
+    return upload(torch.tensor(padded, dtype=torch.int64), device), upload(mask, device)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

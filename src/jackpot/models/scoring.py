@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from jackpot.config.sampling import Sampling
 from jackpot.core.types import Rollout, TokenBatch, unique_rows
+from jackpot.models.device import upload
 from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden, token_hidden
 from jackpot.models.sampling import log_probs_at
 
@@ -39,7 +40,7 @@ def forward_responses(
     rows, index = unique_rows(prompts)
     prompt_ids, prompt_mask = pad_tokens(rows, "left", model.device)
     ids, mask = pad_tokens(responses, "right", model.device)
-    prompt_index = torch.tensor(index, device=model.device)
+    prompt_index = upload(torch.tensor(index), model.device)
     return ResponseForward(predicting_hidden(model, prompt_ids, prompt_mask, prompt_index, ids, mask), ids, mask)
 
 
@@ -72,13 +73,12 @@ def token_log_probs(
 def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling) -> Tensor:
     """Return what the model says of the tokens and of the engine's lists of a batch: [B, T, 1 + K] float32, 0 where
     padded; the sampled token first. Arguments as in `token_log_probs`."""
-    exists = batch.attention_mask
-    ids = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)[exists]  # [N, 1 + K]
-    hidden = token_hidden(model, batch, exists.flatten().nonzero()[:, 0])
+    every = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)  # [B, T, 1 + K]
+    exist = batch.attention_mask.flatten().nonzero()[:, 0]  # the only wait for a GPU
+    ids = every.flatten(0, 1).index_select(0, exist)  # [N, 1 + K]
+    hidden = token_hidden(model, batch, exist)
     log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
-    spread = torch.zeros((*exists.shape, ids.shape[-1]), device=exists.device)
-    spread[exists] = log_probs
-    return spread
+    return log_probs.new_zeros(every.flatten(0, 1).shape).index_copy(0, exist, log_probs).view(every.shape)
 
 
 def exact_log_probs(

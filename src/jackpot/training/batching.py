@@ -14,6 +14,7 @@ from torch import Tensor
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.models.device import upload
 from jackpot.models.forward import pad_tokens
 from jackpot.models.packed_row import pack_row
 from jackpot.models.packing import pack, rollout_lengths
@@ -233,8 +234,7 @@ def _to(batch: _Batch, device: torch.device) -> _Batch:
     for field in fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, Tensor):
-            pinned = value.pin_memory() if device.type == "cuda" and not value.is_cuda else value
-            changes[field.name] = pinned.to(device, non_blocking=True)
+            changes[field.name] = upload(value, device)
         elif isinstance(value, PackedRow):
             changes[field.name] = _to(value, device)
     return replace(batch, **changes)

@@ -56,7 +56,6 @@ from jackpot.training.old_policy import (
     KeptWeights,
     MicroBatch,
     OldPolicySnapshot,
-    by_rollout,
     first_readings,
     holds_target,
     rows_on_host,
@@ -344,11 +343,10 @@ class JointLearner(Learner):
         if kept:
             with self._kept[role].in_place():
                 return self.score(role, batches, sampling)
-        model, scores = self.models[role], {}
-        for batch in (batch_to(batch, self._device) for batch in batches):
-            found = self._run(partial(list_log_probs, model, batch, sampling))
-            scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": found.cpu()}).items()}
-        return scores
+        score = partial(list_log_probs, self.models[role], sampling=sampling)
+        columns = [{"all": self._run(partial(score, batch_to(batch, self._device)))} for batch in batches]
+        rows = rows_on_host(list(zip(batches, columns, strict=True)))
+        return {uid: row["all"] for uid, row in rows.items()}
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
         merged = merged_weights(self.models[role], dtype)

@@ -32,7 +32,7 @@ from jackpot.rollout.sampler import assign_models
 from jackpot.training.batching import batch_to
 from jackpot.training.components import send_weights
 from jackpot.training.guards import EngineCheck
-from jackpot.training.old_policy import by_rollout
+from jackpot.training.old_policy import rows_on_host
 
 _log = logging.getLogger(__name__)
 
@@ -75,12 +75,12 @@ class TwoModels:
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
     ) -> dict[str, Tensor]:
         """Compute log-probs as `Learner.score`, without dropout."""
-        model, accelerator, scores = self[role], self._trainer.accelerator, {}
+        model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
-            for batch in (batch_to(batch, accelerator.device) for batch in batches):
-                log_probs = list_log_probs(model, batch, sampling).cpu()
-                scores |= {uid: row["all"] for uid, row in by_rollout(batch, {"all": log_probs}).items()}
-        return scores
+            on_device = (batch_to(batch, accelerator.device) for batch in batches)
+            columns = [{"all": list_log_probs(model, batch, sampling)} for batch in on_device]
+        rows = rows_on_host(list(zip(batches, columns, strict=True)))
+        return {uid: row["all"] for uid, row in rows.items()}
 
 
 class Writers:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from helpers.engines.architectures import CONTEXT, EOS, make_engine, make_model, make_requests
 from helpers.engines.conformance import EngineConformance
 from helpers.engines.reference import tiny_model, tiny_prompt, tiny_request
+from helpers.waits import waits
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
@@ -166,6 +167,21 @@ def test_a_draft_that_is_the_policy_is_accepted_whole(tokens, passes):
     assert metrics["draft/accepted_length"] == pytest.approx(20 / (passes - 1))
     assert metrics["draft/policy_reads"] == 1.0
     assert engine.take_metrics() == {}
+
+
+def test_a_pass_waits_for_its_draws_alone():
+    """Positions, uniforms and tokens go to the device without a wait, however many are drafted."""
+    model = make_model("llama")
+    engine, _ = drafted(model, model, stops=(), tokens=4)
+    engine.submit(make_requests([5, 9], num_new=60))
+    engine.collect(0)
+    for _ in range(2):
+        engine._step()
+    batch = engine._batch
+    of_host = ("rows", "stops", "limits", "records", "wanted", "prompt_lengths", "streams", "lengths", "tail")
+    with waits(on_host=[getattr(batch, f"_{name}") for name in of_host]) as found:
+        engine._step()
+    assert set(batch._lengths.tolist()) == {11} and len(found) == 1, found
 
 
 @pytest.mark.slow

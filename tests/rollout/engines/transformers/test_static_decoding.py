@@ -130,6 +130,17 @@ def test_the_host_waits_once_in_several_tokens() -> None:
     engine.collect(100)
 
 
+def test_a_growing_step_waits_for_its_draws_alone() -> None:
+    engine = make_engine(make_model("llama"), eos_token_ids=[])
+    engine.submit(make_requests([5, 9], num_new=60))
+    engine.collect(0)
+    engine._step()
+    with waits(on_host=[engine._batch._rows, engine._batch._stops, engine._batch._limits]) as found:
+        engine._step()
+    assert engine._batch._num_generated == 2 and len(found) == 1, found
+    engine.collect(100)
+
+
 def test_memory_follows_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_decoding, "_FEW_ROWS", 2)
     shapes, original = [], StaticBatch._move

@@ -16,6 +16,7 @@ from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Rollout, Version
+from jackpot.models.device import upload
 from jackpot.models.forward import backbone, head_logits, pad_tokens, position_ids
 from jackpot.models.sampling import Draw, draw_tokens
 from jackpot.rollout.engines.base import Request
@@ -70,7 +71,7 @@ class ModelRunner:
         device = self._model.device
         ids, mask = pad_tokens(list(unique), "left", device)  # [U, P]
         hidden = self._forward(ids, mask, position_ids(mask))[:, -1]
-        index = torch.tensor([unique[prompt] for prompt in self._prompts], device=device)
+        index = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)
         reorder_rows(self.cache, index)
         self.length = ids.shape[1]  # cached tokens of a row, padding included
         self.positions = mask.sum(dim=1)[index]  # [N], position of the next token
@@ -170,7 +171,8 @@ class DecodingBatch:
         ]
         self._limits, limit = torch.tensor(limits), max(limits)  # [R], largest length of each response, tokens
         self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
-        self._keys = key_tensor([fold_in("token", request.seed) for request in requests]).to(model.device)  # [N]
+        keys = key_tensor([fold_in("token", request.seed) for request in requests])
+        self._keys = upload(keys, model.device)  # [N]
         self._num_generated = 0  # tokens of every unfinished row
         # Packed draws (`pack_draw`), on the CPU; rows of `empty` take no memory before they are written.
         self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
@@ -185,7 +187,7 @@ class DecodingBatch:
         """Generate one token in every row; remove and return the rows that this finished."""
         with threads_for(len(self._rows) * self._model.num_parameters()):
             hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
-            draws = uniforms(self._keys, [self._num_generated])
+            draws = uniforms(self._keys, self._keys.new_full((1,), self._num_generated))
             draw = draw_tokens(head_logits(self._model, hidden), draws, **self._settings._asdict())
         records = pack_draw(draw).cpu()  # the only transfer of a step to the CPU
         self._check_finite(records[None])
@@ -231,7 +233,7 @@ class DecodingBatch:
     def _reorder(self, order: Tensor) -> None:
         """Replace row i of the model's rows by the old row `order[i]`; the others leave."""
         if len(order):
-            on_device = order.to(self._last_tokens.device)
+            on_device = upload(order, self._last_tokens.device)
             self._runner.reorder(on_device)
             self._last_tokens, self._keys = self._last_tokens[on_device], self._keys[on_device]
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from jackpot.config.engines import DraftConfig
 from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Rollout
+from jackpot.models.device import upload
 from jackpot.models.drafts import verify
 from jackpot.models.forward import backbone, head_logits, output_layer
 from jackpot.models.packed_attention import AttentionSet, layer_windows
@@ -54,7 +55,7 @@ class RaggedRunner:
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run tokens [N, T] at positions [N, T], which are on the CPU; return the hidden states that predict the next
         tokens, [N, T, H]."""
-        length, positions = int(positions.max()) + 1, positions.to(tokens.device)
+        length, positions = int(positions.max()) + 1, upload(positions, tokens.device)
         for layer in self._layers:
             layer.write_at(positions, length)
         first = torch.zeros_like(positions[:, :1])
@@ -134,7 +135,7 @@ class DraftedBatch(DecodingBatch):
             super()._reorder(order)
         elif len(order):
             for runner in (self._policy, self._draft):
-                runner.reorder(order.to(self._model.device))
+                runner.reorder(upload(order, self._model.device))
 
     def _positions(self, first: int, last: int) -> Tensor:
         """Return positions counted from the last token of each row, [N, last - first + 1].
@@ -147,7 +148,7 @@ class DraftedBatch(DecodingBatch):
     def _uniforms(self, stream: int, first: int, last: int) -> Tensor:
         """Return the uniforms of the next tokens, [N, last - first + 1], counted from the first one without a draw."""
         tokens = self._lengths[self._rows, None] + torch.arange(first, last + 1)
-        return uniforms(self._streams[self._rows, stream, None], tokens).to(self._model.device)
+        return upload(uniforms(self._streams[self._rows, stream, None], tokens), self._model.device)
 
     def _log_probs(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         settings = self._settings
@@ -160,14 +161,14 @@ class DraftedBatch(DecodingBatch):
         At first the last two tokens are read: after a pass that accepted all drafts, the draft's cache lacks one.
         """
         model, device = self._draft_model, self._model.device
-        tokens = self._tail[self._rows].to(device)
+        tokens = upload(self._tail[self._rows], device)
         nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
         for index in range(int(drafted.max())):
             hidden = self._draft(tokens, self._positions(index - (index == 0), index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
             tokens = sample_tokens(distribution, self._uniforms(0, index, index)[:, 0])[:, None]
-            is_drafted = (drafted > index)[:, None].to(device)
+            is_drafted = upload((drafted > index)[:, None], device)
             drafts.insert(-1, tokens)
             probs.insert(-1, torch.where(is_drafted, distribution, nothing))
         return torch.cat(drafts, dim=1), torch.stack(probs, dim=1)
@@ -180,7 +181,7 @@ class DraftedBatch(DecodingBatch):
             drafts, probs: as of `_propose`.
         """
         last = drafts.shape[1] - 1
-        tokens = torch.cat([self._tail[self._rows, 1:].to(drafts.device), drafts[:, :-1]], dim=1)
+        tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
         hidden = self._policy(tokens, self._positions(0, last))
         random = torch.stack([self._uniforms(1, 0, last), self._uniforms(2, 0, last)], dim=-1)  # [N, k + 1, 2]
         flat = [

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from jackpot.core.prng import uniforms
 from jackpot.core.types import Rollout
+from jackpot.models.device import upload
 from jackpot.models.forward import backbone, can_pack, head_logits
 from jackpot.models.packed_attention import AttentionSet, layer_windows
 from jackpot.models.sampling import draw_tokens
@@ -180,7 +181,7 @@ class StaticBatch(DecodingBatch):
 
     def _move(self) -> None:
         """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""
-        device, order, room = self._column.device, self._slots.to(self._column.device), self._room
+        device, order, room = self._column.device, upload(self._slots, self._column.device), self._room
         if self._length == room:
             room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in such pieces
         self._run = None  # frees the memory of the last graph
