@@ -142,13 +142,13 @@ class KeptWeights:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._copies = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self._parts()]
+        self._copies = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self._pieces()]
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the parameters as they are now."""
-        for copy, part in zip(self._copies, self._parts(), strict=True):
-            copy.copy_(part)
+        for copy, piece in zip(self._copies, self._pieces(), strict=True):
+            copy.copy_(piece)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -161,10 +161,16 @@ class KeptWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for copy, part in zip(self._copies, self._parts(), strict=True):
-            now = part.to("cpu", copy=True)
-            part.copy_(copy)
+        for copy, piece in zip(self._copies, self._pieces(), strict=True):
+            now = piece.to("cpu", copy=True)
+            piece.copy_(copy)
             copy.copy_(now)
 
-    def _parts(self) -> list[Tensor]:
-        return [local(parameter.detach()) for parameter in self._parameters]
+    def _pieces(self) -> list[Tensor]:
+        """Return the parameters in flat pieces of 2**n numbers: torch rounds the size of pinned memory up to such."""
+        flat = [local(parameter.detach()).view(-1) for parameter in self._parameters]
+        return [
+            piece
+            for one in flat
+            for piece in one.split([1 << bit for bit in range(one.numel().bit_length()) if one.numel() >> bit & 1])
+        ]

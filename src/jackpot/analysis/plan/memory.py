@@ -82,7 +82,7 @@ def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
 
 
 def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
-    """Count the copies of the weights that generate ahead (`training.kept_weights`)."""
+    """Count the copies of the weights that generate ahead (`training.old_policy`)."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
     roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]

@@ -4,6 +4,7 @@ The graphs themselves need a GPU. Here a recording of the step's operators takes
 the tensors that it was recorded with.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -215,3 +216,25 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is() -> None:
     assert capture(step) is step and capture(step) is step
     first, second = capture.events
     assert first["cuda_graphs"] and not second["cuda_graphs"] and second["why"] and "\n" not in second["why"]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_allocator_is_told_of_a_failed_capture(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, pool = [], (0, 7)
+
+    def step() -> None:
+        raise RuntimeError("it waits for the device")
+
+    def end(device: int, one: tuple[int, int]) -> None:
+        told.append((device, one))
+        if has_ended:  # by torch itself
+            raise RuntimeError("not currently recording")
+
+    names = {"CUDAGraph": object, "graph_pool_handle": lambda: pool, "current_device": lambda: 3}
+    names |= {"current_stream": lambda: None, "stream": nullcontext, "graph": lambda *_, **__: nullcontext()}
+    for name, replacement in names.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    capture = GraphCapture("cuda")
+    assert capture(step) is step and told == [(3, pool)]
+    assert capture.events[-1]["why"] == "it waits for the device"

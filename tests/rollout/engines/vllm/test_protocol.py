@@ -1,6 +1,9 @@
 """Requests to vLLM and its responses, without vLLM; the real vLLM is in test_engine.py."""
 
 import importlib.util
+from contextlib import suppress
+from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,10 @@ from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
+from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_requests, make_rollout
+from jackpot.rollout.engines.vllm.engine import VLLMEngine
+from jackpot.rollout.engines.vllm.library import import_vllm
 from jackpot.rollout.engines.vllm.protocol import log_prob_params, to_sampling_params
 
 
@@ -103,3 +109,29 @@ def test_settings_for_gpus_are_refused_on_a_cpu(folder, settings):
 def test_without_vllm_the_error_says_how_to_install_it(folder):
     with pytest.raises(EngineError, match=r"pip install -c constraints\.txt '\.\[vllm\]'"):
         make_engine(VLLMEngineConfig(), str(folder), torch.device("cpu"), Version(0, 0))
+
+
+def test_torch_compile_is_disabled_on_the_thread_of_vllm_alone():
+    seen = []
+
+    def run() -> None:
+        with suppress(EngineError):  # vLLM may not be installed
+            import_vllm(compiles=False)
+        seen.append(torch._dynamo.config.disable)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [True] and not torch._dynamo.config.disable
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", ["wait", "load", "wait"]), ("cpu", ["load"])])
+def test_new_weights_wait_for_the_streams_of_both_threads(device, expected, monkeypatch):
+    engine, order = VLLMEngine.__new__(VLLMEngine), []
+    BackgroundEngine.__init__(engine, Version(0, 0))
+    engine._device, engine._followers, engine._shapes = torch.device(device), [], {}
+    engine._capabilities = SimpleNamespace(coded_weights=None)
+    engine._call = lambda function: order.append("load")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    engine.update_weights([], Version(1, 1))
+    assert order == expected and engine.version == Version(1, 1)

@@ -11,6 +11,7 @@ Shapes: `N` rows, `n` of them unfinished, `S` columns of the cache, `D` size of 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -93,10 +94,15 @@ class GraphCapture:
         if not self._captures:
             return step
         try:
-            graph = torch.cuda.CUDAGraph()
+            graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
             stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves another stream behind
-            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                step()
+            try:
+                with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                    step()
+            except RuntimeError:
+                with suppress(RuntimeError):  # before 2.12 torch does not (pytorch/pytorch#180395)
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
+                raise
         except RuntimeError as error:
             self._captures = False
             self.events.append(decoding_event("static", False, str(error).split("\n")[0]))

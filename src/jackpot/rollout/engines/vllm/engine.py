@@ -167,11 +167,17 @@ class VLLMEngine(ThreadEngine):
             engine._in_flight.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(sent, self._shapes, self.capabilities.coded_weights)
+        self._synchronize()  # vLLM's thread has a stream of its own, which reads what the learner's has written
         digest = self._call(lambda: self._replace_weights(sent))
         for engine in followers:
             engine._update_draft(sent)
+        self._synchronize()  # it has read what the learner's is to overwrite
         self._version = version
         return digest
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _update_draft(self, sent: Sequence[tuple[str, Tensor]]) -> None:
         """Replace the weights of vLLM's copy of the model that drafts, or raise EngineError where not all arrived."""

@@ -47,8 +47,8 @@ def import_vllm(compiles: bool) -> VLLM:
     """Import vLLM, repair its kernels for CPUs, and return its names.
 
     Args:
-        compiles: False disables torch.compile in this process from now on, for the learner too. vLLM compiles at the
-            first request, so it cannot be enabled again after the start.
+        compiles: False disables torch.compile on this thread from now on, as torch keeps that setting for each thread:
+            the learner's compiles. vLLM compiles at the first request, so it cannot be enabled again after the start.
 
     Raises:
         EngineError: vLLM is not installed.
