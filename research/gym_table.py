@@ -21,6 +21,7 @@ from jackpot.rollout.evaluate import evaluate
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.registry import make_task
 
+INSTRUCTION = "Answer with nothing but the result."  # a small model does not learn tags from a request
 DATA_SETS = {  # at the easy end of their settings
     "chain_sum": "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
     "products": "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
@@ -47,11 +48,12 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     with closing(make_engine(TransformersEngineConfig(), options.model, pick_device("auto"), Version(0, 0))) as engine:
         for name, settings in DATA_SETS.items():
-            chosen = f"task={{name: reasoning_gym, dataset: [{{name: {name}, kwargs: {settings}}}]}}"
-            config = resolve("smollm", None, [f"policy.path={options.model}", chosen, "sampling.max_new_tokens=32"])
-            with closing(make_task(config.task, tokenizer)) as task:
-                prompts = PromptStream(task, "test", seed=0).next(options.problems)
-                result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed=0, k=options.samples)
+            data = f"[{{name: {name}, kwargs: {settings}}}]"
+            task = f"task={{name: reasoning_gym, instruction: {INSTRUCTION}, dataset: {data}}}"
+            config = resolve("smollm", None, [f"policy.path={options.model}", task])
+            with closing(make_task(config.task, tokenizer)) as problems:
+                prompts = PromptStream(problems, "test", seed=0).next(options.problems)
+                result = evaluate(engine, problems, tokenizer, prompts, config.sampling, seed=0, k=options.samples)
 
             correct = [bool(score.correct) for score in result.scores]
             groups = [correct[first : first + result.k] for first in range(0, len(correct), result.k)]
