@@ -50,7 +50,7 @@ def test_the_python_block_gives_the_loss_of_equation_5(device: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 100
+    assert len(README.splitlines()) <= 110
 
 
 def test_every_jackpot_command_in_the_readme_parses() -> None:

