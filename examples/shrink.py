@@ -12,7 +12,6 @@ import argparse
 import copy
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ import torch
 from transformers import PreTrainedModel
 
 import jackpot
-from jackpot.analysis.simulate.candidates import simulate_candidates
+from jackpot.analysis.simulate.candidates import PairBench, simulate_candidates
 from jackpot.config.config import Config
-from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.recipes import resolve
-from jackpot.core.types import Rollout, Version
-from jackpot.launch.build import run_task
-from jackpot.launch.engines import make_engine
+from jackpot.core.types import Rollout
 from jackpot.models.cost import forward_cost
-from jackpot.models.device import pick_device
 from jackpot.models.load import load_meta_model, load_model, load_tokenizer
-from jackpot.rollout.evaluate import evaluate
-from jackpot.rollout.tasks.base import PromptStream
 
 DISTILLATION = (  # what differs from the recipe of the task
     "iterations=60",
@@ -46,15 +39,6 @@ DISTILLATION = (  # what differs from the recipe of the task
 )
 
 
-def answers_of(path: str, config: Config) -> Sequence[Rollout]:
-    """Have the policy in a folder answer some prompts that a recipe trains on."""
-    tokenizer = load_tokenizer(path)
-    task = run_task(config, {"policy": path}, tokenizer)
-    prompts = PromptStream(task, "train", seed=0).next(24)
-    with closing(make_engine(TransformersEngineConfig(), path, pick_device(config.device), Version(0, 0))) as engine:
-        return evaluate(engine, task, tokenizer, prompts, config.sampling, seed=0, k=1).rollouts
-
-
 @torch.no_grad()
 def influences(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> list[float]:
     """Return how much each layer turns the states of some responses: 1 - cosine of its input and its output, a mean.
@@ -64,7 +48,7 @@ def influences(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> list[floa
     states = []
     for rollout in rollouts:
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids.tolist()]], device=model.device)
-        hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states  # of layers + 1 depths
+        hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states  # the last one after the norm
         states.append(torch.cat([depth[:, -len(rollout.token_ids) :] for depth in hidden]))
     depths = torch.cat(states, dim=1)  # [layers + 1, tokens, H]
     return (1.0 - torch.cosine_similarity(depths[:-1], depths[1:], dim=-1)).mean(dim=1).tolist()
@@ -104,7 +88,8 @@ def shrink(path: str, out: Path, layers: int | list[int], recipe: str, overrides
     if not start.exists():
         model = load_model(path, torch.float32)
         if isinstance(layers, int):
-            turns = influences(model, answers_of(path, config))
+            answers = PairBench(config, path, [], prompts=24, seed=0, split="train").answers(path)
+            turns = influences(model, answers.rollouts)
             layers = sorted(sorted(range(len(turns)), key=turns.__getitem__)[-layers:])
         print(f"layers {','.join(map(str, layers))} of {model.config.num_hidden_layers} are kept", flush=True)
         keep_layers(model, layers).save_pretrained(start)

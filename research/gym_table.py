@@ -37,7 +37,7 @@ DATA_SETS = {  # at the easy end of their settings
 
 
 def main() -> None:
-    """Measure every data set that has no line yet, and print the table."""
+    """Measure every data set, and print a line for each."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("model", help="a folder, or a name of the hub")
     arguments.add_argument("lines", type=Path, help="file that gets a line for each data set")

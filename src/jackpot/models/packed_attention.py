@@ -123,7 +123,8 @@ def packed_attention(
 
     window = packed.window(module.layer_idx, sliding_window)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms leave fp32, which flash does not take
-        query, key, value = (states.to(torch.get_autocast_dtype("cuda")) for states in (query, key, value))
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
     if (kernel := _varlen_kernel()) and _suits_flash(queries, keys, values):

@@ -142,7 +142,7 @@ class KeptWeights:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._copies = [torch.empty_like(one, device="cpu", pin_memory=one.is_cuda) for one in self._pieces()]
+        self._copies = [torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda) for piece in self._pieces()]
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -168,9 +168,9 @@ class KeptWeights:
 
     def _pieces(self) -> list[Tensor]:
         """Return the parameters in flat pieces of 2**n numbers: torch rounds the size of pinned memory up to such."""
-        flat = [local(parameter.detach()).view(-1) for parameter in self._parameters]
-        return [
-            piece
-            for one in flat
-            for piece in one.split([1 << bit for bit in range(one.numel().bit_length()) if one.numel() >> bit & 1])
-        ]
+        pieces: list[Tensor] = []
+        for parameter in self._parameters:
+            numbers = local(parameter.detach()).view(-1)
+            count = len(numbers)
+            pieces += numbers.split([1 << bit for bit in range(count.bit_length()) if count >> bit & 1])
+        return pieces

@@ -36,7 +36,7 @@ from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.objectives.metrics import mismatch
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.evaluate import Evaluation, evaluate
-from jackpot.rollout.tasks.base import PromptStream, Task
+from jackpot.rollout.tasks.base import PromptStream, Split, Task
 
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
@@ -74,14 +74,22 @@ class Candidate:
 
 
 class PairBench:
-    """Measures pairs of models on one task, with one tokenizer and one set of held-out prompts.
+    """Measures pairs of models on one task, with one tokenizer and one set of prompts, held-out ones by default.
 
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
         ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
     """
 
-    def __init__(self, config: Config, policy: str, candidates: Sequence[str], prompts: int, seed: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: str,
+        candidates: Sequence[str],
+        prompts: int,
+        seed: int,
+        split: Split = "test",
+    ) -> None:
         if config.sampling.truncated:
             raise ConfigError(
                 f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
@@ -94,7 +102,7 @@ class PairBench:
         check_vocabulary(outlines, self._tokenizer)
         self._task: Task = run_task(config, paths, self._tokenizer)
         self._device = pick_device(config.device)
-        self.prompts: list[Prompt] = PromptStream(self._task, "test", seed).next(prompts)
+        self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
 
     def measure(self, policy: str, rollout_model: str) -> Candidate:
         """Measure the models in two folders on the responses of the second one, which names them."""

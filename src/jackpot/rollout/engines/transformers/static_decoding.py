@@ -187,7 +187,8 @@ class StaticBatch(DecodingBatch):
 
     def _move(self) -> None:
         """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""
-        device, order, room = self._column.device, upload(self._slots, self._column.device), self._room
+        device, room = self._column.device, self._room
+        order = upload(self._slots, device)
         if self._length == room:
             room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in such pieces
         self._run = None  # frees the memory of the last graph
