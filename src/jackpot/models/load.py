@@ -205,6 +205,7 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
         )
         with torch.device("meta"):
             kind = type(cls.from_config(config))
+
         zero = torch.zeros((), dtype=dtype)
         model, info = kind.from_pretrained(
             None,
@@ -216,13 +217,16 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
         )
     except _LOADING_ERRORS:
         return None  # `_read` says why, or has another way
+
     read = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
     is_plain = read.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in read)
     if not is_plain or any(name in weights for name, _ in model.named_buffers()):
         return None
+
     for name, weight in read.items():
         if weight.shape == weights[name].shape:  # else `_check_fit` refuses it
             weight.data = weights[name]
+
     model.name_or_path = model.config.name_or_path = source
     if model.can_generate():
         _add_generation_config(model, source)

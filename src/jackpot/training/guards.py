@@ -83,6 +83,7 @@ class EngineCheck:
             check_ids(rollouts, engine.capabilities.vocab_size)
         if not config.guard.check_engine:
             return
+
         seed = fold_in(config.seed, "glance", iteration)
         with stop_recorded(self._record, iteration):
             version = self._version_of(rollouts, iteration)
@@ -93,12 +94,14 @@ class EngineCheck:
                 for rollout in chosen
                 if rollout.sampled_mask.any() and bool((rollout.versions[:, self._column] == version).all())
             ]
+
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
             if chosen:
                 score = self._score(chosen, kept=version != self._learner.version[self._column])
                 gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
             evidence = self._evidence.add(lists)
+
         if version is not None and is_thorough and chosen:
             self._thorough.add(version)
             tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
@@ -115,6 +118,7 @@ class EngineCheck:
                 an event of `iteration` says so.
         """
         config = self._config
+
         usable = [item for item in rollouts if item.sampled_mask.any() and not discard_reason(item)]
         chosen = sample_rollouts(usable, fold_in(config.seed, "gap", iteration))
         if not chosen:

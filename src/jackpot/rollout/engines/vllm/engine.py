@@ -82,10 +82,12 @@ class VLLMEngine(ThreadEngine):
         _check_settings(settings, device)
         self._settings, self._device = settings, device
         self._dtype = DTYPES[settings.dtype]
+
         # Only quantized weights are given to vLLM at its start; it reads others from the folder itself.
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
+
         self._num_drafts = 0  # tokens that a draft model proposes at once; 0: there is none
         self._arguments: dict[str, Any] = {"max_model_len": settings.max_model_len}
         if drafter is not None:
@@ -95,6 +97,7 @@ class VLLMEngine(ThreadEngine):
             assert settings.draft is not None and settings.draft.tokens != "auto"  # settings refuse both
             self._num_drafts = settings.draft.tokens
             self._arguments = draft_arguments(self._num_drafts, drafter._folder, settings.max_num_seqs, limit)
+
         self._followers: list[VLLMEngine] = []  # those for which this engine's model drafts
         self._draft_counts: deque[DraftCounts] = deque()  # of finished responses
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
@@ -103,6 +106,7 @@ class VLLMEngine(ThreadEngine):
         self._handlers: dict[str, Callable[[Any], None]] = {}  # what to do with vLLM's output, by its request id
         self._request_ids = count()
         self._is_asleep = False
+
         super().__init__(version, thread_name="vLLM")
         weights = [(name, weight.detach()) for name, weight in model.named_parameters() if settings.quantization]
         try:
@@ -234,10 +238,12 @@ class VLLMEngine(ThreadEngine):
         enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
         vllm = import_vllm(compiles=not enforce_eager)
         check_device(not on_cpu, vllm.has_gpu)
+
         overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
         if config := self._weight_format.quantization_config:
             overrides["quantization_config"] = config
         device = self._device.index if settings.device is None else settings.device
+
         set_num_threads = torch.set_num_threads
         try:
             arguments = vllm.EngineArgs(
@@ -262,6 +268,7 @@ class VLLMEngine(ThreadEngine):
                 disable_log_stats=True,
                 **self._arguments,
             )
+
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             self._llm.apply_model(keep_scales)
@@ -270,6 +277,7 @@ class VLLMEngine(ThreadEngine):
             raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
         finally:
             torch.set_num_threads = set_num_threads  # vLLM replaces it by a function without effect on a CPU
+
         model = self._llm.model_config
         return Capabilities(
             vocab_size=model.get_vocab_size(),
