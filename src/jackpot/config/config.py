@@ -380,10 +380,12 @@ class Config(Strict):
         correction, model, steps = self.objective.correction, self.rollout_model, self.batch.steps_per_iteration
         if not isinstance(correction, ZCorrection) or correction.normalizer != "exact":
             return []
+
         lam = self.draft.lam if self.draft else 1.0
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
+
         return [
             (
                 self.sampling.truncated,
@@ -461,7 +463,8 @@ class Config(Strict):
         drafts = [getattr(engine, "draft", None) for engine in engines]
         can_draft = self.is_mixed and drafts[1] and engines[0].name == engines[1].name
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
-        filtered = next((one for one in (self.sampling, self.evaluation_sampling) if one.truncated), None)
+        filtered = next((kind for kind in (self.sampling, self.evaluation_sampling) if kind.truncated), None)
+
         return [
             (
                 any(drafts) and not can_draft,
@@ -492,6 +495,7 @@ class Config(Strict):
         """Refuse engines that cannot be where they are placed, or sleep when they have to generate."""
         engines, number = [self.engine, self.evaluation.engine or self.engine], self.placement.engines
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
+
         return [
             (
                 number and all(map(is_remote, engines)),
@@ -526,6 +530,7 @@ class Config(Strict):
         """Refuse to compare rewards within what each model generated of a group, where that would change nothing."""
         model, advantage = self.rollout_model, self.objective.advantage
         shares = [model.share_at(number) for number in range(1, self.iterations + 1)] if model else []
+
         reasons = [
             (
                 advantage in ("gae", "reinforce_pp"),
@@ -544,6 +549,7 @@ class Config(Strict):
                 "rollout_model.share is 0 or 1 in every iteration; give one between, such as 0.5",
             ),
         ]
+
         return [
             (
                 self.objective.baseline == "model" and is_so,
