@@ -156,16 +156,19 @@ def compare_engine(device: torch.device, precision: str, enforce_eager: bool) ->
     learner = learner_of(make_config(precision, 1), [model])
     engine_model = copy.deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     engine = make_engine(engine_model, rows=8, dtype=precision, enforce_eager=enforce_eager)
+
     requests = make_requests(16, 12, 9, TINY_VOCABULARY)
     rollouts = engine.generate(requests)
     graphs = any(event.get("cuda_graphs") for event in engine.take_events()[-1:])
     if graphs != (device.type == "cuda" and not enforce_eager):
         raise RuntimeError(f"the engine replays {'CUDA graphs' if graphs else 'no CUDA graphs'}")
+
     scores = learner.score("policy", plain_batches(rollouts, ONE, seed=0), requests[0].sampling)
     pairs = [
         (torch.cat([one.rollout_log_probs[:, None], one.top_log_probs], dim=1), scores[one.uid][: len(one.token_ids)])
         for one in rollouts
     ]
+
     if precision == "bf16":
         gaps = torch.cat([(engine[:, 0] - scored[:, 0]).abs() for engine, scored in pairs])
         return verdict(gaps.mean().item(), BF16_LOG_PROB_GAP)

@@ -144,14 +144,17 @@ def _by_block(
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # the kernels there take grouped heads without a mask only
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+
     queries = _rows(query, row.block_queries, [(block.rows, block.queries) for block in row.blocks])
     shapes = [(block.rows, block.keys) for block in row.blocks]
     keys, values = (_rows(states, row.block_keys, shapes) for states in (key, value))
+
     suits_products = (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")
     )
+
     for parts, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
         if suits_products and parts[1].shape[2] <= SHORT:
             output = _by_products(*parts, mask, scaling)

@@ -154,6 +154,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     """
     if not 0.0 < budget <= 1.0:
         raise ValueError(f"budget is {budget}; an expected acceptance lies in (0, 1]")
+
     rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
     reachable = (rollout * (target > 0)).sum(-1)
     too_large, why = (budget > reachable + 1e-12).any(), "of p_inf lies where p_target > 0, and nothing else is ever"
@@ -162,16 +163,19 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
         torch._assert_async(~too_large, f"budget is {budget}, but less {why} accepted")  # pyright: ignore[reportPrivateUsage]
     elif too_large:
         raise ValueError(f"budget is {budget}, but only {reachable.min():.6g} {why} accepted; ask for at most that")
+
     rho, order = torch.where(rollout > 0, target / rollout, math.inf).sort(-1)
     target_up_to = target.gather(-1, order).cumsum(-1)  # P_target(rho <= rho_i)
     rollout = rollout.gather(-1, order)
     from_here = rollout.flip(-1).cumsum(-1).flip(-1)
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
+
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
     inside = inside.clamp(max=next_rho)  # rounding of the difference must not leave the segment
+
     smallest = torch.where(rho > 0, rho, math.inf).min(-1).values
     return torch.where(budget >= reachable, smallest, inside.gather(-1, segment).squeeze(-1).clamp(min=smallest))
 

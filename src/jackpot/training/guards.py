@@ -237,15 +237,18 @@ def check_gap(
     """
     scores = score(sampling)
     gap, lists = engine_gap(rollouts, scores), list_gap(rollouts, scores)
+
     allowed = max(LARGEST_GAPS[precision] for precision in precisions)
     tokens = sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
     of_what = " and ".join(dict.fromkeys(precisions))
+
     if not gap <= allowed:
         raise EngineError(
             f"the engine's log-probs are not those of the distribution it was asked to sample from: over "
             f"{tokens} tokens they differ from training's by {gap:.2g} in probability on average; at most "
             f"{allowed:g} is allowed in {of_what}. {_suspicion(rollouts, sampling, score, allowed)}"
         )
+
     if not lists <= LISTS_MAY * allowed:
         raise EngineError(
             f"the engine's top-k lists are not those of the distribution it samples from: over {tokens} tokens they "

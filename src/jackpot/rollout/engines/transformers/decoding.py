@@ -165,15 +165,18 @@ class DecodingBatch:
         self._rows = torch.arange(len(requests))  # [N], request index of each unfinished row, in the model's row order
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
         self._max_position = max_model_len - 1
+
         limits = [
             min(sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
             for sampling, prompt in zip(samplings, prompts, strict=True)
         ]
         self._limits, limit = torch.tensor(limits), max(limits)  # [R], largest length of each response, tokens
+
         self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
         keys = key_tensor([fold_in("token", request.seed) for request in requests])
         self._keys = upload(keys, model.device)  # [N]
         self._num_generated = 0  # tokens of every unfinished row
+
         # Packed draws (`pack_draw`), on the CPU; rows of `empty` take no memory before they are written.
         self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
 

@@ -93,6 +93,7 @@ class GraphCapture:
         """Return what does the same as `step`, which has run once before, at the same addresses."""
         if not self._captures:
             return step
+
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
             stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves another stream behind
@@ -140,11 +141,13 @@ class StaticBatch(DecodingBatch):
         """Generate up to `STEPS` tokens in every row; remove and return the rows that this finished."""
         if not self._num_generated:
             return super().step()
+
         unfinished = len(self._rows)
         if not self._is_started:
             self._start()
         elif self._length == self._room or _FEW_ROWS < len(self._last_tokens) >= 2 * unfinished:
             self._move()
+
         count = int(self._limits[self._rows].max()) - self._num_generated
         count = min(STEPS, count, self._room - self._length)
         with threads_for(len(self._last_tokens) * self._model.num_parameters()):
@@ -155,9 +158,11 @@ class StaticBatch(DecodingBatch):
                 else:
                     self._run()
         self._length += count
+
         records = self._draws[-count:].cpu()  # the only wait for the device
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
+
         try:
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []

@@ -57,6 +57,7 @@ def import_vllm(compiles: bool) -> VLLM:
         os.environ.setdefault(name, value)
     if not compiles:
         torch._dynamo.config.disable = True  # vLLM would compile the gathering of log-probs: 14 s at the first request
+
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.inputs import tokens_input
@@ -70,6 +71,7 @@ def import_vllm(compiles: bool) -> VLLM:
             f"vLLM cannot be imported: {error}. Install it with {install('vllm')}, or use "
             f"engine=transformers; docs/vllm.md has the versions"
         ) from error
+
     cpu_triton_utils._expand_kernel_impl = expand
     cpu_int8.check_cpu_sgl_kernel = _never
     return VLLM(
