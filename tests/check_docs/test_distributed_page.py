@@ -52,8 +52,9 @@ def test_the_dockerfile_installs_as_make_does() -> None:
     text, makefile = (ROOT / "Dockerfile").read_text(), (ROOT / "Makefile").read_text()
     targets = re.findall(r"^RUN make (\S+)$", text, re.MULTILINE)
     assert targets == [".venv/ready"] and "$(VENV)/ready: pyproject.toml" in makefile and "VENV := .venv\n" in makefile
-    [more] = re.findall(r"^RUN .venv/bin/(pip install .*)$", text, re.MULTILINE)
-    assert f"$(BIN)/{more}  #" in makefile
+    [vllm, ray] = re.findall(r"^RUN .venv/bin/(pip install .*)$", text, re.MULTILINE)
+    assert f"$(BIN)/{ray}  #" in makefile and vllm in (ROOT / "docs" / "vllm.md").read_text()
+    assert {"make", "gcc", "libc6-dev"} <= set(text.split()) and "\nUSER jackpot\n" in text  # Triton compiles
     [version] = re.findall(r"^FROM python:(3\.\d+)-slim$", text, re.MULTILINE)
     assert f"Python {version} to 3.13" in (ROOT / "README.md").read_text()
     ignored = (ROOT / ".dockerignore").read_text().split()

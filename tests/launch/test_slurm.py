@@ -113,7 +113,7 @@ def test_servers_and_ranks_get_their_nodes(tmp_path: Path) -> None:
         *("jackpot", "train", "joint_8b", description, "--run", run),
         *("engine=vllm_server", "engine.max_num_seqs=512", "engine.dtype=bf16", "engine.head_dtype=fp32"),
         *("evaluation.engine=vllm", "evaluation.engine.dtype=bf16", "evaluation.engine.max_model_len=9216"),
-        *("evaluation.engine.gpu_memory_utilization=0.35", "placement.engines=2"),
+        *("evaluation.engine.gpu_memory_utilization=0.35",),
         "engine.urls=[http://three:8000,http://three:8001]",
         f"engine.weights_folder={run}.weights",
     ]
@@ -152,9 +152,9 @@ REFUSED = {
         ["quickstart", "--slurm", "--servers", "1", "rollout_model.share=0.5", "engine.draft.tokens=4"],
         "set engine.draft=null",
     ),
-    "vLLM within rank 0": (["joint_8b", "--slurm"], "placement.engines=8 where it has 8"),
+    "vLLM within rank 0": (["joint_8b", "--slurm", "placement.engines=0"], "leave placement.engines out"),
     "heads of two sizes": (
-        ["jet_rl", "--slurm", "objective.reference.path=Qwen/Qwen3-8B-Base", "placement.engines=8"],
+        ["jet_rl", "--slurm", "objective.reference.path=Qwen/Qwen3-8B-Base"],
         "'policy': 152064",
     ),
 }

@@ -18,7 +18,6 @@ from helpers.commands import jackpot
 from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, FinishedRuns, metrics, run, small_config, weights
-from jackpot.config.names import run_folder
 from jackpot.core.errors import ConfigError
 from jackpot.models.load import load_model, load_tokenizer, starter_path
 from jackpot.models.published import PUBLISHED
@@ -158,9 +157,9 @@ def test_the_plan_of_a_large_model_says_what_is_assumed(tmp_path: Path, monkeypa
     assert "Assumed: prompts of 120 tokens, at most 700. Why: cannot load a tokenizer from the hub" in said
     assert f"Shapes of {name}: Jackpot's own table" in said
     assert "More than one GPU are ranks of torchrun" in said and not list(tmp_path.iterdir())
-    assert "As typed, 8 processes would not start" in said and "sets up torch.distributed" in said
-    words = f"train stale_4b {' '.join(small)} placement.engines=8 --run {run_folder('stale_4b', None, small, 0)}"
+    words = f"train stale_4b {' '.join(small)}"
     assert f"  torchrun --nproc-per-node 8 -m -- jackpot {words}\n      # train, on 8 H100\n" in result.stdout
+    assert f"  hf download {name}  # first" in result.stdout
 
 
 @pytest.mark.slow

@@ -302,7 +302,7 @@ class Config(Strict):
     def shares_gpus(self) -> bool:
         """Return whether engine processes are on the GPUs of the ranks, and sleep while these train."""
         placed = self.evaluation.engine if is_remote(self.engine) else self.engine
-        return self.placement.engines > 0 and placed is not None and sleeps(placed)
+        return self.placement.engine_processes > 0 and placed is not None and sleeps(placed)
 
     @property
     def compute_dtype(self) -> Dtype:
@@ -493,7 +493,7 @@ class Config(Strict):
 
     def _conflicts_of_engine_processes(self) -> Conflicts:
         """Refuse engines that cannot be where they are placed, or sleep when they have to generate."""
-        engines, number = [self.engine, self.evaluation.engine or self.engine], self.placement.engines
+        engines, number = [self.engine, self.evaluation.engine or self.engine], self.placement.engine_processes
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
 
         return [

@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from jackpot.config.base import MAY_CHANGE, Bound, Conflicts, Count, Names, Strict, by_name
-from jackpot.core.errors import ConfigError
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
@@ -82,9 +81,10 @@ class TransformersEngineConfig(_Engine):
     enforce_eager: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU. Status of false: never run on
     its target (a GPU)."""
-    enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
+    enable_sleep_mode: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Release the memory of the weights while the learner trains, until new ones are sent. An engine process that does
-    so shares the GPU of a rank (docs/distributed.md). Status: never run on its target (a GPU)."""
+    so shares the GPU of a rank (docs/distributed.md); auto: those of `placement.engines: auto` do. Status: never run on
+    its target (a GPU)."""
 
 
 class VLLMEngineConfig(_Engine):
@@ -100,9 +100,10 @@ class VLLMEngineConfig(_Engine):
     """Size of the cache of keys and values, bytes; null: what `gpu_memory_utilization` leaves, 1 GiB on a CPU."""
     device: Annotated[Annotated[int, Field(ge=0)] | None, MAY_CHANGE] = None
     """Number of the GPU that vLLM runs on; null: the learner's."""
-    enable_sleep_mode: Annotated[bool, MAY_CHANGE] = False
+    enable_sleep_mode: Annotated[bool | Literal["auto"], MAY_CHANGE] = "auto"
     """Release the GPU's memory while the learner trains. Only one engine of a process can. An engine process that does
-    so shares the GPU of a rank (docs/distributed.md). Status: never run on its target (a GPU)."""
+    so shares the GPU of a rank (docs/distributed.md); auto: those of `placement.engines: auto` do. Status: never run on
+    its target (a GPU)."""
     draft: DraftConfig | None = None
     """Have the rollout model draft what the policy generates: its share of the rollouts (`rollout_model.share`, 0 for
     all of them) and evaluations; null: the policy generates alone. Only runs have a model that drafts. Status:
@@ -205,7 +206,7 @@ def is_remote(engine: "EngineConfig") -> bool:
 
 def sleeps(engine: "EngineConfig") -> bool:
     """Return whether the engine releases memory while the learner trains."""
-    return getattr(engine, "enable_sleep_mode", False)
+    return getattr(engine, "enable_sleep_mode", False) is True
 
 
 def is_quantized(engine: _Engine) -> bool:
@@ -272,21 +273,3 @@ def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantizati
             f"leave {key}.attn_implementation and {key}.draft out, or take precision fp32 or bf16",
         ),
     ]
-
-
-def check_ranks(*engines: EngineConfig | None, processes: int, ranks: int) -> None:
-    """Refuse engines with which several ranks cannot train.
-
-    Args:
-        processes: number of processes for engines (`placement.engines`).
-        ranks: processes that train.
-
-    Raises:
-        ConfigError: an engine of vLLM in the process of rank 0.
-    """
-    if ranks > 1 and not processes and any(isinstance(engine, VLLMEngineConfig) for engine in engines):
-        raise ConfigError(
-            "engine vllm sets up torch.distributed in the process that trains, which has set it up for its ranks; use "
-            "engines in other processes, one for each GPU of a machine (placement.engines=8 where it has 8), "
-            "engine=vllm_server, or one process"
-        )

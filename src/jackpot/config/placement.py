@@ -17,10 +17,12 @@ class PlacementConfig(Strict):
     """Processes that train together, with launcher ray; torchrun has its own option for it, --nproc-per-node."""
     restarts: Annotated[int, Field(ge=0), MAY_CHANGE] = 3
     """Times that launcher ray starts all ranks again after one was lost."""
-    engines: Annotated[int, Field(ge=0, le=1024), MAY_CHANGE] = 0
+    engines: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], MAY_CHANGE] = "auto"
     """Processes that generate, each with engines of its own, which the run or Ray starts and replaces when they die; 0:
-    the process that trains generates too. Engines that are servers stay where they are. On a CPU each has as many
-    `threads` as the run, 1 where that is auto. Status: experimental."""
+    the process that trains generates too. auto: where several ranks train on GPUs, or have vLLM, one beside each rank
+    of rank 0's machine, on its GPU, where it sleeps while the ranks train (`engine.enable_sleep_mode`); else 0. Engines
+    that are servers stay where they are. On a CPU each has as many `threads` as the run, 1 where that is auto. Status:
+    experimental."""
     chunk: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"
     """Responses that an engine process is given at once; auto: a rollout batch shared out among `engines`, in whole
     groups, at most `engine.max_num_seqs`. With a number of its own a run does not depend on how many engines there are,
@@ -38,6 +40,11 @@ class PlacementConfig(Strict):
     """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
     several ranks train: room on the GPUs for time. Status: never run on its target (a GPU)."""
 
+    @property
+    def engine_processes(self) -> int:
+        """Return the processes that generate; 0 where they are not decided yet (`config.processes`)."""
+        return 0 if self.engines == "auto" else self.engines
+
     def conflicts(self) -> Conflicts:
         return [
             (
@@ -46,12 +53,12 @@ class PlacementConfig(Strict):
                 "-m jackpot train RECIPE starts ranks without it",
             ),
             (
-                self.chunk != "auto" and not self.engines,
+                self.chunk != "auto" and self.engines == 0,
                 f"chunk is {self.chunk}, but there are no engine processes to get chunks; set placement.engines, or "
                 "leave placement.chunk out",
             ),
             (
-                self.weight_transfer == "device" and not self.engines,
+                self.weight_transfer == "device" and self.engines == 0,
                 "weight_transfer is 'device', but there are no engine processes to send weights to: an engine in "
                 "the process that trains reads them where they are, and servers get them as engine.weights_folder "
                 "says; set placement.engines, or placement.weight_transfer=host",

@@ -1,10 +1,11 @@
 """The parts of a recipe that no run depends on: the GPUs it is meant for, and the numbers that a paper published."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from jackpot.config.base import Conflicts, Count, Strict
+from jackpot.core.errors import ConfigError
 
 Paper = Literal["Jackpot", "submission", "Jet-RL", "TIS post"]
 PAPERS: dict[str, str] = {  # a recipe's name for a paper, and its title
@@ -18,10 +19,26 @@ PAPERS: dict[str, str] = {  # a recipe's name for a paper, and its title
 class GpusConfig(Strict):
     """The machine that a recipe is meant for."""
 
-    kind: Literal["A6000", "A100", "H100", "H200"]
-    """Model of the GPUs, with 48, 80, 80 or 141 GB."""
+    kind: Literal["RTX4090", "A6000", "A100", "H100", "H200"]
+    """Model of the GPUs, with 24, 48, 80, 80 or 141 GB."""
     count: Count
     """Number of GPUs."""
+
+
+def parse_gpus(text: str) -> GpusConfig:
+    """Read GPUs as a person writes them: 4xH100.
+
+    Raises:
+        ConfigError: it is not a number of GPUs of a known kind.
+    """
+    count, _, kind = text.partition("x")
+    try:
+        return GpusConfig.model_validate({"kind": kind, "count": int(count)})
+    except ValueError as error:
+        kinds = ", ".join(get_args(GpusConfig.model_fields["kind"].annotation))
+        raise ConfigError(
+            f"GPUs are {text!r}; give their number and kind as in 4xH100, with a kind of {kinds}"
+        ) from error
 
 
 class PublishedRow(Strict):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config.config import Config
 from jackpot.config.engines import is_remote
+from jackpot.config.processes import place_engines
 from jackpot.config.tools import sets_of
 from jackpot.core.prng import fold_in
 from jackpot.core.process_rank import process_rank
@@ -101,9 +102,11 @@ def make_components(
         checkpoint: to continue from; None for a new run.
         build: makes the learner; None: `build_learner`, in this process alone.
     """
+    ranks, device = process_rank(), pick_device(config.device)
+    config = place_engines(config, ranks.size, device.type == "cuda", ranks.local_size)
     paths = config.model_paths(checkpoint.folder if checkpoint else None)
-    outlines = check_start(config, paths, process_rank().size)
-    device, tokenizer = pick_device(config.device), load_tokenizers(paths)
+    outlines = check_start(config, paths, ranks.size)
+    tokenizer = load_tokenizers(paths)
     check_vocabulary(outlines, tokenizer)
     version = Version(*checkpoint.state["version"]) if checkpoint else Version(0, 0)
 
@@ -167,7 +170,8 @@ def make_engines(
     """
     stage("starting the engine")
     parts = engine_parts(config, paths)
-    placed = {name: part for name, part in parts.items() if config.placement.engines and not is_remote(part.settings)}
+    has_hosts = config.placement.engine_processes > 0
+    placed = {name: part for name, part in parts.items() if has_hosts and not is_remote(part.settings)}
     links = ray_links if config.placement.launcher == "ray" else process_links
     engines = engine_pool(config, placed, config.model_paths(), device, version, links).engines if placed else {}
     for engine in engines.values():

@@ -7,7 +7,8 @@ from typing import get_args
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.config.config import Config
-from jackpot.config.engines import EngineConfig, check_ranks, is_quantized
+from jackpot.config.engines import EngineConfig, is_quantized
+from jackpot.config.processes import check_ranks
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.roles import Role
@@ -34,7 +35,7 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
         ConfigError, EngineError: settings that do not fit each other, the models, or several ranks.
         ModelError: a model cannot be used, not with the others, or not on several ranks.
     """
-    check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines, ranks=ranks)
+    check_ranks(config, ranks)
     outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
     reference = config.objective.reference
     others = {"reference": _outline("reference", reference.path or config.policy.path)} if reference else {}

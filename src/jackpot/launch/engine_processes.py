@@ -64,7 +64,7 @@ def engine_pool(
     for name, (settings, path) in parts.items():
         dtype = DTYPES[settings.dtype]
         weights[name] = list(load_model(path, dtype, "cpu").named_parameters()), dtype
-    chunk, groups = config.placement.chunk, -(-config.batch.prompts // config.placement.engines)
+    chunk, groups = config.placement.chunk, -(-config.batch.prompts // config.placement.engine_processes)
     if chunk == "auto":
         chunk = min(groups * config.batch.group_size, *(settings.max_num_seqs for settings, _ in parts.values()))
     return EnginePool(
@@ -81,7 +81,7 @@ def engine_pool(
 def process_links(config: Config, setup: dict[str, Any]) -> dict[str, ProcessLink]:
     """Return connections to processes of this machine, which are started when they are opened."""
     links = {}
-    for number in range(config.placement.engines):
+    for number in range(config.placement.engine_processes):
         start = starting(ENTRY, own_gpu(number, config.shares_gpus) if setup["device"] == "cuda" else {})
         links[f"engine process {number + 1}"] = ProcessLink(start, setup, config.placement.timeout)
     return links

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
-from jackpot.config.engines import check_ranks
+from jackpot.config.processes import check_ranks
 from jackpot.core.errors import ConfigError, RankError
 from jackpot.core.process_rank import ProcessRank, process_rank
 from jackpot.core.roles import Role
@@ -57,7 +57,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
     if at.size == 1:
         yield build_learner
         return
-    check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines, ranks=at.size)
+    check_ranks(config, at.size)
     backend = BACKENDS[_own_device(config.device, at).type]
     store = _store(at)
     timeout = config.placement.timeout

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from jackpot.config.config import Config
+from jackpot.config.processes import place_engines
 from jackpot.core import errors
 from jackpot.core.errors import ConfigError, JackpotError, RankError
 from jackpot.core.messages import pack, unpack
@@ -211,7 +212,7 @@ def check_started_by_ray(config: Config) -> None:
 def ray_links(config: Config, setup: dict[str, Any]) -> dict[str, Link]:
     """Return connections to the engines that the driver of this process has placed, by name."""
     ray = _ray()
-    names = [_engine_name(number) for number in range(1, config.placement.engines + 1)]
+    names = [_engine_name(number) for number in range(1, config.placement.engine_processes + 1)]
     return {name: RayLink(ray.get_actor(name), setup, config.placement.timeout) for name in names}
 
 
@@ -245,6 +246,7 @@ def train_on_ray(
         )
     lines = _Lines(run / "metrics.jsonl", on_metrics)
     with _cluster(config) as ray, StopSignal() as stop:
+        config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
         group = _placement_group(ray, config)
         engines = _engines(ray, config, group, make)  # alive for as long as this refers to them
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
@@ -303,7 +305,7 @@ def _cluster(config: Config) -> Iterator[Any]:
     if address:
         ray.init(**options)
     else:
-        count = config.placement.ranks + config.placement.engines
+        count = config.placement.ranks + (config.placement.engine_processes or config.placement.ranks)
         ray.init("local", num_cpus=count, include_dashboard=False, **options)
     try:
         yield ray
@@ -313,18 +315,21 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 def _placement_group(ray: Any, config: Config) -> Any:
     """Reserve a bundle for every rank, and every engine that shares none of these, on as few nodes as there is room."""
-    has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    gpu = {"GPU": 1} if has_gpus or config.device == "cuda" else {}
+    gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
     placement, tenants = config.placement, Counter(bundles(config))
     bundle = {"CPU": max(tenants.values())} | gpu
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")
     if not group.wait(placement.timeout):
         raise ConfigError(
-            f"Ray has no room for {placement.ranks} ranks and {placement.engines} engines after placement.timeout = "
-            f"{placement.timeout:g} seconds: {len(tenants)} bundles need {bundle}, and the cluster has "
-            f"{ray.cluster_resources()}; lower placement.ranks or placement.engines"
+            f"Ray has no room for {placement.ranks} ranks and {placement.engine_processes} engines after "
+            f"placement.timeout = {placement.timeout:g} seconds: {len(tenants)} bundles need {bundle}, and the cluster "
+            f"has {ray.cluster_resources()}; lower placement.ranks or placement.engines"
         )
     return group
+
+
+def _has_gpus(ray: Any, config: Config) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
 def bundles(config: Config) -> list[int]:
@@ -332,7 +337,7 @@ def bundles(config: Config) -> list[int]:
 
     Engines that share GPUs are in the bundles of the ranks, in turn, all others in bundles of their own.
     """
-    ranks, engines = range(config.placement.ranks), range(config.placement.engines)
+    ranks, engines = range(config.placement.ranks), range(config.placement.engine_processes)
     return [*ranks, *(engine % len(ranks) if config.shares_gpus else engine + len(ranks) for engine in engines)]
 
 
@@ -352,7 +357,7 @@ def _engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[An
         actor.options(
             name=_engine_name(number + 1), max_restarts=-1, **_options(ray, group, config, first + number)
         ).remote(os.getcwd(), make)
-        for number in range(config.placement.engines)
+        for number in range(config.placement.engine_processes)
     ]
 
 

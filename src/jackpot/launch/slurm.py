@@ -62,7 +62,6 @@ def server_settings(config: Config, job: Job) -> list[str]:
     evaluates = config.evaluation.engine or (config.engine if config.rollout_model else None)
     if isinstance(evaluates, VLLMEngineConfig):
         settings += ["evaluation.engine=vllm", *_kept("evaluation.engine", evaluates, VLLMEngineConfig)]
-        settings += [] if config.placement.engines else [f"placement.engines={job.ranks}"]
     elif config.rollout_model and not config.evaluation.engine:
         settings += ["evaluation.engine=transformers"]
         settings += _kept("evaluation.engine", config.engine, TransformersEngineConfig)

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
@@ -398,6 +398,12 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def stays_local(source: str) -> bool:
     """Tell whether only local files are read: for a folder, and for a hub name while the hub cannot be reached."""
     return Path(source).is_dir() or not hub_answers()
+
+
+def is_downloaded(path: str) -> bool:
+    """Tell whether the weights of a model are on this machine: in a folder, or in the hub's cache."""
+    source, names = resolve_path(path), ("model.safetensors", "model.safetensors.index.json")
+    return Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
 
 
 @cache

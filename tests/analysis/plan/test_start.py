@@ -3,18 +3,21 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import CTRLConfig
 
 from helpers.hub import without_hub
 from helpers.runs import SMALL, FinishedRuns, small_config
 from jackpot.analysis.plan.cost_model import GPUS
-from jackpot.analysis.plan.estimate import CostEstimate, FlopShares, MachineEstimate
+from jackpot.analysis.plan.estimate import CostEstimate, FlopShares, MachineEstimate, gpus_here
 from jackpot.analysis.plan.sharding import Shard
 from jackpot.analysis.plan.sizes import PromptLengths
-from jackpot.analysis.plan.start import machine, start
+from jackpot.analysis.plan.start import downloads, machines, start
 from jackpot.config.config import Config
+from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.core.errors import CheckpointError, ConfigError, EngineError, JackpotError, ModelError
@@ -36,7 +39,7 @@ def typed(command: str) -> tuple[Config, int]:
     words, _, run = words.partition(" --run ")
     recipe, *overrides = shlex.split(words)
     config = resolve(recipe, None, overrides)
-    assert run == (f"runs/{recipe}-seed0" if "placement" in words else "")
+    assert run == (f"runs/{recipe}-seed0" if "placement.launcher" in words else "")
     found = re.fullmatch(r"torchrun --nproc-per-node (\d+) -m -- ", launcher)
     assert found or not launcher
     return config, int(found[1]) if found else config.placement.ranks
@@ -47,45 +50,64 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=gpus.count, limit=1.0 if fits else -1.0, tensor_parallel={}, **parts)
     row = MachineEstimate(gpus.kind, shard, None, None)
-    return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, fewest, [], FlopShares(1.0, 1.0))
+    return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, [], fewest, [], FlopShares(1.0, 1.0))
 
 
 def test_what_is_printed_for_every_gpu_recipe_starts() -> None:
     assert len(ON_GPUS) == 15
     for name in ON_GPUS:
         gpus, paths = STATED[name], resolve(name, None, []).model_paths()
-        found = start(name, None, [], None, gpus.count)
-        config, ranks = typed(found.command)
-        check_start(config, paths, ranks)
-        assert (ranks, config.placement.engines) == (gpus.count, gpus.count), found
-        with pytest.raises(ConfigError, match=r"torch\.distributed") as refused:
-            check_start(resolve(name, None, []), paths, gpus.count)
-        assert found.refusal == str(refused.value)
+        config, ranks = typed(start(name, None, [], None, gpus.count))
+        assert ranks == gpus.count and config.placement.engines == "auto"
+        placed = place_engines(config, ranks, on_gpu=True)
+        check_start(placed, paths, ranks)
+        assert placed.placement.engines == gpus.count and placed.shares_gpus
 
 
 def test_a_run_starts_on_the_gpus_of_its_recipe_or_the_fewest() -> None:
     config, eight = resolve("joint_8b", None, []), GpusConfig(kind="H100", count=8)
-    assert machine(config, needs(eight, H100=4)) == eight
-    assert machine(config, needs(eight, fits=False, H100=0, H200=4)) == GpusConfig(kind="H200", count=4)
-    assert machine(config, needs(eight, fits=False, H100=0)) is None
+    assert machines(config, needs(eight, H100=4), is_asked=False) == [eight]
+    four = GpusConfig(kind="H200", count=4)
+    assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=False) == [four]
+    assert machines(config, needs(eight, fits=False, H100=0), is_asked=False) == []
+    assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=True) == []
+    here = needs(eight, H100=4)._replace(here=[needs(four).stated])
+    assert machines(config, here, is_asked=False) == [eight, four] and machines(config, here, is_asked=True) == [eight]
 
 
 def test_an_engine_that_one_gpu_does_not_hold_starts_nowhere() -> None:
     gpus = STATED["tis_dapo_32b"]
-    assert machine(resolve("tis_dapo_32b", None, []), needs(gpus, H100=32, H200=8)) is None
+    assert machines(resolve("tis_dapo_32b", None, []), needs(gpus, H100=32, H200=8), is_asked=False) == []
     more = resolve("tis_dapo_32b", None, ["engine.gpu_memory_utilization=0.6"])
-    assert machine(more, needs(gpus, H100=32, H200=8)) == GpusConfig(kind="H200", count=8)
+    assert machines(more, needs(gpus, fits=False, H200=8), is_asked=False) == [GpusConfig(kind="H200", count=8)]
     assert GPUS["H100"].memory * 0.6 < 65e9 < GPUS["H200"].memory * 0.6  # of weights
 
 
 def test_one_gpu_needs_no_launcher_and_what_was_typed_stays(tmp_path: Path) -> None:
-    assert start("quickstart", "tis", ["seed=1"], tmp_path / "a b", 1).command == shlex.join(
+    assert start("quickstart", "tis", ["seed=1"], tmp_path / "a b", 1) == shlex.join(
         ["jackpot", "train", "quickstart", "--arm", "tis", "seed=1", "--run", str(tmp_path / "a b")]
     )
     chosen = ["placement.engines=2", "engine.enable_sleep_mode=true"]
-    assert start("joint_8b", None, chosen, None, 4).command.endswith(f"jackpot train joint_8b {' '.join(chosen)}")
-    awake = typed(start("stale_4b", None, [], None, 16).command)[0]
-    assert awake.engine.enable_sleep_mode and awake.shares_gpus  # Ray has other engines on GPUs of their own
+    assert start("joint_8b", None, chosen, None, 4).endswith(f"jackpot train joint_8b {' '.join(chosen)}")
+
+
+def test_gpus_of_this_machine_are_of_a_kind_that_plans_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpus_here() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, memory, kind in (
+        ("NVIDIA H100 80GB HBM3", 79.6e9, "H100"),
+        ("NVIDIA GeForce RTX 4090", 25.3e9, "RTX4090"),
+        ("NVIDIA A100-SXM4-40GB", 42e9, None),
+    ):
+        device = SimpleNamespace(name=name, total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, device=device: device)
+        assert gpus_here() == (kind and GpusConfig.model_validate({"kind": kind, "count": 2}))
+
+
+def test_models_of_the_hub_alone_are_downloaded_first(tmp_path: Path) -> None:
+    config = resolve("joint_8b", None, [f"policy.path={tmp_path}", "objective.reference.path=Qwen/Qwen3-8B-Base"])
+    assert downloads(config) == ["hf download Qwen/Qwen3-1.7B-Base", "hf download Qwen/Qwen3-8B-Base"]
 
 
 @pytest.mark.parametrize(
@@ -96,14 +118,14 @@ def test_one_gpu_needs_no_launcher_and_what_was_typed_stays(tmp_path: Path) -> N
         (["objective.correction.normalizer=exact"], EngineError, "computes in bf16"),
         (["sampling.num_top_log_probs=200000"], ConfigError, "returns at most 151936"),
         (["sampling.max_new_tokens=9216"], ConfigError, "leaves no room for a prompt"),
-        (["placement.launcher=ray", "placement.ranks=8"], ConfigError, "torch.distributed"),
+        (["placement.launcher=ray", "placement.ranks=8", "placement.engines=0"], ConfigError, "torch.distributed"),
     ],
 )
 def test_a_dry_run_refuses_what_a_start_refuses(
     overrides: list[str], error: type[JackpotError], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=expected):
-        train("joint_8b", overrides, None, tmp_path, dry_run=True, tiny=False)
+        train("joint_8b", overrides, None, tmp_path, dry_run=True, gpus=None, tiny=False)
 
 
 def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,13 +133,13 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "8")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match=r"placement\.engines=8"):
-        train("joint_8b", [], None, None, dry_run=True, tiny=False)
+    with pytest.raises(ConfigError, match=r"leave placement\.engines out"):
+        train("joint_8b", ["placement.engines=0"], None, None, dry_run=True, gpus=None, tiny=False)
 
 
 def test_a_dry_run_refuses_the_folder_of_other_settings(finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match="seed: 0 in the folder, 9 now"):
-        train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, tiny=False)
+        train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, gpus=None, tiny=False)
 
 
 def test_ranks_refuse_a_model_that_cannot_be_sharded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from statistics import fmean
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from jackpot.analysis.plan.cost_model import (
@@ -46,7 +47,9 @@ from jackpot.analysis.plan.sharding import (
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig
+from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
+from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.drafts import tokens_per_verification
@@ -79,7 +82,8 @@ class CostEstimate(NamedTuple):
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
-    stated: MachineEstimate  # on the GPUs that the recipe names, else on one H100
+    stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
+    here: list[MachineEstimate]  # on the GPUs of this machine; none where there are none of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0 where it fits on none of COUNTS
     ranks: list[RankMemory]  # memory of each of several ranks; none for one process
     flops: FlopShares
@@ -96,25 +100,39 @@ def estimate(
     """Estimate memory and hours of a run on each shown kind and number of GPUs, and on those that its recipe names.
 
     Args:
+        stated: GPUs that were asked about, or that the recipe names.
         ranks: whose memory is wanted beside that.
 
     Raises:
         ModelError: as `plan_memory`.
     """
     stated = stated or GpusConfig(kind="H100", count=1)
-    plan = Estimator(config, sizes, prompts)
+    plan, here = Estimator(config, sizes, prompts), gpus_here()
+    placed = place_engines(config, ranks, on_gpu=True, local_ranks=process_rank().local_size) if ranks > 1 else config
     return CostEstimate(
         prompts=prompts,
         response=plan.lengths.mean,
         rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
         stated=plan.row(stated.kind, stated.count),
+        here=[plan.row(here.kind, here.count)] if here else [],
         fewest={
             kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
             for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
         },
-        ranks=rank_memory(config, sizes, plan.memory, plan.blocks, ranks) if ranks > 1 else [],
+        ranks=rank_memory(placed, sizes, plan.memory, plan.blocks, ranks) if ranks > 1 else [],
         flops=plan.flop_shares(),
     )
+
+
+def gpus_here() -> GpusConfig | None:
+    """Return the GPUs of this machine, where all are of one kind that plans know."""
+    if not torch.cuda.is_available():
+        return None
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    for kind, gpu in GPUS.items():
+        if all(kind in one.name.replace(" ", "") and one.total_memory > 0.85 * gpu.memory for one in devices):
+            return GpusConfig.model_validate({"kind": kind, "count": len(devices)})
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +202,9 @@ class Estimator:
 
     def shard(self, kind: str, count: int) -> Shard:
         """Return the memory on each of `count` GPUs of a kind."""
-        offloads = self._config.placement.offload
-        return shard(self.memory, self.blocks, self.needs, GPUS[kind], count, offloads)
+        config = self._config
+        needs = self.needs if count == 1 else engine_needs(place_engines(config, count, on_gpu=True), self._prompt)
+        return shard(self.memory, self.blocks, needs, GPUS[kind], count, config.placement.offload)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours on `count` GPUs of a kind."""

@@ -200,6 +200,7 @@ def rank_memory(
         ranks: at least 2.
     """
     placement = config.placement
+    hosts = placement.engine_processes
     lasting, gradients = (memory.weights + memory.optimizer) / ranks, memory.gradients / ranks
     offloaded, kept = (lasting + gradients if placement.offload else 0.0), memory.kept / ranks
     here = (0.0, 0.0) if placement.offload else (lasting, gradients)
@@ -208,12 +209,12 @@ def rank_memory(
     sent, resting = max(weights), memory.engines - memory.sleeping
     over_device = placement.weight_transfer == "device"
     process = memory.engines + max(memory.generation, sent if over_device else 0)
-    shared = -(-placement.engines // ranks) if config.shares_gpus else 0  # engine processes on one GPU, at most
+    shared = -(-hosts // ranks) if config.shares_gpus else 0  # engine processes on one GPU, at most
     is_known = memory.training is not None
 
     def rank(label: str, leads: bool, processes: int) -> RankMemory:
         generating, beside = float(process * processes), float(resting * processes)
-        if leads and not placement.engines:
+        if leads and not hosts:
             generating, beside = float(memory.engines + memory.generation), float(resting)
         if leads and over_device:  # all weights for as long as they may be asked for, and those on their way there
             generating, beside = generating + sum(weights) + sent, beside + (0 if config.shares_gpus else sum(weights))
@@ -222,14 +223,14 @@ def rank_memory(
         device = here[0] + max(training + beside, generating)
         return RankMemory(label, device, offloaded + kept + (sent if leads and not over_device else 0), is_known)
 
-    busy = min(placement.engines, ranks) if config.shares_gpus else 0  # ranks whose GPU has engine processes
+    busy = min(hosts, ranks) if config.shares_gpus else 0  # ranks whose GPU has engine processes
     found = [rank("rank 0", True, shared)]
     for first, end, processes in ((1, max(1, busy), shared), (max(1, busy), ranks, 0)):
         if first < end:
             label = f"rank {first}" if end - first == 1 else f"each of ranks {first} to {end - 1}"
             found.append(rank(label, False, processes))
-    if placement.engines and not config.shares_gpus:
-        found.append(RankMemory(f"each of {placement.engines} engine processes", float(process), 0.0, True))
+    if hosts and not config.shares_gpus:
+        found.append(RankMemory(f"each of {hosts} engine processes", float(process), 0.0, True))
     return found
 
 

@@ -2,36 +2,29 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import join
-from typing import NamedTuple
+from shlex import join, quote
 
 from jackpot.analysis.plan.cost_model import GPUS
 from jackpot.analysis.plan.estimate import CostEstimate
 from jackpot.analysis.plan.sharding import degree, engine_needs
 from jackpot.config.config import Config
-from jackpot.config.engines import check_ranks, is_remote, sleeps
 from jackpot.config.names import run_folder
+from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import resolve
-from jackpot.core.errors import ConfigError
 from jackpot.core.process_rank import process_rank
 from jackpot.launch.checks import check_start
+from jackpot.models.load import is_downloaded
 
 MACHINE = 8  # most GPUs of one machine; on more than one, Ray places engines beside the ranks
 NO_MACHINE = (
-    "No command trains this: it fits on none of these GPUs, or an engine does not, which in this version computes on "
-    "one GPU. Take GPUs with more memory, or give vllm more of it (engine.gpu_memory_utilization) and plan again."
+    "No command trains this: it fits on none of these GPUs, or an engine does not, which in the process that trains "
+    "computes on one GPU. Take GPUs with more memory, give vllm more of it (engine.gpu_memory_utilization) and plan "
+    "again, or start servers with tensor parallelism and take engine=vllm_server (docs/vllm.md)."
 )
 
 
-class Start(NamedTuple):
-    """Holds what starts a run on some GPUs."""
-
-    command: str
-    refusal: str  # of the settings as they were typed, on as many processes; empty where they start
-
-
-def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | None, gpus: int) -> Start:
+def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | None, gpus: int) -> str:
     """Return what trains a recipe on so many GPUs, each with a rank and an engine, as memory and hours are counted.
 
     Args:
@@ -41,44 +34,47 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
         JackpotError: as `check_start`; nothing starts it.
     """
     config = resolve(recipe, arm, overrides)
-    program, added = _placed(config, gpus)
-    check_start(resolve(recipe, arm, [*overrides, *added]), config.model_paths(), gpus)
+    program, added = _launcher(config, gpus)
+    placed = place_engines(resolve(recipe, arm, [*overrides, *added]), gpus, on_gpu=True)
+    check_start(placed, placed.model_paths(), gpus)
+
     if added and run is None:  # a folder is named after settings: it stays that of the plan
         run = run_folder(recipe, arm, overrides, config.seed)
     words = [recipe, *(["--arm", arm] if arm else []), *overrides, *added, *(["--run", str(run)] if run else [])]
-    command = join([*program, "train", *words])
-    try:
-        check_ranks(config.engine, config.evaluation.engine, processes=config.placement.engines, ranks=gpus)
-    except ConfigError as error:
-        return Start(command, str(error))
-    return Start(command, "")
+    return join([*program, "train", *words])
 
 
-def _placed(config: Config, gpus: int) -> tuple[list[str], list[str]]:
+def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
     """Return the program that starts as many ranks, and settings of placement that it needs beside the typed ones."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
-    torchrun = ["torchrun", "--nproc-per-node", str(gpus), "-m", "--", "jackpot"]
-    if process_rank().size > 1:
-        return torchrun, []
-    engines = [config.engine, config.evaluation.engine or config.engine]
-    has_own = config.placement.engines or all(is_remote(one) for one in engines)
-    added = [] if has_own else [f"placement.engines={gpus}"]
-    if gpus <= MACHINE:
-        return torchrun, added
-    sleep = [] if has_own or any(map(sleeps, engines)) else ["engine.enable_sleep_mode=true"]  # on the ranks' GPUs
-    return ["jackpot"], ["placement.launcher=ray", f"placement.ranks={gpus}", *added, *sleep]
+    if gpus <= MACHINE or process_rank().size > 1:
+        return ["torchrun", "--nproc-per-node", str(gpus), "-m", "--", "jackpot"], []
+    return ["jackpot"], ["placement.launcher=ray", f"placement.ranks={gpus}"]
 
 
-def machine(config: Config, needs: CostEstimate) -> GpusConfig | None:
-    """Return the GPUs on which a large run starts: those that its recipe names, else the fewest of a kind.
+def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
+    """Return the GPUs on which a large run starts: those that were asked about alone; else those that its recipe names,
+    or the fewest of a kind, then those of this machine.
 
-    None where it fits on none, or an engine needs more than one of them, which no engine of this version has.
+    None are on the list on which the run does not fit, or whose engine needs several: in the process that trains,
+    engines have one.
     """
     stated = needs.stated
-    wanted = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0), *needs.fewest.items()]
+    chosen = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
+    if not is_asked:
+        chosen = [next((pair for pair in (*chosen, *needs.fewest.items()) if pair[1]), ("", 0))]
+        chosen += [(row.kind, row.shard.gpus) for row in needs.here if row.shard.fits]
     engines = engine_needs(config, needs.prompts.longest).values()
-    for kind, count in wanted:
-        if count and all(degree(engine, GPUS[kind], 1) for engine in engines):
-            return GpusConfig.model_validate({"kind": kind, "count": count})
-    return None
+    return [
+        GpusConfig.model_validate({"kind": kind, "count": count})
+        for kind, count in dict.fromkeys(chosen)
+        if count and all(degree(engine, GPUS[kind], 1) for engine in engines)
+    ]
+
+
+def downloads(config: Config) -> list[str]:
+    """Return what downloads the models of a run that are on the hub alone: several ranks then read one copy."""
+    reference = config.objective.reference
+    paths = [*config.model_paths().values(), *([reference.path] if reference and reference.path else [])]
+    return [f"hf download {quote(path)}" for path in dict.fromkeys(paths) if not is_downloaded(path)]

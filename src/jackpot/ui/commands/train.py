@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from jackpot.core.errors import ConfigError, JackpotError
+from jackpot.core.errors import ConfigError
 from jackpot.core.process_rank import process_rank
 from jackpot.ui.arguments import Arm, Overrides, Recipe
 from jackpot.ui.lazy import lazy
@@ -25,9 +25,10 @@ with lazy():
     from jackpot.analysis.plan import start as starting
     from jackpot.analysis.plan import tiny as shrinking
     from jackpot.config import config as run_settings
-    from jackpot.config import names, published, recipes
+    from jackpot.config import names, processes, published, recipes
     from jackpot.launch import checks, library
     from jackpot.launch import ranks as launched
+    from jackpot.models import device
     from jackpot.rollout.tasks import registry
     from jackpot.training import limits
     from jackpot.training.run_folder import folder as run_files
@@ -57,6 +58,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, which is experimental, and train nothing.")
     ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="GPUs that --dry-run plans for, such as 4xH100, and refuses where they do not hold the run; default "
+            "those of the recipe and of this machine."
+        ),
+    ] = None,
     tiny: Annotated[
         bool,
         typer.Option(
@@ -83,6 +91,10 @@ def train(
         if not dry_run:
             launched.follow_leader(at)
         return
+    if gpus and not dry_run:
+        raise ConfigError(
+            f"--gpus {gpus} is for --dry-run, and a run takes the GPUs that it is started on; give both, or none"
+        )
     console = Console()
     config = recipes.resolve(recipe, arm, overrides or [])
     registry.check_sets(config.evaluation.benchmark_names)
@@ -97,11 +109,15 @@ def train(
         ranks = max(at.size, config.placement.ranks)
         checks.check_start(config, config.model_paths(), ranks)
         run_files.RunFolder(folder).check(config)
-        needs = _plan(console, config, recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus, folder, ranks)
+        asked = published.parse_gpus(gpus) if gpus else None
+        stated = asked or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
+        needs = _plan(console, config, stated, folder, ranks)
+
         typed = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]))
         commands = {f"jackpot train {typed} --tiny": "try it here with small models"}  # --run would be of both
+        commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
         if at.size == at.local_size:  # on several machines it is the same command without --dry-run
-            commands |= _starting(console, config, (recipe, arm, overrides or [], run), ranks, needs)
+            commands |= _starting(console, config, (recipe, arm, overrides or [], run), ranks, needs, asked)
         show_next(console, commands)
     else:
         _train_and_show(console, config, folder)
@@ -117,6 +133,9 @@ def _plan(
         plans.show_plan(console, config, models, needs.ranks, prompts, folder)
         plans.show_needs(console, config, needs)
         return needs
+
+    on_gpu = device.pick_device(config.device).type == "cuda"
+    config = processes.place_engines(config, ranks, on_gpu, process_rank().local_size if ranks > 1 else None)
     with sharding.sharded() if ranks > 1 else nullcontext():
         needed = planned_memory.plan_memory(config, models, prompts.longest)
     if ranks > 1:
@@ -131,30 +150,33 @@ def _starting(
     typed: tuple[str, str | None, list[str], Path | None],
     ranks: int,
     needs: "estimating.CostEstimate | None",
+    asked: "published.GpusConfig | None",
 ) -> dict[str, str]:
-    """Return the command that trains, with its purpose; print why it adds settings, or why there is none.
+    """Return the commands that train, each with its purpose; print why there is none.
 
     Args:
         typed: recipe, arm, settings and run folder.
         ranks: processes that were started, or that Ray will start.
+        asked: GPUs that the run has to fit.
+
+    Raises:
+        ConfigError: it does not fit them.
+        JackpotError: as `start`.
     """
-    count, purpose = ranks, "train"
-    if needs and ranks == 1 and config.placement.launcher == "local":
-        if (gpus := starting.machine(config, needs)) is None:
-            print_line(console, starting.NO_MACHINE)
-            return {}
+    if needs is None or ranks > 1 or config.placement.launcher == "ray":
+        return {starting.start(*typed, ranks): "train"}
+
+    machines = starting.machines(config, needs, is_asked=asked is not None)
+    if asked and not machines:
+        raise ConfigError(f"this run does not fit {asked.count} {asked.kind}. {plans.fitting(needs)}")
+    if not machines:
+        print_line(console, starting.NO_MACHINE)
+
+    commands = {}
+    for gpus in machines:
         cluster = " of a Ray cluster (docs/distributed.md)" if gpus.count > starting.MACHINE else ""
-        count, purpose = gpus.count, f"train, on {gpus.count} {gpus.kind}{cluster}"
-    try:
-        found = starting.start(*typed, count)
-    except JackpotError as error:
-        print_line(console, f"On {count} GPUs these settings do not start: {error}")
-        return {}
-    if found.refusal:
-        print_line(
-            console, f"As typed, {count} processes would not start, so the command below adds to it: {found.refusal}"
-        )
-    return {found.command: purpose}
+        commands[starting.start(*typed, gpus.count)] = f"train, on {gpus.count} {gpus.kind}{cluster}"
+    return commands
 
 
 def _train_and_show(console: Console, config: "run_settings.Config", folder: Path) -> None:

@@ -109,9 +109,11 @@ def _processes(config: Config) -> str:
     placement, ranks = config.placement, process_rank().size
     shared = ", on the ranks' GPUs, asleep while these train" if config.shares_gpus else ""
     if placement.launcher == "ray":
-        return f"Ray places {placement.ranks} ranks and {placement.engines} engines, each in its process{shared}"
+        return (
+            f"Ray places {placement.ranks} ranks and {placement.engine_processes} engines, each in its process{shared}"
+        )
 
-    engines = f"; {placement.engines} engine processes{shared}" if placement.engines else ""
+    engines = f"; {placement.engine_processes} engine processes{shared}" if placement.engine_processes else ""
     if ranks == 1:
         return (
             f"1, which has one GPU; torchrun --nproc-per-node N -m jackpot train shares the training out to N{engines}"
@@ -222,9 +224,8 @@ def _memory(row: MachineEstimate) -> str:
 
 def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     """List the smallest machine on which the run fits and the assumptions behind the numbers."""
-    prompts, fewest = estimate.prompts, [f"{count} {kind}" for kind, count in estimate.fewest.items() if count]
-    said = [f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."]
-    if estimate.stated.shard.gpus > 1 or len(fewest) == 0:
+    prompts, said = estimate.prompts, [fitting(estimate)]
+    if estimate.stated.shard.gpus > 1 or not any(estimate.fewest.values()):
         said[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
@@ -242,6 +243,12 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     if from_table:
         said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
     return said
+
+
+def fitting(estimate: CostEstimate) -> str:
+    """Say on how many GPUs of each kind a run fits."""
+    fewest = [f"{count} {kind}" for kind, count in estimate.fewest.items() if count]
+    return f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."
 
 
 def unpriced(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized, number_formats
+from jackpot.config.engines import DraftConfig, TransformersEngineConfig, is_quantized, number_formats, sleeps
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
@@ -96,7 +96,7 @@ class TransformersEngine(Engine):
             coded_weights=weights.coded_weights,
             dtype=weights.dtype,
             device=model.device.type,
-            sleeps=settings.enable_sleep_mode,
+            sleeps=sleeps(settings),
         )
         self._events = weights.events
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
@@ -177,7 +177,7 @@ class TransformersEngine(Engine):
         On a GPU that memory is then free for other processes (not run).
         """
         weights = self._check_open()
-        if not self._settings.enable_sleep_mode or weights.are_released:
+        if not sleeps(self._settings) or weights.are_released:
             return
         self._in_flight.check_empty()
         weights.release()

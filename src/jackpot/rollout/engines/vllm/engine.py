@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jackpot.config.engines import VLLMEngineConfig, is_quantized
+from jackpot.config.engines import VLLMEngineConfig, is_quantized, sleeps
 from jackpot.core.digest import WeightsDigest, weights_digest
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Rollout, Version
@@ -203,7 +203,7 @@ class VLLMEngine(ThreadEngine):
 
     def sleep(self) -> None:
         """Release the memory of weights and cache until the next `update_weights`, with `enable_sleep_mode`."""
-        if self._settings.enable_sleep_mode and not self._is_asleep:
+        if sleeps(self._settings) and not self._is_asleep:
             self._check_open()
             self._in_flight.check_empty()
             self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights: new ones come next
@@ -262,7 +262,7 @@ class VLLMEngine(ThreadEngine):
                 enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
                 gpu_memory_utilization=settings.gpu_memory_utilization,
                 kv_cache_memory_bytes=settings.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else None),
-                enable_sleep_mode=settings.enable_sleep_mode,
+                enable_sleep_mode=sleeps(settings),
                 device_ids=None if device is None else [device],
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
@@ -287,7 +287,7 @@ class VLLMEngine(ThreadEngine):
             coded_weights=self._weight_format.coded_weights,
             dtype=self._dtype,
             device=self._device.type,
-            sleeps=settings.enable_sleep_mode,
+            sleeps=sleeps(settings),
         )
 
     def _add_all(self, requests: Sequence[Request], version: Version) -> None:
@@ -366,7 +366,7 @@ def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
     """Raise ConfigError for settings that vLLM does not have on a CPU, where the learner is on one."""
     if device.type != "cpu":
         return
-    if settings.enable_sleep_mode or settings.device is not None:
+    if sleeps(settings) or settings.device is not None:
         raise ConfigError(
             "engine.enable_sleep_mode and engine.device are for GPUs, and this run is on a CPU; leave them out"
         )

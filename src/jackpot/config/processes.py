@@ -1,0 +1,61 @@
+"""Decides which processes of a run generate where the settings leave it open (`placement.engines: auto`)."""
+
+from jackpot.config.arms import build_config
+from jackpot.config.config import Config
+from jackpot.config.engines import VLLMEngineConfig, is_remote
+from jackpot.core.errors import ConfigError
+
+
+def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | None = None) -> Config:
+    """Return the settings with `placement.engines` and every `enable_sleep_mode` decided that are auto.
+
+    Several ranks on GPUs, or with vLLM, get an engine process beside each rank of rank 0's machine. On a GPU it sleeps
+    while they train, unless it generates then, too.
+
+    Args:
+        ranks: processes that train.
+        on_gpu: whether they train on GPUs.
+        local_ranks: those on the machine where engine processes start; None: all.
+
+    Raises:
+        ConfigError: other settings do not fit what was decided.
+    """
+    if config.placement.engines != "auto":
+        return config
+
+    engines = [config.engine, config.evaluation.engine or config.engine]
+    has_vllm = any(isinstance(engine, VLLMEngineConfig) for engine in engines)
+    is_beside = ranks > 1 and (on_gpu or has_vllm) and not all(map(is_remote, engines))
+    is_asleep = is_beside and on_gpu and not config.batch.ahead and config.draft is None
+
+    settings = config.model_dump(mode="json")
+    settings["placement"]["engines"] = (local_ranks or ranks) if is_beside else 0
+    if is_asleep and config.rollout_model and config.evaluation.engine is None:
+        settings["evaluation"]["engine"] = dict(settings["engine"])  # of two engines with vLLM one can sleep
+
+    chosen = [settings["engine"], settings["evaluation"]["engine"] or {}]
+    open_modes = [engine for engine in chosen if engine.get("enable_sleep_mode") == "auto"]
+    for engine in open_modes:
+        engine["enable_sleep_mode"] = is_asleep
+    if all(engine.get("name") == "vllm" and engine["enable_sleep_mode"] for engine in chosen) and open_modes:
+        open_modes[-1]["enable_sleep_mode"] = False
+
+    return build_config(settings)
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Refuse engines with which several ranks cannot train.
+
+    Args:
+        ranks: processes that train.
+
+    Raises:
+        ConfigError: an engine of vLLM in the process of rank 0.
+    """
+    engines = (config.engine, config.evaluation.engine)
+    if ranks > 1 and config.placement.engines == 0 and any(isinstance(one, VLLMEngineConfig) for one in engines):
+        raise ConfigError(
+            "placement.engines is 0, and engine vllm sets up torch.distributed in the process that trains, which has "
+            "set it up for its ranks; leave placement.engines out, and each rank has an engine process beside it, or "
+            "use engine=vllm_server, or one process"
+        )
