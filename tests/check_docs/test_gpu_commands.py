@@ -14,7 +14,9 @@ from jackpot.analysis.plan.estimate import Estimator
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.config.config import Config
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
+from jackpot.config.recipes.listing import list_recipe
 from jackpot.launch.checks import check_start
+from jackpot.ui.commands.train import train
 
 GPUS = {name: found for name in recipe_names() if (found := recipe_notes(name, load_recipe(name)).gpus)}
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/jackpot/config/recipes").glob("*.yaml")]
@@ -62,12 +64,19 @@ def test_a_published_command_starts_on_enough_gpus(command: str, tmp_path: Path)
     check_start(config, config.model_paths(), ranks)
 
 
-CLUSTER = [*(one for one in STARTS if "jackpot launch" in one), kubernetes()]
-
-
 @pytest.mark.slow  # tracing a step takes seconds
-@pytest.mark.parametrize("command", CLUSTER)
-def test_a_cluster_command_fits_the_gpus_of_its_nodes(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [*STARTS, kubernetes()])
+def test_a_published_command_fits_the_gpus_of_its_recipe(command: str, tmp_path: Path) -> None:
     config, recipe, ranks = started(command, tmp_path)
     memory = Estimator(config, model_sizes(config), prompt_lengths(config)).shard(GPUS[recipe].kind, ranks)
     assert memory.fits, f"{memory.peak / 1e9:.0f} of {memory.limit / 1e9:.0f} GB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", list_recipe("one_gpu").arms)
+def test_one_gpu_takes_every_arm(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = "1x4090" if arm.startswith("lora") else None  # else that of the recipe
+    train("one_gpu", [], arm, None, dry_run=True, gpus=gpus, tiny=False)
+    assert (
+        f"  jackpot train one_gpu --arm {arm}  # train, on 1 {'4090' if gpus else 'H100'}\n" in capsys.readouterr().out
+    )

@@ -19,7 +19,7 @@ PAPERS: dict[str, str] = {  # a recipe's name for a paper, and its title
 class GpusConfig(Strict):
     """The machine that a recipe is meant for."""
 
-    kind: Literal["RTX4090", "A6000", "A100", "H100", "H200"]
+    kind: Literal["4090", "A6000", "A100", "H100", "H200"]
     """Model of the GPUs, with 24, 48, 80, 80 or 141 GB."""
     count: Count
     """Number of GPUs."""

@@ -53,6 +53,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-360M-Instruct": _SMOLLM2 | _shape(960, 2560, 32, 15) | {"num_key_value_heads": 5},
     # SmolLM2-135M with half of its layers, which examples/shrink.py makes and no hub has
     "smollm2/writer": _SMOLLM2 | _shape(576, 1536, 15, 9) | {"num_key_value_heads": 3},
+    "Qwen/Qwen2.5-0.5B": _QWEN2 | _shape(896, 4864, 24, 14) | {"max_position_embeddings": 32_768},
     "Qwen/Qwen2.5-0.5B-Instruct": _QWEN2 | _shape(896, 4864, 24, 14) | _INSTRUCT,
     "Qwen/Qwen2.5-1.5B": _15B,
     "Qwen/Qwen2.5-1.5B-Instruct": _15B | _INSTRUCT,

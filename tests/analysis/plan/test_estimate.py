@@ -99,7 +99,10 @@ def test_a_recipe_fits_the_gpus_that_it_names(name: str) -> None:
 def test_more_than_the_gpus_hold_is_seen() -> None:
     """The joint run without an engine that sleeps, as the recipe once was."""
     found = planned(
-        "joint_8b", None, "engine.enable_sleep_mode=false", "evaluation.engine.gpu_memory_utilization=0.4"
+        "joint_8b",
+        None,
+        *("engine.enable_sleep_mode=false", "evaluation.engine.enable_sleep_mode=false"),
+        "evaluation.engine.gpu_memory_utilization=0.4",
     ).stated
     assert not found.shard.fits and found.hours is None
 

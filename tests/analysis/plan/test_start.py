@@ -54,14 +54,15 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
 
 
 def test_what_is_printed_for_every_gpu_recipe_starts() -> None:
-    assert len(ON_GPUS) == 15
+    assert len(ON_GPUS) == 16
     for name in ON_GPUS:
         gpus, paths = STATED[name], resolve(name, None, []).model_paths()
         config, ranks = typed(start(name, None, [], None, gpus.count))
         assert ranks == gpus.count and config.placement.engines == "auto"
         placed = place_engines(config, ranks, on_gpu=True)
         check_start(placed, paths, ranks)
-        assert placed.placement.engines == gpus.count and placed.shares_gpus
+        assert placed.placement.engines == (gpus.count if gpus.count > 1 else 0)
+        assert placed.shares_gpus == (gpus.count > 1)
 
 
 def test_a_run_starts_on_the_gpus_of_its_recipe_or_the_fewest() -> None:
@@ -97,7 +98,7 @@ def test_gpus_of_this_machine_are_of_a_kind_that_plans_know(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, memory, kind in (
         ("NVIDIA H100 80GB HBM3", 79.6e9, "H100"),
-        ("NVIDIA GeForce RTX 4090", 25.3e9, "RTX4090"),
+        ("NVIDIA GeForce RTX 4090", 25.3e9, "4090"),
         ("NVIDIA A100-SXM4-40GB", 42e9, None),
     ):
         device = SimpleNamespace(name=name, total_memory=memory)

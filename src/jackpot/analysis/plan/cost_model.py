@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
 
 
 GPUS = {  # NVIDIA's data sheets, SXM where there is a choice; half of what they give "with sparsity"
-    "RTX4090": Gpu(165.2e12, 82.6e12, 1.008e12, 24e9, fp8=330.3e12, int8=660.6e12),
+    "4090": Gpu(165.2e12, 82.6e12, 1.008e12, 24e9, fp8=330.3e12, int8=660.6e12),
     "A6000": Gpu(154.8e12, 38.7e12, 768e9, 48e9, int8=309.7e12),
     "A100": Gpu(312e12, 19.5e12, 2.039e12, 80e9, int8=624e12),
     "H100": Gpu(989.4e12, 66.9e12, 3.35e12, 80e9, fp8=1978.9e12, int8=1978.9e12),
