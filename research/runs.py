@@ -49,11 +49,20 @@ def processor() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
-def finish(recipe: str, arm: str, seed: int, overrides: list[str], runs: Path) -> dict[str, Any]:
-    """Train a run to its end in a process of its own, and return its line."""
+def finish(
+    recipe: str, arm: str, seed: int, overrides: list[str], runs: Path, name: str = "", ranks: int = 1
+) -> dict[str, Any]:
+    """Train a run to its end in processes of its own, and return its line.
+
+    Args:
+        name: of its folder in `runs`; empty: arm and seed.
+        ranks: processes of torchrun that train.
+    """
     commit, source = frozen_source(runs)
-    folder = runs / f"{arm}-seed{seed}"
-    command = [sys.executable, "-m", "jackpot", "train", recipe, "--arm", arm, "--run", str(folder), f"seed={seed}"]
+    folder = runs / (name or f"{arm}-seed{seed}")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "--", "jackpot"]
+    launcher = [sys.executable, *(torchrun if ranks > 1 else ["-m", "jackpot"])]
+    command = [*launcher, "train", recipe, "--arm", arm, "--run", str(folder), f"seed={seed}"]
     paths = os.pathsep.join([str(source / "src"), str(source)])
     subprocess.run([*command, *overrides], check=True, env=os.environ | {"PYTHONPATH": paths})
 

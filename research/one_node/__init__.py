@@ -1,0 +1,1 @@
+"""The preregistered experiment of README.md in this folder."""
