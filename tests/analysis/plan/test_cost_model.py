@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jackpot.analysis.plan.cost_model import (
+    ALL_REDUCE_SECONDS,
     BANDWIDTH_SHARE,
     GENERATION_SHARE,
     GPUS,
@@ -34,7 +35,7 @@ from jackpot.models.forward import backbone, checkpoint_activations
 
 GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)
 FIXED = Lengths(prompt=3, mean=5, limit=5)  # every response is 5 tokens
-MODEL = ModelCost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6)
+MODEL = ModelCost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6, layers=3)
 BODY = 10 * 8 + 2 * 8 * 8 / 2  # FLOPs of one sequence of FIXED: 8 tokens, half of all pairs
 HEAD = 4 * 5
 
@@ -65,11 +66,18 @@ def test_lengths_have_the_moments_of_a_cut_exponential(mean: float, limit: int) 
 
 
 def test_the_longest_of_some_responses() -> None:
-    free = Lengths(prompt=0, mean=10.0, limit=10**6)
+    free = Lengths(prompt=0, mean=10.0, limit=10**6, endless=0.0)
     assert free.longest(1) == pytest.approx(10, rel=1e-6)
     assert free.longest(4) == pytest.approx(10 * (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)
     assert Lengths(prompt=0, mean=2048.0, limit=8192).longest(512) == 8192
     assert FIXED.longest(7) == 5
+
+
+def test_a_batch_of_thousands_has_a_response_that_does_not_end() -> None:
+    ended, some = (Lengths(prompt=0, mean=10.0, limit=1000, endless=share) for share in (0.0, 0.004))
+    assert some.longest(5000) == pytest.approx(1000, rel=1e-6) and ended.longest(5000) < 100
+    one = 0.004 * 1000 + 0.996 * 10  # of one response: its mean, and the limit in 0.4 % of the cases
+    assert some.longest(1) == pytest.approx(one, rel=1e-3)
 
 
 def test_the_mean_response_is_a_quarter_of_the_longest() -> None:
@@ -117,8 +125,9 @@ def test_decoding_reads_weights_and_cache_at_every_step() -> None:
     moved = 2 * (5 * 100 + 4 * pairs * 6)
     seconds = moved / (50 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS
     assert writing(peak=slow.bf16).seconds(4, FIXED, slow) == pytest.approx(seconds, rel=1e-6)
+    added = 5 * 2 * 3 * ALL_REDUCE_SECONDS  # in 5 steps, twice in each of 3 layers
     assert writing(peak=slow.bf16, gpus=2).seconds(4, FIXED, slow) == pytest.approx(
-        moved / (100 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS, rel=1e-6
+        moved / (100 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS + added, rel=1e-6
     )
     in_turns = 2 * (10 * 100 + 4 * pairs * 6) / (50 * BANDWIDTH_SHARE) + 10 * STEP_SECONDS  # two, then two
     assert writing(peak=slow.bf16, max_num_seqs=2).seconds(4, FIXED, slow) == pytest.approx(in_turns, rel=1e-6)
@@ -126,7 +135,7 @@ def test_decoding_reads_weights_and_cache_at_every_step() -> None:
 
 def test_an_engine_is_done_when_its_last_response_is() -> None:
     fast = GPU._replace(bandwidth=1e15)
-    lengths = Lengths(prompt=0, mean=10.0, limit=10**6)
+    lengths = Lengths(prompt=0, mean=10.0, limit=10**6, endless=0.0)
     longest = 10 * (1 + 1 / 2 + 1 / 3 + 1 / 4)
     assert writing(peak=1e15).seconds(4, lengths, fast) == pytest.approx(longest * STEP_SECONDS, rel=0.01)
     in_turns = writing(peak=1e15, max_num_seqs=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
@@ -202,6 +211,7 @@ def llama(parameters: float, hidden: int, layers: int) -> ModelCost:
         head=2 * head,
         pair=4 * layers * hidden,
         cache=2 * layers * hidden,
+        layers=layers,
     )
 
 
@@ -227,6 +237,7 @@ def test_one_stream_decodes_as_fast_as_published_for_vllm() -> None:
         head=2 * 128_256 * 4096,
         pair=4 * 32 * 4096,
         cache=2 * 32 * 8 * 128,
+        layers=32,
     )
     gpu = Gpu(bf16=312e12, fp32=19.5e12, bandwidth=1.555e12, memory=40e9)
     lengths = Lengths(prompt=1024, mean=128, limit=128)
@@ -236,7 +247,7 @@ def test_one_stream_decodes_as_fast_as_published_for_vllm() -> None:
     assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)
 
 
-DRAFT = ModelCost(parameters=20, trained=20, body=3, head=1, pair=1, cache=2)
+DRAFT = ModelCost(parameters=20, trained=20, body=3, head=1, pair=1, cache=2, layers=1)
 
 
 @pytest.mark.parametrize("bandwidth", [50.0, 1e9], ids=["limited by memory", "limited by operations"])
@@ -251,7 +262,7 @@ def test_a_pass_over_drafts_costs_more_and_gives_more_tokens(bandwidth: float) -
     prefill = 4 * ((10 + 3) * 3 + (2 + 1) * 9 / 2 + 4 + 1)
     speed = GPU.bf16 * GENERATION_SHARE
     decoding = max(flops / speed, moved * 2 / (bandwidth * BANDWIDTH_SHARE))
-    expected = decoding + 3 * passes * STEP_SECONDS + prefill / speed
+    expected = decoding + passes * STEP_SECONDS + prefill / speed  # scheduled once
     assert writing(drafts=drafts).seconds(4, FIXED, gpu) == pytest.approx(expected)
 
 
@@ -268,6 +279,20 @@ def test_fewer_bits_are_read_sooner_and_multiplied_sooner() -> None:
     plain, half = writing(peak=1.0), writing(peak=1.0, linear=0.5)
     saved = plain.seconds(4, FIXED, slow) - half.seconds(4, FIXED, slow)
     assert saved == pytest.approx(4 * 8 * MODEL.body / 2 / GENERATION_SHARE)  # of 4 sequences of 8 tokens
+
+
+def test_fp8_speeds_up_whole_rollouts_by_what_is_published_at_most() -> None:
+    plain = writing().seconds(4, FIXED, GPU)
+    fast = writing(weight_bytes=1.0, linear=0.5)
+    assert fast.seconds(4, FIXED, GPU) < plain / 1.1
+    assert replace(fast, most_gain=1.1).seconds(4, FIXED, GPU) == pytest.approx(plain / 1.1)
+    assert replace(fast, most_gain=9.0).seconds(4, FIXED, GPU) == fast.seconds(4, FIXED, GPU)
+
+
+def test_a_head_that_drafts_is_a_layer_and_an_output_layer() -> None:
+    head = MODEL.drafting_head()
+    assert (head.body, head.pair, head.cache, head.head) == (10 // 3, 0, 2, 4)
+    assert (head.parameters, head.trained) == ((3 + 4) // 2, 0)
 
 
 def test_quantized_layers_train_sooner_in_both_passes() -> None:

@@ -47,6 +47,9 @@ STEP_SECONDS = 1.5e-3
 """Time that each decoding step adds for scheduling, launching, sampling and the top log-probs. With `BANDWIDTH_SHARE`
 it gives 70 tokens/s for one stream of Llama 3.1 8B on an A100 of 1.555 TB/s, 1,024 tokens of prompt and 128 of
 response; 75 are published for vLLM 0.23 (johnmusgrave.com). With many streams a step samples more."""
+ALL_REDUCE_SECONDS = 10e-6
+"""Time in which the GPUs of one engine add up a small tensor, twice in each layer: 8.5 to 12 microseconds for at most
+32 kB on 2 to 8 H100 with vLLM's own kernel (SGLang's pull request 2904)."""
 WEIGHT_BYTES_PER_SECOND = 5e9
 """Rate at which the learner sends weights to an engine. verl's issue 7203 has 3.5 s for 9 billion parameters in bf16 on
 8 H800."""
@@ -56,11 +59,23 @@ the gradient."""
 MEAN_RESPONSE_SHARE, LEAST_MEAN_RESPONSE = 0.25, 200
 """The mean response as a share of the limit, and its least length in tokens. Assumed: models that are trained on
 mathematics with a limit of 8,192 tokens generate one to three thousand; on GSM8K some 200 at any limit."""
+ENDLESS_SHARE = 0.004
+"""Share of responses that go on to the limit, whatever the mean. Two logs of GSM8K have it, with means of 325 and 330
+tokens and a limit of 1,024 (verl's issue 1208, Awesome-ML-SYS-Tutorial's issue 106)."""
 MEAN_PROMPT = 120
 """Tokens of a prompt where no prompt can be read. GSM8K has 103 in the log of verl's issue 1208."""
 ACCEPTANCE = 0.8
 """Probability that a draft of the rollout model is accepted where those before it were. Assumed: a run with
 `engine.draft` reports it as draft/acceptance."""
+HEAD_DRAFTS, HEAD_ACCEPTANCE = 3, 0.62
+"""Drafts before each pass, and `ACCEPTANCE`, of a head of one layer that drafts for the policy: with 3 drafts a pass gives
+2.05 and 2.47 tokens on two workloads of Qwen3-8B (NeMo-RL's speculative decoding, arXiv 2604.26779)."""
+DENSE_FP8_GAIN, MIXTURE_FP8_GAIN = 1.15, 1.4
+"""The most that FP8 speeds up whole rollouts of a dense model and of a mixture of experts. verl's page on FP8 rollouts has
+1.12 to 1.18 for Qwen3-8B and more than 1.35 for Qwen3-30B-A3B."""
+FP8_TRAINING_GAIN = 1.4
+"""Speed-up of linear layers in training that multiply FP8, with quantizing. torchtitan's 8,532 against 6,667 tokens/s of
+Llama 3.1 8B on each H100 is 1.28, where linear layers without the output layer are 77 % of the FLOPs."""
 DYNAMIC_ROUNDS = 2.0
 """Rollout batches generated for each one trained on, where groups of equal reward are dropped. Assumed."""
 
@@ -77,6 +92,7 @@ class Lengths:
     prompt: float  # length of each prompt, tokens
     mean: float  # mean length of responses, tokens; at most `limit`
     limit: int  # greatest length of a response, tokens
+    endless: float = ENDLESS_SHARE  # share of responses that only the limit ends, for `longest`
 
     @property
     def scale(self) -> float:
@@ -110,11 +126,15 @@ class Lengths:
         return self.response_pairs + self.prompt**2 / 2
 
     def longest(self, count: float) -> float:
-        """Return the expected maximum length of `count` responses: scale x (1 + 1/2 + ... + 1/count), or the limit."""
+        """Return the expected maximum length of `count` responses.
+
+        It is the limit where one of them is endless, else scale x (1 + 1/2 + ... + 1/count), at most the limit.
+        """
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
         harmonic = math.log(count) + 0.5772 + 1 / (2 * count) if count > 1 else 1.0
-        return min(float(self.limit), max(self.mean, self.scale * harmonic))
+        ended = min(float(self.limit), max(self.mean, self.scale * harmonic))
+        return self.limit - (self.limit - ended) * (1 - self.endless) ** count
 
 
 def _cut_mean(scale: float, limit: int) -> float:
@@ -141,6 +161,13 @@ class ModelCost:
     head: int  # cost of the output layer for a token, FLOPs
     pair: int  # cost of one (query, key) pair, FLOPs
     cache: int  # numbers in the keys and values of a token
+    layers: int
+
+    def drafting_head(self) -> "ModelCost":
+        """Return the cost of a head that drafts for this model: one of its layers and an output layer, not trained."""
+        layer, pair, cache = (size // self.layers for size in (self.body, self.pair, self.cache))
+        weights = (layer + self.head) // 2
+        return ModelCost(parameters=weights, trained=0, body=layer, head=self.head, pair=pair, cache=cache, layers=1)
 
     def training(self, lengths: Lengths, checkpoints: bool, extra: float, linear: Linear = PLAIN) -> float:
         """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes;
@@ -183,6 +210,7 @@ class EngineSpeed:
     gpus: int  # tensor-parallel GPUs of one engine
     peak: float  # FLOP/s of one GPU at the engine's precision
     linear: float = 1.0  # how long an operation of linear layers takes, beside one of the others
+    most_gain: float | None = None  # the most that its codes speed it up; None: all that bytes and operations allow
     drafts: Drafts | None = None  # None: the model generates alone
 
     def concurrent(self, sequences: float, lengths: Lengths) -> float:
@@ -199,8 +227,13 @@ class EngineSpeed:
         """Return the seconds in which some engines generate `sequences` responses each, the longest of all last.
 
         A step gives every sequence one token. With k drafts a pass of the model reads k + 1 tokens, and the other model
-        takes k passes over as many before it, which together stand for several steps.
+        takes k passes over as many before it, which together stand for several steps and are scheduled once.
         """
+        if self.most_gain:
+            fast = replace(self, most_gain=None)
+            plain = replace(fast, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
+            return max(fast.seconds(sequences, lengths, gpu, engines), plain / self.most_gain)
+
         concurrent = self.concurrent(sequences, lengths)
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
@@ -220,7 +253,9 @@ class EngineSpeed:
         prefill = sum(
             self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
         )
-        return (decoding + read * STEP_SECONDS * steps) / given + sequences * prefill / rate
+        added = 2 * ALL_REDUCE_SECONDS * sum(passes * model.layers for model, passes in models)
+        overhead = STEP_SECONDS + (added if self.gpus > 1 else 0.0)
+        return (decoding + overhead * steps) / given + sequences * prefill / rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,13 @@ from transformers import PreTrainedModel
 
 from jackpot.analysis.plan.cost_model import (
     ACCEPTANCE,
+    DENSE_FP8_GAIN,
     DYNAMIC_ROUNDS,
+    FP8_TRAINING_GAIN,
     GPUS,
+    HEAD_ACCEPTANCE,
+    HEAD_DRAFTS,
+    MIXTURE_FP8_GAIN,
     PLAIN,
     Drafts,
     EngineSpeed,
@@ -273,7 +278,7 @@ class Estimator:
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
-        engines = {"policy": shares.beside, "rollout_model": shares.rollout_model}
+        engines = {"policy": replace(shares.beside, drafts=self.drafts), "rollout_model": shares.rollout_model}
         sets = [(engines[role], answers) for role, answers in _evaluated(self._config)]
         return evaluation_hours(sets, self.evaluations, self.lengths, shares.gpu, shares.gpus)
 
@@ -333,6 +338,7 @@ class Estimator:
             gpus=spread,
             peak=_peak(settings.dtype, gpu),
             linear=_operation(settings, gpu),
+            most_gain=_most_gain(settings, outline(self._config.model_paths()[one.role])),
         )
 
     def work(self) -> Work:
@@ -365,11 +371,17 @@ def _operation(settings: EngineConfig, gpu: Gpu) -> float:
     return min(1.0, _peak(settings.dtype, gpu) / fast) if fast else 1.0
 
 
+def _most_gain(settings: EngineConfig, model: PreTrainedModel) -> float | None:
+    if settings.quantization != "fp8":
+        return None
+    return MIXTURE_FP8_GAIN if getattr(model.config, "num_experts_per_tok", None) else DENSE_FP8_GAIN
+
+
 def _linear(config: Config, gpu: Gpu) -> Linear:
     """Return what quantized linear layers take in training, where the GPU multiplies FP8."""
     if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
-    quantized = _peak(config.compute_dtype, gpu) / gpu.fp8
+    quantized = 1 / FP8_TRAINING_GAIN
     return Linear(quantized, quantized if config.fp8_backward == "fp8" else 1.0)
 
 
@@ -407,6 +419,7 @@ def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
         head=head,
         pair=forward.per_pair,
         cache=cached_numbers(model),
+        layers=model.config.get_text_config().num_hidden_layers,
     )
 
 
