@@ -21,10 +21,12 @@ def line(name: str) -> str:
         return "| " + " | ".join([*cells, "no room"]) + " |"
     cells += [f"{part:.1f}" for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
     cells.append(f"{100 * hours.rollout_share:.0f} %")
+    ahead = found.stated.ahead
+    beside = f"{100 * hours.all / ahead.all:.0f} %" if ahead else "one GPU"
     if is_on_policy(config):
-        return "| " + " | ".join([*cells, "is on-policy", "", ""]) + " |"
+        return "| " + " | ".join([*cells, "is on-policy", "", "", beside]) + " |"
     shares = (found.flops.rollouts, found.flops.all, hours.all / alone.all)
-    return "| " + " | ".join([*cells, *(f"{100 * share:.0f} %" for share in shares)]) + " |"
+    return "| " + " | ".join([*cells, *(f"{100 * share:.0f} %" for share in shares), beside]) + " |"
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", help="default: those that have published rows")
     papers = [name for name in recipe_names() if recipe_notes(name, load_recipe(name)).published]
     columns = ("recipe", "GPUs", "GB each", "fits on", "hours", "generation", "training", "evaluating", "rollout share")
-    columns += ("rollout FLOPs", "all FLOPs", "hours, of on-policy's")
+    columns += ("rollout FLOPs", "all FLOPs", "hours, of on-policy's", "of an asynchronous policy's with drafts")
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for name in parser.parse_args().recipes or papers:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from jackpot.analysis.plan.cost_model import GPUS, Gpu, Hours
-from jackpot.analysis.plan.estimate import Estimator
+from jackpot.analysis.plan.estimate import ENGINES_SHARE, Estimator
 from jackpot.analysis.plan.sharding import Blocks, EngineNeeds, Shard, shard
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.config.batch import batches_in_reserve
@@ -26,7 +26,6 @@ from jackpot.ui.terminal.output import print_line, show_table
 
 AHEAD = (0, 1, 3, 7)  # values of batch.ahead that are compared; an even one takes as long as the one before it
 TRIED = 16  # splits at most of a number of GPUs; of fewer GPUs all
-ENGINES_SHARE = 0.9  # of a GPU's memory that engines take where no learner shares it: vLLM's own default
 GB = 1e9
 _COLUMNS = ("generate + train", "GB each", *(f"ahead {ahead}" for ahead in AHEAD), "eval h", "hours")
 

@@ -121,7 +121,7 @@ def estimated(row: dict[str, Any], mean: float) -> dict[str, float]:
 
 
 def mean_response(row: dict[str, Any]) -> float:
-    """Return the published mean response or, where there is none, the one with which training takes what is published."""
+    """Return the published mean response; where there is none, that with which training takes what is published."""
     if row["mean"]:
         return row["mean"]
     low, high = 1.0, float(row["limit"])

@@ -68,14 +68,14 @@ ACCEPTANCE = 0.8
 """Probability that a draft of the rollout model is accepted where those before it were. Assumed: a run with
 `engine.draft` reports it as draft/acceptance."""
 HEAD_DRAFTS, HEAD_ACCEPTANCE = 3, 0.62
-"""Drafts before each pass, and `ACCEPTANCE`, of a head of one layer that drafts for the policy: with 3 drafts a pass gives
-2.05 and 2.47 tokens on two workloads of Qwen3-8B (NeMo-RL's speculative decoding, arXiv 2604.26779)."""
+"""Drafts before each pass, and `ACCEPTANCE`, of a head of one layer that drafts for the policy: with 3 drafts a pass
+gives 2.05 and 2.47 tokens on two workloads of Qwen3-8B (NeMo-RL's speculative decoding, arXiv 2604.26779)."""
 DENSE_FP8_GAIN, MIXTURE_FP8_GAIN = 1.15, 1.4
-"""The most that FP8 speeds up whole rollouts of a dense model and of a mixture of experts. verl's page on FP8 rollouts has
-1.12 to 1.18 for Qwen3-8B and more than 1.35 for Qwen3-30B-A3B."""
+"""The most that FP8 speeds up whole rollouts of a dense model and of a mixture of experts. verl's page on FP8 rollouts
+has 1.12 to 1.18 for Qwen3-8B and more than 1.35 for Qwen3-30B-A3B."""
 FP8_TRAINING_GAIN = 1.4
-"""Speed-up of linear layers in training that multiply FP8, with quantizing. torchtitan's 8,532 against 6,667 tokens/s of
-Llama 3.1 8B on each H100 is 1.28, where linear layers without the output layer are 77 % of the FLOPs."""
+"""Speed-up of linear layers in training that multiply FP8, with quantizing. torchtitan's 8,532 against 6,667 tokens/s
+of Llama 3.1 8B on each H100 is 1.28, where linear layers without the output layer are 77 % of the FLOPs."""
 DYNAMIC_ROUNDS = 2.0
 """Rollout batches generated for each one trained on, where groups of equal reward are dropped. Assumed."""
 
@@ -165,9 +165,15 @@ class ModelCost:
 
     def drafting_head(self) -> "ModelCost":
         """Return the cost of a head that drafts for this model: one of its layers and an output layer, not trained."""
-        layer, pair, cache = (size // self.layers for size in (self.body, self.pair, self.cache))
-        weights = (layer + self.head) // 2
-        return ModelCost(parameters=weights, trained=0, body=layer, head=self.head, pair=pair, cache=cache, layers=1)
+        return ModelCost(
+            parameters=(self.body // self.layers + self.head) // 2,
+            trained=0,
+            body=self.body // self.layers,
+            head=self.head,
+            pair=self.pair // self.layers,
+            cache=self.cache // self.layers,
+            layers=1,
+        )
 
     def training(self, lengths: Lengths, checkpoints: bool, extra: float, linear: Linear = PLAIN) -> float:
         """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes;
@@ -253,9 +259,8 @@ class EngineSpeed:
         prefill = sum(
             self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
         )
-        added = 2 * ALL_REDUCE_SECONDS * sum(passes * model.layers for model, passes in models)
-        overhead = STEP_SECONDS + (added if self.gpus > 1 else 0.0)
-        return (decoding + overhead * steps) / given + sequences * prefill / rate
+        sums = 2 * sum(passes * model.layers for model, passes in models) if self.gpus > 1 else 0
+        return (decoding + (STEP_SECONDS + sums * ALL_REDUCE_SECONDS) * steps) / given + sequences * prefill / rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,7 @@ from jackpot.analysis.plan.sharding import (
 )
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths, outline
 from jackpot.config.config import Config
-from jackpot.config.engines import EngineConfig, TransformersEngineConfig
+from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
 from jackpot.core.process_rank import process_rank
@@ -61,6 +61,7 @@ from jackpot.models.drafts import tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
+ENGINES_SHARE = 0.9  # of a GPU's memory that engines take where no learner shares it: vLLM's own default
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
@@ -72,6 +73,7 @@ class MachineEstimate(NamedTuple):
     shard: Shard
     hours: Hours | None  # None where the run does not fit
     alone: Hours | None  # of the policy alone, on-policy: it generates as many responses, one step on each batch
+    ahead: Hours | None = None  # of the policy alone that generates ahead, with drafts; None: no room, or one GPU
 
 
 class FlopShares(NamedTuple):
@@ -223,7 +225,36 @@ class Estimator:
         alone = Hours(*(times * part for part in shares.run(work, shares.policy, [self._costs["policy"]])))
 
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
-        return MachineEstimate(kind, here, hours, alone._replace(evaluating=evaluating))
+        return MachineEstimate(
+            kind, here, hours, alone._replace(evaluating=evaluating), self.ahead(GPUS[kind], count, evaluating)
+        )
+
+    def ahead(self, gpu: Gpu, count: int, evaluating: float) -> Hours | None:
+        """Return the fewest hours of the policy alone that generates the run's batches while it trains on others.
+
+        Some GPUs generate, with drafts of a head where those pay, and the others train; all splits are tried. Those
+        that train have room for weights, gradients and moments in float32; activations are not counted.
+
+        Returns:
+            As generation, what the learner waits for it.
+        """
+        own = needs_of(self._config, "policy", self._config.engine, self._prompt)
+        if isinstance(own.settings, VLLMEngineConfig):
+            own = own._replace(settings=own.settings.model_copy(update={"gpu_memory_utilization": ENGINES_SHARE}))
+        policy, found = self._costs["policy"], list[Hours]()
+        drafts = Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE)
+        fewest = math.ceil((4 * policy.parameters + 12 * policy.trained) / gpu.memory)
+
+        for generating in range(1, count - fewest + 1):
+            if not degree(own, gpu, generating):
+                continue
+            writing, learning = (self.shares(gpu, gpus, {"engine": own}) for gpus in (generating, count - generating))
+            learned = learning.run(learning.work, learning.rollout_model, [policy])._replace(evaluating=evaluating)
+            for drafted in (None, drafts):
+                engine = replace(writing.rollout_model, drafts=drafted)
+                waited = writing.run(writing.work, engine, ()).generation - learned.training
+                found.append(learned._replace(generation=max(0.0, waited)))
+        return min(found, key=lambda hours: hours.all, default=None)
 
     def flop_shares(self) -> FlopShares:
         """Return the run's FLOPs beside those of the policy alone, by the models' shapes and the assumed lengths.
@@ -328,7 +359,9 @@ class Estimator:
 
     def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
         cost, settings = self._costs[one.role], one.settings
-        weights = engine_weights(settings, self._config.model_paths()[one.role])
+        path = self._config.model_paths()[one.role]
+        weights = engine_weights(settings, path)
+        gain = MIXTURE_FP8_GAIN if getattr(outline(path).config, "num_experts_per_tok", None) else DENSE_FP8_GAIN
         return EngineSpeed(
             model=cost,
             weight_bytes=weights / cost.parameters,
@@ -338,7 +371,7 @@ class Estimator:
             gpus=spread,
             peak=_peak(settings.dtype, gpu),
             linear=_operation(settings, gpu),
-            most_gain=_most_gain(settings, outline(self._config.model_paths()[one.role])),
+            most_gain=gain if settings.quantization == "fp8" else None,
         )
 
     def work(self) -> Work:
@@ -371,18 +404,11 @@ def _operation(settings: EngineConfig, gpu: Gpu) -> float:
     return min(1.0, _peak(settings.dtype, gpu) / fast) if fast else 1.0
 
 
-def _most_gain(settings: EngineConfig, model: PreTrainedModel) -> float | None:
-    if settings.quantization != "fp8":
-        return None
-    return MIXTURE_FP8_GAIN if getattr(model.config, "num_experts_per_tok", None) else DENSE_FP8_GAIN
-
-
 def _linear(config: Config, gpu: Gpu) -> Linear:
     """Return what quantized linear layers take in training, where the GPU multiplies FP8."""
     if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
-    quantized = 1 / FP8_TRAINING_GAIN
-    return Linear(quantized, quantized if config.fp8_backward == "fp8" else 1.0)
+    return Linear(1 / FP8_TRAINING_GAIN, 1 / FP8_TRAINING_GAIN if config.fp8_backward == "fp8" else 1.0)
 
 
 def extra_passes(config: Config) -> float:
