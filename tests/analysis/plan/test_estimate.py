@@ -1,5 +1,6 @@
 """GPUs and hours of whole recipes, with the shapes of the real models on the meta device."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -193,8 +194,9 @@ def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytes
     own = planner("rollout_model=null", "engine.gpu_memory_utilization=0.9")
     splits = []
     for training in range(2, 8):  # 131 GB of weights, gradients and moments need two GPUs
-        writing, learning = (own.run_hours(own.shares(gpu, gpus)) for gpus in (8 - training, training))
-        splits.append(max(writing.generation, learning.training) + writing.sending)
+        shares, learned = own.shares(gpu, 8 - training), own.run_hours(own.shares(gpu, training)).training
+        four = own.run_hours(replace(shares, work=replace(shares.work, sequences=4 * shares.work.sequences)))
+        splits.append(max(four.generation / 4, learned) + four.sending)
     assert alone.iterations == pytest.approx(min(splits))
     assert plan.ahead(gpu, 2, 0.0) is None  # one GPU does not hold the learner
 

@@ -62,6 +62,7 @@ from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
 ENGINES_SHARE = 0.9  # of a GPU's memory that engines take where no learner shares it: vLLM's own default
+AT_ONCE = 4  # batches that a policy ahead generates at once, as with batch.ahead 7: their tails overlap
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
@@ -250,10 +251,11 @@ class Estimator:
                 continue
             writing, learning = (self.shares(gpu, gpus, {"engine": own}) for gpus in (generating, count - generating))
             learned = learning.run(learning.work, learning.rollout_model, [policy])._replace(evaluating=evaluating)
+            ahead = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
             for drafted in (None, drafts):
                 engine = replace(writing.rollout_model, drafts=drafted)
-                waited = writing.run(writing.work, engine, ()).generation - learned.training
-                found.append(learned._replace(generation=max(0.0, waited)))
+                generation = writing.run(ahead, engine, ()).generation / AT_ONCE
+                found.append(learned._replace(generation=max(0.0, generation - learned.training)))
         return min(found, key=lambda hours: hours.all, default=None)
 
     def flop_shares(self) -> FlopShares:

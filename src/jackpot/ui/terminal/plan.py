@@ -280,11 +280,10 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
         )
     if row.ahead:
         said.append(
-            f"A policy alone that generates ahead takes {_hours(row.ahead.all)} hours with the same evaluations, on "
-            f"the best split of these GPUs, with {HEAD_DRAFTS} drafts a pass by a head of one layer "
-            f"({HEAD_ACCEPTANCE:.0%} accepted) where they pay. Of those hours this run saves "
-            f"{1 - hours.all / row.ahead.all:.0%} ({1 - hours.iterations / row.ahead.iterations:.0%} without "
-            "evaluations); negative: it takes longer."
+            f"Beside a policy alone that generates ahead, on the best split of these GPUs, with {HEAD_DRAFTS} drafts a "
+            f"pass by a head of one layer ({HEAD_ACCEPTANCE:.0%} accepted) where they pay: "
+            f"{hours.all / row.ahead.all:.0%} of its {_hours(row.ahead.all)} hours "
+            f"({hours.iterations / row.ahead.iterations:.0%} without evaluations)."
         )
     return said
 
