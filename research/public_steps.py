@@ -3,7 +3,8 @@
     python -m research.public_steps
 
 docs/cost.jsonl has a line for each published row: the model, the GPUs that generate and those that train (one number:
-the same ones in turn), lengths, settings, and seconds by phase. Nothing is run.
+the same ones in turn), lengths, settings, seconds by phase, and what the cost model said before it was mended (commit
+de75919d). Nothing is run.
 
 One row is held out: no term of the cost model is chosen or changed with it in view. It was named before any of the
 published numbers was read: of NeMo-RL's performance summary the newest release's row of Qwen3-32B on H100, trained
@@ -140,20 +141,29 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table: ours / published and their ratio, by phase; ours alone where nothing is published."""
-    mean = mean_response(row)
-    cells = [f"{row['source']}: {row['model']}{', FP8' if row['fp8'] else ''}"]
-    cells += [f"{' + '.join(map(str, row['gpus']))} {row['gpu']}", f"{row['ahead']}", f"{mean:,.0f}"]
+    mean, published = mean_response(row), row["published"]
+    name = f"{row['source']}: {row['model']}{', FP8' if row['fp8'] else ''}"
+    is_held_out = all(row[key] == value for key, value in HELD_OUT.items())
+    cells = [f"{name}, **held out**" if is_held_out else name, f"{' + '.join(map(str, row['gpus']))} {row['gpu']}"]
+    cells += [f"{row['ahead']}", f"{mean:,.0f}{'' if row['mean'] else ' *'}"]
     for phase, ours in estimated(row, mean).items():
-        known = row["published"].get(phase)
-        cells.append(f"{ours:.1f} / {known:g}: **{ours / known:.2f}**" if known else f"{ours:.1f}")
+        known = published.get(phase)
+        text = f"{ours:.1f}" if ours else "-"
+        if known:
+            ratios = dict.fromkeys(f"{one / known:.2f}" for one in (row["before"].get(phase, ours), ours))
+            text += f" / {known:g} = {', now '.join(ratios)}"
+        cells.append(text)
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
+def table() -> str:
+    """Return the table of docs/cost.md."""
     columns = ("row", "GPUs", "ahead", "mean response", *PHASES)
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for row in rows():
-        print(line(row), flush=True)
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(line, rows())])
+
+
+def main() -> None:
+    print(table())
 
 
 if __name__ == "__main__":
