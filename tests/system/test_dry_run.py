@@ -1,10 +1,18 @@
 """What `jackpot train --dry-run` says as a user types it."""
 
+import io
+
+import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from helpers.runs import SMALL, small_config
+from jackpot.analysis.plan.cost_model import Hours
+from jackpot.analysis.plan.estimate import CostEstimate, FlopShares, MachineEstimate
+from jackpot.analysis.plan.sharding import Shard
+from jackpot.analysis.plan.sizes import PromptLengths
 from jackpot.ui import cli
-from jackpot.ui.terminal.plan import unpriced
+from jackpot.ui.terminal.plan import show_needs, unpriced
 
 
 def test_plans_of_int8_say_that_their_hours_do_not_hold() -> None:
@@ -15,3 +23,16 @@ def test_engines_in_processes_of_their_own_are_named() -> None:
     arguments = ["train", "quickstart", "--dry-run", *SMALL, "placement.engines=2"]
     result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
     assert "shares the training out to N; 2 engine processes" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(Hours(1.0, 2.0, 0.0, 1.0), True), (None, False)])
+def test_hours_stand_beside_those_of_a_policy_ahead(ahead: Hours | None, expected: bool) -> None:
+    parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
+    shard = Shard(gpus=8, limit=1.0, tensor_parallel={}, **parts)
+    row = MachineEstimate("H100", shard, Hours(3.0, 2.0, 0.0, 1.0), Hours(5.0, 2.0, 0.0, 1.0), ahead)
+    estimate = CostEstimate(PromptLengths(10, 10, ""), 20.0, [], row, {"H100": 8}, [], FlopShares(1.0, 1.0))
+
+    printed = io.StringIO()
+    show_needs(Console(file=printed, width=200), small_config(), estimate)
+    said = " ".join(printed.getvalue().split())
+    assert ("150% of its 4.0 hours (167% without evaluations)" in said) is expected

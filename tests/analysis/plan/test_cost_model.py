@@ -281,7 +281,7 @@ def test_fewer_bits_are_read_sooner_and_multiplied_sooner() -> None:
     assert saved == pytest.approx(4 * 8 * MODEL.body / 2 / GENERATION_SHARE)  # of 4 sequences of 8 tokens
 
 
-def test_fp8_speeds_up_whole_rollouts_by_what_is_published_at_most() -> None:
+def test_fp8_speeds_rollouts_up_by_what_is_published_at_most() -> None:
     plain = writing().seconds(4, FIXED, GPU)
     fast = writing(weight_bytes=1.0, linear=0.5)
     assert fast.seconds(4, FIXED, GPU) < plain / 1.1
