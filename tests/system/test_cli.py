@@ -79,6 +79,8 @@ def test_a_dry_run_says_how_many_ranks_train(tmp_path: Path) -> None:
     placed = ("--dry-run", "placement.launcher=ray", "placement.ranks=3", "placement.engines=2")
     plan = jackpot("train", "quickstart", *placed, cwd=tmp_path).stdout
     assert "Ray places 3 ranks and 2 engines" in plan
+    plan = jackpot("train", "quickstart", *placed[:-1], "engine.name=vllm", cwd=tmp_path).stdout
+    assert "Ray places 3 ranks and 3 engines" in plan
     follower = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks | {"RANK": "1", "LOCAL_RANK": "1"})
     assert (follower.returncode, follower.stdout, follower.stderr) == (0, "", "")
     refused = jackpot("eval", "starter:policy", cwd=tmp_path, **ranks)

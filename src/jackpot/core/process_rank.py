@@ -16,6 +16,11 @@ class ProcessRank(NamedTuple):
     local_rank: int  # on this machine
     local_size: int  # ranks on this machine
 
+    @property
+    def beside(self) -> int | None:
+        """Return the ranks on this machine; None where no launcher started several."""
+        return self.local_size if self.size > 1 else None
+
 
 def process_rank() -> ProcessRank:
     """Return the rank of this process; (0, 1, 0, 1) where no launcher started several.

@@ -103,7 +103,7 @@ def make_components(
         build: makes the learner; None: `build_learner`, in this process alone.
     """
     ranks, device = process_rank(), pick_device(config.device)
-    config = place_engines(config, ranks.size, device.type == "cuda", ranks.local_size)
+    config = place_engines(config, ranks.size, device.type == "cuda", ranks.beside)
     paths = config.model_paths(checkpoint.folder if checkpoint else None)
     outlines = check_start(config, paths, ranks.size)
     tokenizer = load_tokenizers(paths)

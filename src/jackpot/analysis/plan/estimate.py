@@ -116,7 +116,7 @@ def estimate(
     """
     stated = stated or GpusConfig(kind="H100", count=1)
     plan, here = Estimator(config, sizes, prompts), gpus_here()
-    placed = place_engines(config, ranks, on_gpu=True, local_ranks=process_rank().local_size) if ranks > 1 else config
+    placed = place_engines(config, ranks, on_gpu=True, local_ranks=process_rank().beside) if ranks > 1 else config
     return CostEstimate(
         prompts=prompts,
         response=plan.lengths.mean,

@@ -300,12 +300,6 @@ def make_reader(
     return read
 
 
-def problem_columns(values: Mapping[str, Any], candidates: Sequence[str]) -> set[str]:
-    """Return the columns of a row that the problem is made of, of names as `ColumnsConfig.problem` has them."""
-    names = {part for name in candidates for part in _IN_BRACES.findall(name) or [name]}
-    return {name if name in values else name.partition(".")[0] for name in names} & values.keys()
-
-
 def _lookup(values: Any, path: str, default: Any = None) -> Any:
     """Return the value at a column's name or dotted path; `default` where there is none."""
     is_name = isinstance(values, Mapping) and path in values

@@ -135,7 +135,7 @@ def _plan(
         return needs
 
     on_gpu = device.pick_device(config.device).type == "cuda"
-    config = processes.place_engines(config, ranks, on_gpu, process_rank().local_size if ranks > 1 else None)
+    config = processes.place_engines(config, ranks, on_gpu, process_rank().beside)
     with sharding.sharded() if ranks > 1 else nullcontext():
         needed = planned_memory.plan_memory(config, models, prompts.longest)
     if ranks > 1:
