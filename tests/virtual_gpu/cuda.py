@@ -1,10 +1,9 @@
-"""The virtual GPU of this process: `cuda` is a device once this is imported, which must be before torch.
+"""The virtual GPU of this process: with it `cuda` is a device. sitecustomize imports it as soon as torch is there.
 
-VIRTUAL_GPU is the path of the built device, VIRTUAL_GPUS the number of GPUs, one if it is not set. `waits` counts what
-makes the host wait, with the lines of the project that ask for it.
+VIRTUAL_GPUS is the number of GPUs, one if it is not set; in the file VIRTUAL_GPU_HAZARDS processes note hazards.
+`waits` counts what makes the host wait, with the lines of the project that ask for it.
 """
 
-import importlib.util
 import os
 import sys
 import tempfile
@@ -13,43 +12,40 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-if "torch" in sys.modules:
-    raise ImportError("the virtual GPU is imported after torch, which has looked for a GPU by then")
-
-_spec = importlib.util.spec_from_file_location("virtual_device", os.environ["VIRTUAL_GPU"])
-assert _spec and _spec.loader
-device: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(device)
-
-import torch  # noqa: E402
+import torch
+import virtual_device as device
 
 CAPABILITY, MEMORY = (9, 0), 80 * 2**30
+STAND_INS = ("/triton/runtime/interpreter", "/_higher_order_ops/flex_attention")  # for kernels, which would not wait
 
 
 class Waits:
-    """Counts what stops the host until the device is done ("wait"), and pinned memory that is written too early
-    ("hazard"), each by what it is and where it is asked for."""
+    """Counts what stops the host until the device is done, by what it is and where it is asked for."""
 
     def __init__(self) -> None:
-        self.seen: Counter[tuple[str, str]] = Counter()
+        self._seen: Counter[str] = Counter()
 
     def note(self, kind: str, what: str) -> None:
+        """Note a wait, or as a "hazard" that pinned memory was written before its copy was done."""
         frame, lines = sys._getframe(), []
-        while frame and len(lines) < 3:
+        while frame:
             path = frame.f_code.co_filename
-            if "/jackpot/" in path:
+            if any(name in path for name in STAND_INS):
+                return
+            if "/jackpot/" in path and len(lines) < 3:
                 lines.append(f"{path.rpartition('/jackpot/')[2]}:{frame.f_lineno}")
             frame = frame.f_back
-        self.seen[kind, f"{what} at {' < '.join(lines)}"] += 1
+        text = f"{what} at {' < '.join(lines)}"
+        if kind == "wait":
+            self._seen[text] += 1
+        else:
+            with Path(os.environ["VIRTUAL_GPU_HAZARDS"]).open("a") as file:
+                file.write(text + "\n")
 
-    def take(self, kind: str = "wait") -> list[str]:
-        """Return what of this kind has been seen, and forget it."""
-        lines = [f"{count} x {what}" for (key, what), count in self.seen.items() if key == kind]
-        self.seen = Counter({key: count for key, count in self.seen.items() if key[0] != kind})
-        return lines
-
-    def count(self, kind: str = "wait") -> int:
-        return sum(count for key, count in self.seen.items() if key[0] == kind)
+    def take(self) -> Counter[str]:
+        """Return what has been seen, and forget it."""
+        seen, self._seen = self._seen, Counter()
+        return seen
 
 
 waits = Waits()
@@ -140,7 +136,7 @@ FUNCTIONS = {
     "current_device": device.current_device,
     "set_device": lambda name: device.set_device(_index(name)),
     "_exchange_device": _exchange,
-    "_maybe_exchange_device": _exchange,
+    "_maybe_exchange_device": lambda index: _exchange(index),  # torch.compile asks for two functions
     "synchronize": lambda name=None: device.wait("torch.cuda.synchronize"),
     "empty_cache": lambda: None,
     "stream": StreamContext,
@@ -157,6 +153,7 @@ FUNCTIONS = {
     "memory_reserved": lambda name=None: device.allocated(),
     "max_memory_allocated": lambda name=None: device.peak(),
     "reset_peak_memory_stats": lambda name=None: device.reset_peak(),
+    "manual_seed_all": lambda seed: None,
     "get_rng_state": lambda name=None: torch.zeros(16, dtype=torch.uint8),
     "set_rng_state": lambda state, name=None: None,
     "is_bf16_supported": lambda including_emulation=True: True,
@@ -184,7 +181,7 @@ def _give_torch_its_gpu() -> None:
 
 # Storages, for FSDP and for processes that open each other's memory
 
-_resize = torch.UntypedStorage.resize_
+_resize, _clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -196,6 +193,10 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSt
         return _resize(storage, size)
     device.resize_storage(_bytes_of(storage), size)
     return storage
+
+
+def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return _bytes_of(storage).clone().untyped_storage() if storage.device.type == "cuda" else _clone(storage)
 
 
 def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
@@ -214,15 +215,19 @@ def _open_shared(index: int, handle: bytes, size: int, *_: Any) -> torch.Untyped
 
 
 _give_torch_its_gpu()
-torch.UntypedStorage.resize_ = _resize_storage
+torch.UntypedStorage.resize_, torch.UntypedStorage.clone = _resize_storage, _clone_storage
 torch.UntypedStorage._share_cuda_, torch.UntypedStorage._new_shared_cuda = _share, staticmethod(_open_shared)
 
-_compile = torch.compile
+_compile, traces = torch.compile, False
 
 
-def _compile_without_inductor(*arguments: Any, **options: Any) -> Any:
-    """Compile by tracing alone: inductor's kernels need a real GPU. With it flex attention runs."""
-    return _compile(*arguments, **(options | {"backend": "eager"}))
+def _compile_without_inductor(function: Any, **options: Any) -> Any:
+    """Compile by tracing alone where `traces` says so: inductor's kernels need a real GPU."""
+    return _compile(function, **(options | {"backend": "eager"})) if traces else _cannot_compile
+
+
+def _cannot_compile(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the virtual GPU has no inductor")
 
 
 torch.compile = _compile_without_inductor

@@ -39,13 +39,15 @@ class VirtualGroup(dist.ProcessGroup):
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("virtual", store), rank, size, options)
-        self.group_name = "0"
+        self._name = "0"
 
     def getBackendName(self) -> str:
         return "virtual"
 
     def _set_group_name(self, name: str) -> None:
-        self.group_name = name
+        self._name = name
+
+    group_name = property(lambda self: self._name)
 
     def _run(self, name: str, tensors: list, *arguments: Any) -> Any:
         getattr(self._gloo, name)(_host(tensors), *arguments).wait()

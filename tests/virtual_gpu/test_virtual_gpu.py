@@ -11,15 +11,14 @@ from virtual_gpu.build import build, obstacle
 from virtual_gpu.process import HERE, VirtualGpu
 
 RUNS = yaml.safe_load((HERE / "runs.yaml").read_text())
-GAP = 1e-3  # of metrics in fp32
 pytestmark = pytest.mark.virtual_gpu
 
 
 @pytest.fixture(scope="session")
-def gpu() -> Iterator[VirtualGpu]:
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualGpu]:
     if reason := obstacle():
         pytest.skip(reason)
-    process = VirtualGpu(build())
+    process = VirtualGpu(build(), tmp_path_factory.mktemp("virtual-gpu"))
     yield process
     process.close()
 
@@ -37,12 +36,24 @@ def test_a_graph_replays_and_its_capture_computes_nothing(gpu: VirtualGpu) -> No
 
 
 def test_copies_from_and_to_pinned_memory_end_at_a_wait(gpu: VirtualGpu) -> None:
-    hazards, early, late = gpu("mixes.pinned_values")
-    assert hazards == 1 and all(value != value for value in early) and late == [1.0, 1.0]
+    early, late = gpu("mixes.pinned_values")
+    assert all(value != value for value in early) and late == [1.0, 1.0]
+    assert len(gpu.hazards()) == 1
+
+
+def test_the_numbers_of_check_are_those_of_the_cpu(gpu: VirtualGpu) -> None:
+    assert gpu("checks.wrong_rows") == {}
+
+
+def test_the_host_waits_no_more_often_than_the_table_says(gpu: VirtualGpu) -> None:
+    most, counts = yaml.safe_load((HERE / "waits.yaml").read_text()), gpu("measures.counts")
+    assert counts.keys() == most.keys()
+    assert {name: count for name, count in counts.items() if count > most[name]} == {}
+    assert gpu.hazards() == []
 
 
 def cases() -> Iterator[Any]:
-    for group in ("equal", "resumed", "two_ranks", "rounded"):
+    for group in ("equal", "flex", "resumed", "two_ranks", "rounded"):
         for name in RUNS[group]:
             yield pytest.param(group, name, id=name, marks=[pytest.mark.slow] * (name in RUNS["in_test_all"]))
 
@@ -55,6 +66,8 @@ def flat(items: list) -> Iterator[str]:
 @pytest.mark.parametrize(("group", "name"), list(cases()))
 def test_a_run_takes_the_steps_that_it_takes_on_a_cpu(gpu: VirtualGpu, tmp_path: Path, group: str, name: str) -> None:
     recipe, *overrides = flat(RUNS[group][name])
-    outcome = gpu("runs.compare", group, [recipe, *RUNS["common"], *overrides], tmp_path)
-    assert outcome.hazards == [] and outcome.waits > 0
-    assert group == "rounded" or outcome.gap <= GAP, outcome.metric
+    if "head_kernel=triton" in overrides:
+        pytest.importorskip("triton")
+    differing, waits = gpu("runs.compare", group, [recipe, *RUNS["common"], *overrides], tmp_path)
+    assert gpu.hazards() == [] and (waits > 0 or group == "two_ranks")
+    assert group == "rounded" or differing == []
