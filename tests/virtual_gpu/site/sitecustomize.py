@@ -17,7 +17,6 @@ class Finder:
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name)
         assert spec and spec.loader
         load = spec.loader.exec_module
