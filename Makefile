@@ -7,7 +7,7 @@ KILLS ?= 100
 DEFAULT := not slow and not vllm and not mutants and not trl and not adapters and not virtual_gpu
 FAST := not process and not seconds and $(DEFAULT)
 
-.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang mutants soak soak-distributed study bench gpu gpu-wheels virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang mutants soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -106,6 +106,10 @@ gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync, fsdp, fp8 
 
 gpu-wheels:  # what a GPU machine without a network may lack, to carry there
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py wheels
+
+gpu-compile: $(VENV)/ready  # the Triton kernels for five kinds of GPUs, without one: registers, and an error where they spill
+	-$(BIN)/pip install --quiet triton==3.7.1  # the one of torch 2.13
+	$(BIN)/python -m tools.compile_kernels $(ARGS)
 
 virtual-gpu: $(VENV)/ready  # what a first run on a GPU would trip over, on a GPU that g++ builds for the CPU build of torch
 	$(BIN)/python tests/virtual_gpu/build.py

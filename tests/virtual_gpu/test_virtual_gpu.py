@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from virtual_gpu.build import build, obstacle
+from virtual_gpu import build
 from virtual_gpu.process import HERE, VirtualGpu
 
 RUNS = yaml.safe_load((HERE / "runs.yaml").read_text())
@@ -16,11 +16,22 @@ pytestmark = pytest.mark.virtual_gpu
 
 @pytest.fixture(scope="session")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualGpu]:
-    if reason := obstacle():
+    if reason := build.obstacle():
         pytest.skip(reason)
-    process = VirtualGpu(build(), tmp_path_factory.mktemp("virtual-gpu"))
+    process = VirtualGpu(build.build(), tmp_path_factory.mktemp("virtual-gpu"))
     yield process
     process.close()
+
+
+def test_a_machine_that_cannot_have_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.torch.version, "cuda", None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build, "TRIED", {build.torch.__version__.partition("+")[0]})
+    assert build.obstacle() == "there is no g++"
+    monkeypatch.setattr(build, "TRIED", {"0.1"})
+    assert "was tried with torch 0.1, not with" in build.obstacle()
+    monkeypatch.setattr(build.torch.version, "cuda", "13.0")
+    assert "is built for CUDA 13.0" in build.obstacle()
 
 
 def test_what_cuda_refuses_raises(gpu: VirtualGpu) -> None:
