@@ -24,7 +24,7 @@ from jackpot.objectives.kernels.reader import TileGradient
 from jackpot.objectives.kernels.tiles import Tile
 
 GPUS = {80: "A100", 89: "L40S, 4090", 90: "H100, H200", 100: "B200", 120: "5090"}  # by compute capability
-BIAS, CAP, TEMPERATURE = torch.zeros(8192), 30.0, 1.0
+BIAS, CAP = torch.zeros(8192), 30.0
 HEADS = [(False, None, None), (True, None, None), (True, BIAS, None), (True, None, CAP), (True, BIAS, CAP)]
 TOKENS = (5000, 8192, 50, 128, 200, 512)  # of a tile
 SHARE = 7  # of the kernels of narrow tiles one in seven is compiled: their programs read less at a time
@@ -78,11 +78,11 @@ def launches() -> Iterator[Build]:
 
     with patch.object(triton_reader, "_launch", note):
         for tokens in TOKENS:
-            for number, tiles in enumerate(_tiles(tokens)):
-                if tokens < triton_reader.WIDTH or number % 2 == tokens % 16 // 8:  # 16 divides half of them
+            for index, tiles in enumerate(_tiles(tokens)):
+                if tokens < triton_reader.WIDTH or index % 2 == tokens % 16 // 8:  # 16 divides half of them
                     _read(triton_reader.TRITON, tiles)
-    for number, build in enumerate(seen.values()):
-        if build[2]["WIDTH"] == triton_reader.WIDTH or number % SHARE == 0:
+    for index, build in enumerate(seen.values()):
+        if build[2]["WIDTH"] == triton_reader.WIDTH or index % SHARE == 0:
             yield build
 
 
@@ -91,7 +91,7 @@ def _tiles(tokens: int) -> Iterator[list[Tile]]:
 
     def tile(is_raw: bool, bias: torch.Tensor | None, cap: float | None) -> Tile:
         logits, cut = torch.zeros(4, tokens), None if bias is None else bias[:tokens]
-        return Tile(logits, cut, cap, TEMPERATURE, may_mask=True, is_raw=is_raw, is_kept=False)
+        return Tile(logits, cut, cap, 1.0, may_mask=True, is_raw=is_raw, is_kept=False)
 
     for head in HEADS:
         yield [tile(*head)]
@@ -118,7 +118,9 @@ def _read(reader: Any, tiles: list[Tile]) -> None:
 
 def _build(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Build:
     """Return what Triton compiles for these arguments: ones are constants, and it uses what 16 divides."""
-    signature, attributes, constants = {}, {}, dict(constants)
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], list] = {}
+    constants = dict(constants)
     for position, parameter in enumerate(kernel.params):
         name = parameter.name
         value = constants[name] if name in constants else arguments[position]

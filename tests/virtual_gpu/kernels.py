@@ -130,8 +130,8 @@ def _flash_forward(
     for q, k, scores in sequences(is_causal, window_size_left, window_size_right, scale):
         log_sums[:, q] = scores.logsumexp(-1)
         out[q] = (scores.softmax(-1) @ sequences.by_head(sequences.value[k])).transpose(0, 1)
-    state, unused, mask = torch.zeros(2, dtype=torch.int64), torch.empty(0), torch.empty(0)
-    return tuple(_quietly_on(query, tensor) for tensor in (out.to(query.dtype), log_sums, state, unused, mask))
+    rest = (torch.zeros(2, dtype=torch.int64), torch.empty(0), torch.empty(0))  # state of the dropout, a mask
+    return tuple(_quietly_on(query, tensor) for tensor in (out.to(query.dtype), log_sums, *rest))
 
 
 def _flash_backward(
@@ -219,9 +219,11 @@ def _scaled_mm(
     else:
         _check_scales(scales_b, n, parts)
         rows_b = scales_b
-    total, left, right = torch.zeros(m, n, device=a.device), a.float(), b.T.float()
-    for part, columns in enumerate(slice(start, start + 128) for start in range(0, k, 128)):
-        total += rows_a[:, part, None] * (rows_b[:, part] * (left[:, columns] @ right[:, columns].T))
+    total = torch.zeros(m, n, device=a.device)
+    left, right = a.float(), b.T.float()
+    for block in range(parts):
+        columns = slice(128 * block, 128 * block + 128)
+        total += rows_a[:, block, None] * (rows_b[:, block] * (left[:, columns] @ right[:, columns].T))
     return total.to(out_dtype or torch.bfloat16)
 
 

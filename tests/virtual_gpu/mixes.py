@@ -15,11 +15,18 @@ def on(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(CUDA, dtype)
 
 
-a, b, ids = on(4, 5), torch.randn(4, 5), torch.tensor([0, 2])
-integers, base, weight = torch.ones(4, dtype=torch.int64).to(CUDA), on(4), on(3, 5)
-half, number, ids_there, pinned = on(4, 5, dtype=torch.bfloat16), on(), ids.to(CUDA), b.pin_memory()
-column, square = torch.zeros(4, 1, dtype=torch.int64), integers[:, None] * integers
+a, b = on(4, 5), torch.randn(4, 5)
+pinned = b.pin_memory()
+half = on(4, 5, dtype=torch.bfloat16)
+scalar, base = on(), on(4)
+weight = on(3, 5)
 parameter = torch.nn.Parameter(on(3))
+
+ids = torch.tensor([0, 2])
+ids_there = ids.to(CUDA)
+integers = torch.ones(4, dtype=torch.int64).to(CUDA)
+square = integers[:, None] * integers
+column = torch.zeros(4, 1, dtype=torch.int64)
 
 
 def captured(work: Callable[[], object]) -> None:
@@ -84,7 +91,7 @@ LEGAL: dict[str, tuple[Callable[[], object], int]] = {  # with the number of wai
     "index of the GPU": (lambda: a[ids_there], 0),
     "slice set to a number": (lambda: a.clone().__setitem__(slice(0, 2), 0.0), 0),
     "mask set to a number": (lambda: a.clone().__setitem__(a > 0, 0.0), 0),
-    "masked_fill by a number of the GPU": (lambda: a.masked_fill(a > 0, number), 1),
+    "masked_fill by a number of the GPU": (lambda: a.masked_fill(a > 0, scalar), 1),
     "boolean index": (lambda: a[a > 0], 1),
     "nonzero": (lambda: a.nonzero(), 1),
     "item": (lambda: a.sum().item(), 1),
