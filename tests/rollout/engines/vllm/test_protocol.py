@@ -105,6 +105,12 @@ def test_settings_for_gpus_are_refused_on_a_cpu(folder, settings):
         make_engine(VLLMEngineConfig(**settings), str(folder), torch.device("cpu"), Version(0, 0))
 
 
+def test_drafts_on_the_second_model_runner_are_refused(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ConfigError, match="first model runner only"):
+        make_engine(VLLMEngineConfig(draft={}), str(folder), torch.device("cpu"), Version(0, 0))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_without_vllm_the_error_says_how_to_install_it(folder):
     with pytest.raises(EngineError, match=r"pip install -c constraints\.txt '\.\[vllm\]'"):

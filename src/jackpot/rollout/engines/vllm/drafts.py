@@ -53,9 +53,7 @@ def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: 
 
 def repair_sampling(worker: Any) -> None:
     """Have vLLM's first model runner draw drafts with the generator of their request, and steps without drafts sampled
-    as without a draft model.
-
-    Its second one, which needs Triton, does so itself.
+    as without a draft model. Its second one is refused.
 
     Args:
         worker: vLLM's worker.

@@ -11,6 +11,7 @@ Two threads take part (see `background.py`):
 Status: experimental. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
 
+import os
 import threading
 import warnings
 from collections import deque
@@ -39,6 +40,7 @@ from jackpot.rollout.engines.vllm.drafts import (
     repair_sampling,
 )
 from jackpot.rollout.engines.vllm.library import (
+    SECOND_RUNNER,
     check_device,
     import_vllm,
     in_one_process,
@@ -363,7 +365,12 @@ class VLLMEngine(ThreadEngine):
 
 
 def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for settings that vLLM does not have on a CPU, where the learner is on one."""
+    """Raise ConfigError for settings that vLLM does not have on a CPU, where the learner is on one, and for drafts on
+    its second model runner."""
+    if settings.draft and os.environ.get(SECOND_RUNNER, "0") != "0":
+        raise ConfigError(
+            f"engine.draft has run on vLLM's first model runner only, and {SECOND_RUNNER} asks for the second; unset it"
+        )
     if device.type != "cpu":
         return
     if sleeps(settings) or settings.device is not None:

@@ -23,11 +23,13 @@ from jackpot.core.package import install
 from jackpot.rollout.engines.vllm.drafts import expand
 
 _LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from this process
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _ENVIRONMENT = {  # defaults of environment variables that the user has not set
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    SECOND_RUNNER: "0",  # the first one that ran here; with Triton vLLM would take its second one
 }
 
 
