@@ -19,6 +19,7 @@ PARAMETERS = {  # of the weights on the hub, tied ones once
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
     "smollm2/writer": 134_515_008 - 15 * 3_540_096,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,

@@ -21,7 +21,7 @@ from jackpot.models.load import load_config, resolve_path
 
 pytestmark = pytest.mark.vllm
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-VLLM = ("engine.name=vllm", "engine.kv_cache_memory_bytes=67108864", "checkpoint.every=1", "threads=1")
+VLLM = ("engine.name=vllm", "engine.kv_cache_memory_bytes=67108864")
 SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -35,7 +35,7 @@ def train(folder: Path, *settings: str, meanwhile: Callable[[int], None] = lambd
     """Type torchrun with two ranks; what it starts again counts."""
     words = ["--nproc-per-node", "2", "--max-restarts", "3", "-m", "--", "jackpot", "train", "quickstart"]
     with (folder.parent / f"{folder.name}.log").open("w+") as log:
-        command = [TORCHRUN, *words, *SMALL, *VLLM, *settings, "--run", folder]
+        command = [TORCHRUN, *words, *SMALL, "checkpoint.every=1", "threads=1", *settings, "--run", folder]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         try:
             meanwhile(process.pid)
@@ -62,10 +62,10 @@ def process_of(pid: int, pattern: str) -> int:
     raise AssertionError(f"no process matches {pattern}")
 
 
-def test_two_families_train_jointly_on_ranks_with_engines_beside_them(tmp_path: Path) -> None:
+def test_two_families_train_jointly_with_engines_beside_ranks(tmp_path: Path) -> None:
     """Nothing says where engines are: `placement.engines: auto` gives vLLM a process beside each rank."""
     models = tiny(tmp_path, "Qwen/Qwen3-4B-Base", 1), tiny(tmp_path, "Qwen/Qwen2.5-1.5B", 2)
-    train(tmp_path / "run", f"policy.path={models[0]}", f"rollout_model.path={models[1]}")
+    train(tmp_path / "run", *VLLM, f"policy.path={models[0]}", f"rollout_model.path={models[1]}")
     *_, last = metrics(tmp_path / "run")
     assert last["iteration"] == 4 and {"eval/policy_accuracy", "eval/rollout_model_accuracy"} <= last.keys()
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
@@ -77,7 +77,7 @@ def test_two_families_train_jointly_on_ranks_with_engines_beside_them(tmp_path: 
 def test_a_kill_of_each_kind_of_process_changes_nothing(tmp_path: Path) -> None:
     model = tiny(tmp_path, "HuggingFaceTB/SmolLM2-135M-Instruct", 3)
     alone = ("rollout_model=null", "objective.correction=none")  # one engine a process
-    settings = (f"policy.path={model}", *alone, "placement.chunk=8", "iterations=4")
+    settings = (*VLLM, f"policy.path={model}", *alone, "placement.chunk=8", "iterations=4")
     kills = [r"jackpot\.launch\.engine_processes", r"\0RANK=1\0", r"\0RANK=0\0"]
     killed = []
 
