@@ -29,9 +29,10 @@ class TokenTexts:
     raw: dict[int, str] = field(default_factory=dict)  # id: the tokenizer's string
     needed: set[int] = field(default_factory=set)  # ids whose text the page shows
 
-    def add_known(self, ids: np.ndarray, tokens: Sequence[str]) -> None:
-        """Store the tokenizer's strings of these ids."""
-        self.raw |= dict(zip(ids.tolist(), tokens, strict=True))
+    def add_known(self, ids: np.ndarray, tokens: Sequence[str | None]) -> None:
+        """Store the tokenizer's strings of these ids; None of an id that pads the output layer."""
+        self.needed |= set(ids.tolist())
+        self.raw |= {number: token for number, token in zip(ids.tolist(), tokens, strict=True) if token is not None}
 
     def add_needed(self, ids: np.ndarray) -> None:
         """Ask for the text of these ids, which `texts_of` looks up."""
