@@ -94,8 +94,8 @@ def test_drafts_make_the_policy_faster() -> None:
     assert drafted < plain
 
 
-def placed(config: Config, gpus: int) -> list[PlacedRun]:
-    return placed_runs(config, estimator(config, 20.0), "H100", gpus)
+def placed(config: Config, gpus: int, response: float = 20.0) -> list[PlacedRun]:
+    return placed_runs(config, estimator(config, response), "H100", gpus)
 
 
 def test_the_cheapest_is_the_least_of_all_that_is_tried() -> None:
@@ -116,7 +116,7 @@ def test_of_many_gpus_splits_are_tried_in_equal_steps() -> None:
 @pytest.mark.slow
 def test_a_placement_without_the_room_has_no_hours() -> None:
     config = resolve("joint_8b", None, [])
-    runs = placed(config, 8)
+    runs = placed(config, 8, 2048.0)
     assert [str(run.placement) for run in runs if not run.by_ahead] == ["6 + 2", "7 + 1"]
     evaluating = [runs[place].by_ahead[0].evaluating for place in (0, 5, 1)]  # on 8, 5 and 1 GPUs
     assert evaluating == sorted(evaluating)
