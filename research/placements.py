@@ -7,19 +7,18 @@ The formulas are those of `jackpot train RECIPE --dry-run`, whose hours are thos
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rich.console import Console
 
 from jackpot.analysis.plan.cost_model import GPUS, Gpu, Hours
-from jackpot.analysis.plan.estimate import ENGINES_SHARE, Estimator
-from jackpot.analysis.plan.sharding import Blocks, EngineNeeds, Shard, shard
+from jackpot.analysis.plan.estimate import Estimator, without_learner
+from jackpot.analysis.plan.sharding import Blocks, Shard, shard
 from jackpot.analysis.plan.sizes import model_sizes, prompt_lengths
 from jackpot.config.batch import batches_in_reserve
 from jackpot.config.config import Config
-from jackpot.config.engines import VLLMEngineConfig
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.ui.terminal.output import print_line, show_table
@@ -132,24 +131,6 @@ def _split(config: Config, plan: Estimator, kind: str, split: Placement) -> Plac
         training=training,
         by_ahead={ahead: split_hours(plan, gpu, split.generating, split.training, ahead) for ahead in AHEAD if fits},
     )
-
-
-def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs of engines on GPUs of their own.
-
-    Where vLLM takes a share of the memory, the shares of all engines there are scaled to `ENGINES_SHARE` in all.
-    """
-    taken = {
-        name: one.settings.gpu_memory_utilization
-        for name, one in needs.items()
-        if isinstance(one.settings, VLLMEngineConfig) and one.settings.kv_cache_memory_bytes is None
-    }
-    larger = {
-        name: {"gpu_memory_utilization": ENGINES_SHARE * share / sum(taken.values())} for name, share in taken.items()
-    }
-    return {
-        name: one._replace(settings=one.settings.model_copy(update=larger.get(name, {}))) for name, one in needs.items()
-    }
 
 
 def split_hours(plan: Estimator, gpu: Gpu, generating: int, training: int, ahead: int) -> Hours:

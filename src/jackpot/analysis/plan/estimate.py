@@ -143,6 +143,24 @@ def gpus_here() -> GpusConfig | None:
     return None
 
 
+def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
+    """Return the needs of engines on GPUs of their own.
+
+    Where vLLM takes a share of the memory, the shares of all engines there are scaled to `ENGINES_SHARE` in all.
+    """
+    taken = {
+        name: one.settings.gpu_memory_utilization
+        for name, one in needs.items()
+        if isinstance(one.settings, VLLMEngineConfig) and one.settings.kv_cache_memory_bytes is None
+    }
+    larger = {
+        name: {"gpu_memory_utilization": ENGINES_SHARE * share / sum(taken.values())} for name, share in taken.items()
+    }
+    return {
+        name: one._replace(settings=one.settings.model_copy(update=larger.get(name, {}))) for name, one in needs.items()
+    }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareHours:
     """Computes the hours, without evaluations, in which each model generates a share of the same batches.
@@ -239,17 +257,15 @@ class Estimator:
         Returns:
             As generation, what the learner waits for it.
         """
-        own = needs_of(self._config, "policy", self._config.engine, self._prompt)
-        if isinstance(own.settings, VLLMEngineConfig):
-            own = own._replace(settings=own.settings.model_copy(update={"gpu_memory_utilization": ENGINES_SHARE}))
+        alone = without_learner({"engine": needs_of(self._config, "policy", self._config.engine, self._prompt)})
         policy, found = self._costs["policy"], list[Hours]()
         drafts = Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE)
         fewest = math.ceil((4 * policy.parameters + 12 * policy.trained) / gpu.memory)
 
         for generating in range(1, count - fewest + 1):
-            if not degree(own, gpu, generating):
+            if not degree(alone["engine"], gpu, generating):
                 continue
-            writing, learning = (self.shares(gpu, gpus, {"engine": own}) for gpus in (generating, count - generating))
+            writing, learning = (self.shares(gpu, gpus, alone) for gpus in (generating, count - generating))
             learned = learning.run(learning.work, learning.rollout_model, [policy])._replace(evaluating=evaluating)
             ahead = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
             for drafted in (None, drafts):
@@ -340,6 +356,7 @@ class Estimator:
             self._engine_speed(one, degree(one, gpu, count) or count, gpu)
             for one in (own, needs.get("evaluation.engine", own), needs["engine"])
         )
+
         return ShareHours(
             run=partial(
                 run_hours,
