@@ -564,9 +564,11 @@ class Config(Strict):
         control = self.rollout_model and self.rollout_model.distill_control
         if not control or control.metric != "acceptance":
             return []
+
         most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
         iterations = range(1, self.iterations + 1)
         idle = [one for one in iterations if self.uses_rollout_model(one) and "rollout_model" not in self.writers(one)]
+
         return [
             (
                 getattr(self.objective.correction, "budget", None),

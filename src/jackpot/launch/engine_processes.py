@@ -60,13 +60,16 @@ def engine_pool(
         "device": device.type,
         "threads": 1 if config.threads == "auto" else config.threads,
     }
+
     weights = {}
     for name, (settings, path) in parts.items():
         dtype = DTYPES[settings.dtype]
         weights[name] = list(load_model(path, dtype, "cpu").named_parameters()), dtype
+
     chunk, groups = config.placement.chunk, -(-config.batch.prompts // config.placement.engine_processes)
     if chunk == "auto":
         chunk = min(groups * config.batch.group_size, *(settings.max_num_seqs for settings, _ in parts.values()))
+
     return EnginePool(
         links(config, setup),
         weights,

@@ -294,12 +294,14 @@ def _cluster(config: Config) -> Iterator[Any]:
             f"cluster without a token runs programs on it. Start it, and this command, with {_MODE}=token "
             f"(docs/distributed.md), or unset {_ADDRESS} to start Ray on this machine alone"
         )
+
     if not address:
         os.environ[_LOOPBACK] = "0"
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: any other process goes first
         os.environ.setdefault(_MODE, "token")
+
     ray = _ray()
     options = {"log_to_driver": True, "logging_level": logging.WARNING}
     if address:
@@ -307,6 +309,7 @@ def _cluster(config: Config) -> Iterator[Any]:
     else:
         count = config.placement.ranks + (config.placement.engine_processes or config.placement.ranks)
         ray.init("local", num_cpus=count, include_dashboard=False, **options)
+
     try:
         yield ray
     finally:
@@ -381,6 +384,7 @@ class _Group:
                 actor.work.remote(environment, *task): rank
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments(spots), strict=True))
             }
+
             has_signal = False
             while True:
                 ended, _ = ray.wait(list(calls), timeout=_POLL)
@@ -388,6 +392,7 @@ class _Group:
                 if stop.requested and not has_signal:
                     self._terminate(spots[0])
                     has_signal = True
+
                 for call in sorted(ended, key=calls.__getitem__):
                     rank = calls.pop(call)
                     name, result = ray.get(call)

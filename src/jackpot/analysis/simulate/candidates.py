@@ -234,9 +234,11 @@ def _candidate(
         torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
         for rollout, score in zip(sampled.rollouts, scores, strict=True)
     ]
+
     mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
     acceptance = numbers.acceptance[:, RECIPE_LAM]
+
     return Candidate(
         name=name,
         parameters=parameters[1],

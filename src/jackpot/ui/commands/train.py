@@ -95,10 +95,12 @@ def train(
         raise ConfigError(
             f"--gpus {gpus} is for --dry-run, and a run takes the GPUs that it is started on; give both, or none"
         )
+
     console = Console()
     config = recipes.resolve(recipe, arm, overrides or [])
     registry.check_sets(config.evaluation.benchmark_names)
     folder = run or names.run_folder(recipe, arm, overrides or [], config.seed, "tiny" if tiny else None)
+
     if tiny:
         if dry_run:
             raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
@@ -109,6 +111,7 @@ def train(
         ranks = max(at.size, config.placement.ranks)
         checks.check_start(config, config.model_paths(), ranks)
         run_files.RunFolder(folder).check(config)
+
         asked = published.parse_gpus(gpus) if gpus else None
         stated = asked or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
         needs = _plan(console, config, stated, folder, ranks)

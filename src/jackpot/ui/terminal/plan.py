@@ -39,6 +39,7 @@ def show_plan(
     """
     batch = config.batch
     correction = config.objective.correction
+
     rows = {
         "policy": f"{config.policy.path}, {sizes['policy'].parameters:,} parameters",
         "rollout model": "the policy itself"
