@@ -101,7 +101,7 @@ bench: $(VENV)/ready $(VENV)-peers/ready  # docs/benchmarks.md: measures what do
 	$(BIN)/python benchmarks/all.py $(ARGS)
 
 PART ?= check
-gpu:  # docs/gpu.md: PART=check, head, step, attention, decode, sync, fsdp, fp8 or all, on one GPU; ARGS=--tiny on a CPU
+gpu:  # docs/gpu.md: PART=check, runs, head, step, attention, decode, sync, fsdp, fp8 or all, on one GPU; ARGS=--tiny on a CPU
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py $(PART) $(ARGS)
 
 gpu-wheels:  # what a GPU machine without a network may lack, to carry there

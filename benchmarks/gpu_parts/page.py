@@ -8,7 +8,7 @@ from gpu_parts.results import RESULTS, Line, read, table
 from gpu_parts.wheels import COMPARED, FOLDER, NEEDED
 
 PAGE = RESULTS.with_suffix(".md")
-PARTS = ("check", "head", "step", "attention", "decode", "sync", "fsdp", "fp8")
+PARTS = ("check", "runs", "head", "step", "attention", "decode", "sync", "fsdp", "fp8")
 NOT_RUN = "Not run."
 TEMPLATE = Path(__file__).resolve().parents[1] / "gpu_page.md"
 

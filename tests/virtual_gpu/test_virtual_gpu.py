@@ -10,7 +10,7 @@ import yaml
 from virtual_gpu import build
 from virtual_gpu.process import HERE, VirtualGpu
 
-RUNS = yaml.safe_load((HERE / "runs.yaml").read_text())
+RUNS = yaml.safe_load((HERE.parents[1] / "benchmarks" / "gpu_parts" / "runs.yaml").read_text())
 pytestmark = pytest.mark.virtual_gpu
 
 
@@ -69,16 +69,10 @@ def cases() -> Iterator[Any]:
             yield pytest.param(group, name, id=name, marks=[pytest.mark.slow] * (name in RUNS["in_test_all"]))
 
 
-def flat(items: list) -> Iterator[str]:
-    for item in items:
-        yield from flat(item) if isinstance(item, list) else [item]
-
-
 @pytest.mark.parametrize(("group", "name"), list(cases()))
 def test_a_run_takes_the_steps_that_it_takes_on_a_cpu(gpu: VirtualGpu, tmp_path: Path, group: str, name: str) -> None:
-    recipe, *overrides = flat(RUNS[group][name])
-    if "head_kernel=triton" in overrides:
+    if "head_kernel=triton" in RUNS[group][name]:
         pytest.importorskip("triton")
-    differing, waits = gpu("runs.compare", group, [recipe, *RUNS["common"], *overrides], tmp_path)
+    differing, waits = gpu("runs.compare", group, name, tmp_path)
     assert gpu.hazards() == [] and (waits > 0 or group == "two_ranks")
     assert group == "rounded" or differing == []

@@ -1,0 +1,123 @@
+"""Trains small runs on the GPU and on the CPU, and compares their metrics: corrections, objectives, regimes, formats.
+
+Each is a recipe with its arm and overrides, from benchmarks/gpu_parts/runs.yaml, and takes two iterations or so. In
+fp32 all metrics must be equal to rounding. In bf16, FP8 and INT8 a GPU rounds elsewhere than a CPU, samples other
+tokens and so trains on others: such a run must end, with finite metrics. Processes of their own train several at once.
+"""
+
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import yaml
+from gpu_parts.machine import Machine
+from gpu_parts.results import Result, Row
+
+import jackpot
+from jackpot.config.recipes import resolve
+from jackpot.launch.start import train_run
+
+RUNS = yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text())
+GROUPS = ("equal", "flex", "resumed", "rounded")  # two_ranks take a GPU each
+MOST_AT_ONCE = 12
+TOLERANCE = 1e-3  # of a metric in fp32, relative to the larger one, 0.01 at least
+BIN = 0.03  # of percentiles, which are those of a histogram
+CLOCKS = ("time", "seconds/", "cpu_seconds/", "speed/")
+
+
+class Stopped(Exception):
+    """Ends a run at the iteration at which it is resumed."""
+
+
+def rows(machine: Machine) -> list[Row]:
+    names = [(group, name) for group in GROUPS for name in RUNS[group]]
+    names = names[:2] if machine.tiny else names
+    return [Row(name, partial(result_of, machine, tuple(names), group, name), 150.0) for group, name in names]
+
+
+def result_of(machine: Machine, names: tuple[tuple[str, str], ...], group: str, name: str) -> Result:
+    return _futures(machine.device.type, names)[group, name].result()
+
+
+@cache
+def _futures(device: str, names: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], Future[Result]]:
+    """Begin all runs, several at once."""
+    workers = max(1, min(MOST_AT_ONCE, len(os.sched_getaffinity(0)) - 2, len(names)))
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # of the processes that begin now
+    pool = ProcessPoolExecutor(workers, get_context("spawn"))
+    return {key: pool.submit(compare, device, *key) for key in names}
+
+
+def compare(device: str, group: str, name: str) -> Result:
+    """Train a run on the device and on the CPU, and count the metrics that differ, or are not finite."""
+    warnings.simplefilter("ignore")
+    arguments = [*RUNS["common"], *flat(RUNS[group][name])[1:]]
+    recipe = flat(RUNS[group][name])[0]
+    with tempfile.TemporaryDirectory() as home:
+        folder, other = Path(home, "device"), Path(home, "cpu")
+        drive = train_twice if group == "resumed" else train
+        drive(recipe, [*arguments, f"device={device}"], folder)
+        if group == "rounded":
+            infinite = [key for line in metrics(folder) for key, value in line.items() if not _is_finite(value)]
+            return {"metrics": len(metrics(folder)[-1]), "differ": "", "right": not infinite}
+        train(recipe, [*arguments, "device=cpu", "head_kernel=eager"], other)
+        found = list(differing(folder, other))
+        result = {"metrics": len(metrics(folder)[-1]), "differ": len(found), "right": not found}
+        return result | ({"first": found[0]} if found else {})
+
+
+def flat(items: list) -> list[str]:
+    return [text for item in items for text in (flat(item) if isinstance(item, list) else [item])]
+
+
+def train(recipe: str, overrides: list[str], folder: Path) -> None:
+    recipe, _, arm = recipe.partition(":")
+    jackpot.train(recipe, *overrides, folder=folder, arm=arm or None)
+
+
+def train_twice(recipe: str, overrides: list[str], folder: Path) -> None:
+    """Train to the first iteration, and once more to the end."""
+
+    def stop(line: dict[str, Any]) -> None:
+        if line["iteration"] == 1:
+            raise Stopped
+
+    name, _, arm = recipe.partition(":")
+    try:
+        train_run(resolve(name, arm or None, overrides), folder, stop)
+    except Stopped:
+        train(recipe, overrides, folder)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl without what a clock says."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if not key.startswith(CLOCKS)} for line in lines]
+
+
+def differing(folder: Path, other: Path) -> Iterator[str]:
+    """Yield a line for every metric that two runs do not share up to rounding."""
+    for line, same in zip(metrics(folder), metrics(other), strict=True):
+        if line.keys() != same.keys():
+            yield f"metrics of one run alone: {sorted(line.keys() ^ same.keys())}"
+        for name in line.keys() & same.keys():
+            if not _is_close(line[name], same[name], BIN if "ratio_p" in name else TOLERANCE):
+                yield f"{name} of iteration {line['iteration']}: {line[name]}, on the CPU {same[name]}"
+
+
+def _is_close(value: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(value, float | int) and isinstance(other, float | int):
+        return abs(value - other) <= tolerance * max(abs(value), abs(other), 0.01)
+    return value == other
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
