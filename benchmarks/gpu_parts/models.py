@@ -79,6 +79,7 @@ def head_kernels(machine: Machine) -> list[dict[str, Any]]:
 def learner_of(config: Config, models: Sequence[PreTrainedModel], mesh: DeviceMesh | None = None) -> JointLearner:
     """Return a learner of the policy, and of the rollout model behind it if there is one."""
     by_role = dict(zip(("policy", "rollout_model"), models, strict=False))
+    config = config.model_copy(update={"device": models[0].device.type})
     return make_learner(config, by_role, list(by_role), mesh)
 
 

@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from gpu_parts.machine import Machine
 from gpu_parts.results import Result, Row
@@ -57,20 +58,32 @@ def _futures(device: str, names: tuple[tuple[str, str], ...]) -> dict[tuple[str,
 
 
 def compare(device: str, group: str, name: str) -> Result:
-    """Train a run on the device and on the CPU, and count the metrics that differ, or are not finite."""
+    """Train a run on the device and on the CPU, and count the metrics that differ, or are not finite.
+
+    Raises:
+        RuntimeError: the run ended with an error, of whatever kind: not all of them can be sent between processes.
+    """
     warnings.simplefilter("ignore")
+    try:
+        return _compare(device, group, name)
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def _compare(device: str, group: str, name: str) -> Result:
     arguments = [*RUNS["common"], *flat(RUNS[group][name])[1:]]
     recipe = flat(RUNS[group][name])[0]
     with tempfile.TemporaryDirectory() as home:
         folder, other = Path(home, "device"), Path(home, "cpu")
         drive = train_twice if group == "resumed" else train
         drive(recipe, [*arguments, f"device={device}"], folder)
+        memory = {"GB": torch.cuda.max_memory_reserved() / 1e9} if device == "cuda" else {}
         if group == "rounded":
             infinite = [key for line in metrics(folder) for key, value in line.items() if not _is_finite(value)]
-            return {"metrics": len(metrics(folder)[-1]), "differ": "", "right": not infinite}
+            return {"metrics": len(metrics(folder)[-1]), "differ": "", "right": not infinite} | memory
         train(recipe, [*arguments, "device=cpu", "head_kernel=eager"], other)
         found = list(differing(folder, other))
-        result = {"metrics": len(metrics(folder)[-1]), "differ": len(found), "right": not found}
+        result = {"metrics": len(metrics(folder)[-1]), "differ": len(found), "right": not found} | memory
         return result | ({"first": found[0]} if found else {})
 
 

@@ -7,13 +7,15 @@ Status: never run on its target (a GPU).
 import importlib.util
 import warnings
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from jackpot.core.types import PackedRow
+from jackpot.models.packed_row import pack_row
 
 BLOCK = 128  # tokens
 _VARIANTS = 64  # compiled kernels: by window, number of heads, with gradient or not
@@ -74,16 +76,26 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
     """
     if importlib.util.find_spec("triton") is None:
         return None
-    kernel = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    kernel = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(kernel)  # beyond it, all pairs would be formed
+    compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all pairs would be formed
+    # Rows of less than 128 tokens would get the kernel for decoding, which knows no blocks of sizes that vary.
+    kernel = partial(compiled, kernel_options={"BACKEND": "TRITON"})
+    device = torch.device("cuda")
     try:
+        mask = block_mask(_row(2 * BLOCK, device), None)
         with torch.enable_grad():  # backward is compiled too
             query, key, value = (
-                torch.zeros(1, heads, 2 * BLOCK, width, dtype=dtype, device="cuda", requires_grad=True)
+                torch.zeros(1, heads, 2 * BLOCK, width, dtype=dtype, device=device, requires_grad=True)
                 for heads, width in ((2 * groups, size), (2, size), (2, value_size))
             )
-            kernel(query, key, value, enable_gqa=groups > 1).sum().backward()
+            kernel(query, key, value, block_mask=mask, scale=size**-0.5, enable_gqa=groups > 1).sum().backward()
     except Exception as error:
         warnings.warn(f"flex attention cannot be compiled here, attention in blocks serves: {error}", stacklevel=2)
         return None
     return kernel
+
+
+def _row(tokens: int, device: torch.device) -> PackedRow:
+    """Return a row of one prompt, with what `block_mask` reads of it on the device."""
+    row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])
+    return replace(row, positions=row.positions.to(device), cu_queries=row.cu_queries.to(device))
