@@ -7,7 +7,9 @@ KILLS ?= 100
 DEFAULT := not slow and not vllm and not mutants and not trl and not adapters and not virtual_gpu
 FAST := not process and not seconds and $(DEFAULT)
 
-.PHONY: train test quick test-process docs check-docs test-all test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang mutants soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
+
+.PHONY: train test quick test-process docs check-docs test-all environments test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang mutants soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -39,7 +41,13 @@ test-all: $(VENV)/ready
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
 	-$(BIN)/pip install --quiet -c constraints.txt reasoning-gym  # 10 MB; without it the tests of its task say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
-	$(MAKE) --no-print-directory --keep-going test-slow test-trl-here test-adapters test-vllm  # one that fails hides none of the others
+	status=0; $(MAKE) --no-print-directory --jobs=2 --keep-going test-slow environments || status=1; \
+	$(MAKE) --no-print-directory --keep-going test-trl-here test-adapters test-vllm || status=1; exit $$status  # none hides another
+
+environments: $(VENV)/ready  # of the last three targets of test-all: downloads, while the slow tests have the processors
+	-$(MAKE) --no-print-directory $(VENV)-trl/ready
+	-$(MAKE) --no-print-directory $(VENV)-adapters/ready
+	-$(VLLM_IS_FOR_THIS) && $(MAKE) --no-print-directory $(VENV)-vllm/ready
 
 test-slow: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
@@ -71,8 +79,7 @@ trl-learning: $(VENV)/ready $(VENV)-trl/ready  # docs/trl.md: the quickstart in 
 	$(BIN)/python benchmarks/trl_learning.py --trl $(VENV)-trl/newest $(ARGS)
 
 test-vllm:  # a real vLLM on the CPU, where its package is for this machine
-	@here=$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])') || exit 1; \
-	if [ "$$here" = "linux x86_64 3 11" ]; then $(MAKE) --no-print-directory test-vllm-here; \
+	@if $(VLLM_IS_FOR_THIS); then $(MAKE) --no-print-directory test-vllm-here; \
 	else echo "vLLM's CPU package is for Linux x86-64 and Python 3.11: skipped"; fi
 
 test-vllm-here: $(VENV)-vllm/ready

@@ -85,7 +85,8 @@ def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, 
     tail = 1.0 - math.fsum(p[x] for x in {*rollout_ids, *target_ids})
     missing = min(left, math.fsum(min(smallest, p[x] / lam) for x in hidden) + min(left, tail / lam))
     upper = min(lower + missing, max(1.0, lower), max(1.0 / lam, lower))
-    return lower, upper, math.fsum(q[x] for x in known), math.fsum(p[x] for x in known)
+    sampled = [x for x in known if log_inf[x] > -math.inf or x not in rollout_ids]
+    return lower, upper, math.fsum(q[x] for x in known), math.fsum(p[x] for x in sampled)
 
 
 @pytest.mark.seconds
@@ -124,6 +125,14 @@ def test_topk_bounds_on_a_worked_example(fill_valid, lower, mass):
     assert found.upper.item() == pytest.approx(0.37, rel=RTOL)
     assert found.rollout_mass.item() == pytest.approx(mass, rel=RTOL)
     assert found.target_mass.item() == pytest.approx(0.98 if fill_valid else 0.83, rel=RTOL)
+
+
+def test_ids_outside_a_truncated_support_change_nothing():
+    """An engine breaks ties of log-probs of -inf as it likes."""
+    log_inf, log_target = [math.log(0.6), math.log(0.4), -math.inf, -math.inf], np.log([0.4, 0.3, 0.25, 0.05]).tolist()
+    estimates = [estimate(log_inf, log_target, ids, [0, 1], False, 1.0) for ids in ([0, 1, 2], [0, 1, 3])]
+    for name in ("value", "lower", "upper", "rollout_mass", "target_mass"):
+        assert torch.equal(*(getattr(z, name) for z in estimates)), name
 
 
 def test_topk_without_lists_knows_only_the_range_of_z():

@@ -36,7 +36,7 @@ def a_device(monkeypatch):
     """Batches are copied, as they are to a GPU, and a tile holds half of the vocabulary."""
     for module in (joint_learner, kappa):
         monkeypatch.setattr(module, "batch_to", batching._to)
-    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 80)
+    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", dict.fromkeys(autograd.MAX_TILE_LOGITS, 80))
     monkeypatch.setattr(autograd, "MAX_TILE_POSITIONS", 8)
 
 

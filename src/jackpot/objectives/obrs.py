@@ -66,7 +66,7 @@ class ZEstimate(NamedTuple):
     lower: Tensor
     upper: Tensor
     rollout_mass: Tensor  # p_inf of the tokens whose two probabilities are both known
-    target_mass: Tensor  # p_target of the same tokens
+    target_mass: Tensor  # p_target of the same tokens, but for those that a truncated sampler never gives
 
 
 def topk_z(
@@ -108,7 +108,9 @@ def topk_z(
     known = known + _masked_mass(log_kept_mass(fill_ins, target_top_log_probs, lam), filled)
     rollout_mass = (rollout_top_log_probs.exp().sum(-1) + _masked_mass(fill_ins, filled)).clamp(max=1.0)
     target_on_rollout = target_at_rollout_top.exp().sum(-1)
-    target_mass = (target_on_rollout + _masked_mass(target_top_log_probs, filled)).clamp(max=1.0)
+    # Which ids the list has outside a truncated support is left to how the engine breaks ties.
+    target_on_support = _masked_mass(target_at_rollout_top, ~rollout_top_log_probs.isneginf())
+    target_mass = (target_on_support + _masked_mass(target_top_log_probs, filled)).clamp(max=1.0)
 
     rest = 1.0 - rollout_mass  # m
     target_rest = (1.0 - target_on_rollout - _masked_mass(target_top_log_probs, is_new)).clamp(min=0.0)  # t

@@ -104,7 +104,7 @@ def test_logits_that_forward_keeps_are_counted(plan) -> None:
 
 def test_a_vocabulary_of_many_tiles_is_planned_too(plan, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan().training
-    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 16 * 24 * 64)
+    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", dict.fromkeys(autograd.MAX_TILE_LOGITS, 16 * 24 * 64))
     assert 0 < plan("seed=1").training <= whole
 
 
@@ -180,7 +180,7 @@ def test_later_tiles_are_not_run_and_the_peak_is_the_same(
     settings: tuple[str, ...], paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two models with a vocabulary of 5 tiles, in micro-batches of one sequence."""
-    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", 24 * 64)
+    monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", dict.fromkeys(autograd.MAX_TILE_LOGITS, 24 * 64))
     config = small_config(*paths, "batch.micro_batch_tokens=30", *settings)
     found = dry_step.dry_step(config, micro_batch(config, 6))
     monkeypatch.setattr(dry_step, "RUN_TILES", 1000)

@@ -199,7 +199,11 @@ def test_backward_forms_only_the_logits_that_the_loss_needs():
     ],
 )
 def test_the_default_tile_is_the_whole_vocabulary_where_it_fits(n, vocabulary, expected):
-    assert autograd.default_tile(n, vocabulary) == expected
+    assert autograd.default_tile(n, vocabulary, "cpu") == expected
+
+
+def test_a_tile_on_a_gpu_is_larger_for_fewer_launches():
+    assert autograd.default_tile(5000, 151_936, "cuda") == (4096, 16384)
 
 
 @pytest.mark.parametrize(

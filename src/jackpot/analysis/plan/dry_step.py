@@ -244,7 +244,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     layers = [output_layer(model) for model in models]
     weights = [layer.weight for layer in layers]
     options = HeadOptions(logits_memory=config.head_logits_memory * 2**20)
-    positions, tokens = default_tile(len(hidden[0]), len(weights[0]))
+    positions, tokens = default_tile(len(hidden[0]), len(weights[0]), "cpu" if config.device == "cpu" else "cuda")
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
     whole = [

@@ -57,9 +57,10 @@ class HeadOptions:
 
 DEFAULT_OPTIONS = HeadOptions()
 
-MAX_TILE_LOGITS = 2**24
-"""Most logits C * T of a default tile: 64 MiB in float32. One such tensor is alive for one head and two for two;
-operands and gradients that are rounded, or logits that are kept, take one more each."""
+MAX_TILE_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+"""Most logits C * T of a default tile: 64 MiB in float32, and 256 MiB on a GPU, which waits for launches: an H200 had
+90 a tile. One such tensor is alive for one head and two for two; operands and gradients that are rounded, or
+logits that are kept, take one more each."""
 
 MAX_TILE_POSITIONS = 4096
 """Most positions C of a default tile where the vocabulary is split: the more, the less often a tile of the weight and
@@ -69,13 +70,14 @@ MAX_ROW_POSITIONS = 1024
 """Most positions C of a default tile that holds the whole vocabulary: more outgrow the cache (measured on CPU)."""
 
 
-def default_tile(n: int, vocabulary: int) -> tuple[int, int]:
+def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
     """Choose the most positions and tokens of a tile: the whole vocabulary where that fits, else a part of it."""
+    most = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
     rows = max(1, min(n, MAX_ROW_POSITIONS))
-    if rows * vocabulary <= MAX_TILE_LOGITS:
+    if rows * vocabulary <= most:
         return rows, vocabulary
     rows = max(1, min(n, MAX_TILE_POSITIONS))
-    return rows, max(1, min(vocabulary, MAX_TILE_LOGITS // rows))
+    return rows, max(1, min(vocabulary, most // rows))
 
 
 def split_range(count: int, most: int, grain: int = 1) -> tuple[slice, ...]:
@@ -107,7 +109,7 @@ def tiled_heads(
     """
     vocabulary = heads[0].weight.shape[0]
     dtype = _sum_dtype(heads)
-    positions, tokens = default_tile(len(ids), vocabulary) if tile is None else tile
+    positions, tokens = default_tile(len(ids), vocabulary, ids.device.type) if tile is None else tile
     plan = _TilePlan(
         reader=options.reader,
         moments=moments,

@@ -142,7 +142,8 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         torch.where(other.isneginf(), of_head, -torch.inf).amax(-1) if masks else None
         for of_head, other, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
     ]
-    return [of_head._replace(gap=gaps[i], max_at_masked=masked[i]) for i, of_head in enumerate(sums)]
+    # torch.compile of torch 2.11 does not take `_replace` here.
+    return [TileSums(*of_head[:4], gap, at_masked) for of_head, gap, at_masked in zip(sums, gaps, masked, strict=True)]
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
