@@ -16,7 +16,6 @@ TEMPLATE = Path(__file__).resolve().parents[1] / "gpu_page.md"
 def page(lines: Sequence[Line]) -> str:
     """Return the whole document."""
     text = TEMPLATE.read_text().format(
-        state="Sections with a table have been run." if lines else "**Nothing here has been run on a GPU yet.**",
         folder=FOLDER.name,
         needed=", ".join(NEEDED.values()),
         compared=", ".join(COMPARED.values()),
@@ -32,7 +31,11 @@ def _section(part: str, lines: Sequence[Line]) -> str:
         return f"## {part}\n\n{about}\n\n{NOT_RUN}\n"
     machine = ", ".join(f"{value}" if key == "device" else f"{key} {value}" for key, value in found[-1].machine.items())
     command = f"`make gpu PART={part}` at {found[-1].commit} on {machine}:"
-    return f"## {part}\n\n{about}\n\n{command}\n\n{table(found)}\n"
+    others = [line for line in found if not line.result.get("right")]
+    if part != "runs" or len(others) == len(found):
+        return f"## {part}\n\n{about}\n\n{command}\n\n{table(found)}\n"
+    right = "; ".join(line.row for line in found if line not in others)
+    return f"## {part}\n\n{about}\n\n{command}\n\nRight: {right}.\n" + (f"\n{table(others)}\n" if others else "")
 
 
 def write() -> None:

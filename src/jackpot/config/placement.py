@@ -38,7 +38,7 @@ class PlacementConfig(Strict):
     process after which the run ends."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep every rank's part of weights, gradients and moments in the memory of the CPU between their uses, where
-    several ranks train: room on the GPUs for time. Status: never run on its target (a GPU)."""
+    several ranks train: room on the GPUs for time. Status: experimental. It has run with one rank on one H200."""
 
     @property
     def engine_processes(self) -> int:

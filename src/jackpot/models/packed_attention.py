@@ -3,7 +3,7 @@ interface for attention functions.
 
 A model keeps its own implementation; `packing` puts this one in its place for one forward pass. What a layer reads of
 the plan is an argument of the forward pass, so a layer that is run again in backward reads it too. A CPU attends in
-blocks; flash and flex attention have not been run on a GPU.
+blocks; flash and flex attention have run on one H200.
 """
 
 import inspect

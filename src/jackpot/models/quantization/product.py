@@ -3,7 +3,7 @@
 `product` is the one product of engines and training: exact and independent of the batch on a CPU (`gemm_exact`), by
 torch's block-wise `scaled_mm` on a Hopper GPU.
 
-Status: experimental. `scaled_mm` has not been run.
+Status: experimental. `scaled_mm` has run on one H200, where quantizing takes longer than it saves (docs/gpu.md).
 
 Shapes: A is [M, K], B is [N, K].
 """
@@ -70,9 +70,8 @@ def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
 
 
 def gemm_scaled_mm(a: Quantized, b: Quantized) -> Tensor:
-    """Multiply as `gemm_exact` does, by the tensor cores of a Hopper GPU; sums are rounded as cuBLAS rounds them.
-
-    It has not been run.
+    """Multiply as `gemm_exact` does, by the tensor cores of a Hopper GPU; sums are rounded as cuBLAS rounds them:
+    an H200 was off by 1.3e-4, |error| / |exact|.
     """
     outputs = torch.nn.functional.scaled_mm(**scaled_operands(a, b), output_dtype=torch.float32)
     return outputs[: len(a.codes), : len(b.codes)]

@@ -16,7 +16,7 @@ CUDA, bfloat16 and float16 operands are multiplied as they are, with products in
 product, and there the operands are cast to float32, the weight tile by tile. Under autocast the operands, and in
 backward the gradient of the logits, are cast to its dtype instead; on those other devices that rounds the products too:
 the logits, and each tile's share of the gradients of the hidden states and the weight, to its dtype before they are
-summed in float32. The operands of an `Fp32Linear` are cast to float32 everywhere. CUDA has not been run.
+summed in float32. The operands of an `Fp32Linear` are cast to float32 everywhere.
 
 Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up.
 Log-probabilities, entropies and divergences are in nats.

@@ -4,7 +4,7 @@ A program of `_read` has one position: it finishes the logits, takes their maxim
 program of `_differentiate` has one position and some tokens. The formulas are those of `reader.py`; logits are float32
 or rounded, and float64 is left to the eager reader.
 
-Status: never run on its target (a GPU). The tests run it in Triton's interpreter.
+Status: experimental. It has run on one H200; the tests run it in Triton's interpreter.
 
 Shapes: `C` positions, `T` tokens of a tile.
 """

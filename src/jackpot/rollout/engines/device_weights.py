@@ -4,7 +4,8 @@ A process on the same GPU opens that memory itself (CUDA IPC). To any other they
 NCCL between GPUs and gloo between CPUs. Each process has such a group of its own, so that one that is lost holds up no
 other. The group is apart from the one in which ranks train, and from those that an engine makes for itself.
 
-Status: never run on its target (several GPUs or machines). It ran with gloo; CUDA IPC and NCCL were not run.
+Status: never run on its target (several GPUs or machines). It ran
+with gloo, and with CUDA IPC between processes on one H200; NCCL was not run.
 """
 
 import os
