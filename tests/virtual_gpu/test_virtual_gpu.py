@@ -56,6 +56,18 @@ def test_the_numbers_of_check_are_those_of_the_cpu(gpu: VirtualGpu) -> None:
     assert gpu("checks.wrong_rows") == {}
 
 
+def test_inductor_builds_the_kernels_that_runs_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if reason := build.obstacle():
+        pytest.skip(reason)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    process = VirtualGpu(build.build(), tmp_path)
+    try:
+        assert process("inductor.not_built") == {}
+    finally:
+        process.close()
+
+
 def test_the_host_waits_no_more_often_than_the_table_says(gpu: VirtualGpu) -> None:
     most, counts = yaml.safe_load((HERE / "waits.yaml").read_text()), gpu("measures.counts")
     assert counts.keys() == most.keys()

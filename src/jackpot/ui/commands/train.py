@@ -85,7 +85,7 @@ def train(
 
     `torchrun --nproc-per-node N -m jackpot train RECIPE` trains with N processes: docs/distributed.md.
 
-    Status: supported. On CPUs; on a GPU for a quarter of an hour (docs/gpu.md). docs/index.md says what is experimental.
+    Status: supported. On CPUs, and briefly on a GPU (docs/gpu.md). docs/index.md says what is experimental.
     """
     if (at := process_rank()).rank > 0:
         if not dry_run:
