@@ -109,6 +109,15 @@ def test_gpus_of_this_machine_are_of_a_kind_that_plans_know(monkeypatch: pytest.
 def test_models_of_the_hub_alone_are_downloaded_first(tmp_path: Path) -> None:
     config = resolve("joint_8b", None, [f"policy.path={tmp_path}", "objective.reference.path=Qwen/Qwen3-8B-Base"])
     assert downloads(config) == ["hf download Qwen/Qwen3-1.7B-Base", "hf download Qwen/Qwen3-8B-Base"]
+    settings = ["objective.advantage=gae", "critic={path: Qwen/Qwen3-4B-Base, optimizer: {learning_rate: 1e-5}}"]
+    assert "hf download Qwen/Qwen3-4B-Base" in downloads(resolve("joint_8b", None, settings))
+
+
+def test_gpus_that_are_asked_about_are_as_many_as_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    train("quickstart", dry_run=True, gpus="1xH100")
+    assert "1 H100 are not asked about: models as small as these fit any GPU" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="names 8 GPUs, and 2 ranks train"):
+        train("quickstart", ["placement.launcher=ray", "placement.ranks=2"], dry_run=True, gpus="8xH100")
 
 
 @pytest.mark.parametrize(

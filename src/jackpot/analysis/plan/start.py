@@ -75,6 +75,6 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
 
 def downloads(config: Config) -> list[str]:
     """Return what downloads the models of a run that are on the hub alone: several ranks then read one copy."""
-    reference = config.objective.reference
-    paths = [*config.model_paths().values(), *([reference.path] if reference and reference.path else [])]
-    return [f"hf download {quote(path)}" for path in dict.fromkeys(paths) if not is_downloaded(path)]
+    others = [part.path for part in (config.critic, config.objective.reference) if part and part.path]
+    paths = dict.fromkeys([*config.model_paths().values(), *others])
+    return [f"hf download {quote(path)}" for path in paths if not is_downloaded(path)]

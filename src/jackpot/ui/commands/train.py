@@ -166,12 +166,18 @@ def _starting(
         ConfigError: it does not fit them.
         JackpotError: as `start`.
     """
+    if asked and needs is None:
+        print_line(console, f"{asked.count} {asked.kind} are not asked about: models as small as these fit any GPU.")
+    if asked and ranks > 1 and asked.count != ranks:
+        raise ConfigError(
+            f"--gpus names {asked.count} GPUs, and {ranks} ranks train, each on one; name {ranks}, or none"
+        )
+    machines = starting.machines(config, needs, is_asked=asked is not None) if needs else []
+    if asked and needs and not machines:
+        raise ConfigError(f"this run does not fit {asked.count} {asked.kind}. {plans.fitting(needs)}")
     if needs is None or ranks > 1 or config.placement.launcher == "ray":
         return {starting.start(*typed, ranks): "train"}
 
-    machines = starting.machines(config, needs, is_asked=asked is not None)
-    if asked and not machines:
-        raise ConfigError(f"this run does not fit {asked.count} {asked.kind}. {plans.fitting(needs)}")
     if not machines:
         print_line(console, starting.NO_MACHINE)
 
