@@ -9,6 +9,7 @@ import os
 # Read when inductor is imported, for all threads: backward has one of its own. The launcher in C++ needs a driver.
 os.environ |= {"TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from jackpot.models.packed_flex import block_mask, flex_kernel
+from jackpot.models.quantization.quantizer import FP8_TOKEN_BLOCKS, quantize
 from jackpot.training.batching import batch_to, collate
 from virtual_gpu import cuda
 
@@ -78,6 +80,7 @@ def _let_torch_compile() -> None:
 def not_built() -> dict[str, str]:
     """Return what cannot be built, with the error."""
     cases: dict[str, Callable[[], object]] = {name: partial(_attend, *row) for name, row in ROWS.items()}
+    cases["codes and scales"] = _quantize
     cases["head_kernel: compile"] = partial(check.gradients, CUDA, "fp32", 2, 150, {"head_kernel": "compile"})
     _let_torch_compile()
     failed = {}
@@ -96,3 +99,13 @@ def _attend(heads: int, key_heads: int, size: int, longest: int, window: int | N
     states = [torch.zeros(shape, device=CUDA, dtype=dtype, requires_grad=True) for shape in shapes]
     kernel = flex_kernel(dtype, size, size, heads // key_heads)
     kernel(*states, block_mask=block_mask(row, window), scale=0.25, enable_gqa=heads > key_heads).sum().backward()
+
+
+def _quantize() -> None:
+    """Raise what keeps the formula from being compiled; its codes are not those of torch, for nothing is launched."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quantize(torch.ones(300, 400, device=CUDA), FP8_TOKEN_BLOCKS)
+    [message] = [str(one.message) for one in seen if "dozen kernels" in str(one.message)]
+    if "are not those of torch's operators" not in message:
+        raise RuntimeError(message)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.engines.quantized_reference import GRID, round_blocks, to_e4m3
+from jackpot.models.quantization import quantizer
 from jackpot.models.quantization.linear import round_to_fp8
 from jackpot.models.quantization.quantizer import (
     E4M3,
@@ -48,6 +49,27 @@ def test_numbers_go_to_the_nearest_code_ties_to_even():
     assert (codes == to_e4m3(values)).all()
     assert encode(torch.tensor([math.nan]), 1.0, E4M3).isnan()
     assert encode(torch.tensor([0.5, 1.5, -2.5, 300.0, -300.0]), 1.0, torch.int8).tolist() == [0, 2, -2, 127, -127]
+
+
+def test_a_power_of_two_is_that_of_the_divided_maximum():
+    """Of every mantissa, though nothing is divided."""
+    mantissas = torch.arange(2**23, dtype=torch.int32)
+    for exponent in (100, 127, 254):
+        largest = (mantissas + (exponent << 23)).view(torch.float32)
+        assert torch.equal(block_scales(largest, FP8_BLOCKS), next_power_of_two(largest / 448.0))
+
+
+def test_a_compiled_formula_is_taken_where_its_bits_are_the_same(monkeypatch):
+    device, formula = torch.device("cpu"), quantizer._codes_and_scales
+    monkeypatch.setattr(quantizer, "_compiled", quantizer._compiled.__wrapped__)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda values, grid: function(values, grid))
+    numbers = matrix(5, 300)
+    compiled = quantizer._compiled(FP8_TOKEN_BLOCKS, device)
+    assert all(map(torch.equal, compiled(numbers, FP8_TOKEN_BLOCKS), formula(numbers, FP8_TOKEN_BLOCKS)))
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda values, grid: function(1.2 * values, grid))
+    with pytest.warns(UserWarning, match="codes are not those of torch's operators"):
+        assert quantizer._compiled(FP8_TOKEN_BLOCKS, device) is None
 
 
 def test_the_next_power_of_two_is_exact_at_and_beside_powers():

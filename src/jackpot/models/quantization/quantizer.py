@@ -13,8 +13,11 @@ gives the same codes; with `float32` they differ in about one code of two thousa
 Status: experimental.
 """
 
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,6 +28,7 @@ ScaleFormat = Literal["power_of_two", "float32"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # codes of both signs; -128 is not used, so that a block is symmetric
+_VARIANTS = 64  # compiled kernels: by grid, dtype, strides, with gradient or not
 _SMALLEST = 1e-10  # smallest maximum of a block, so that a block of zeros has codes of 0
 
 
@@ -57,12 +61,41 @@ class Quantized(NamedTuple):
 def quantize(values: Tensor, grid: Grid) -> Quantized:
     """Quantize a matrix [R, C], float32 or bfloat16. A NaN makes its whole block NaN in FP8.
 
-    A block with an infinite number keeps none of its numbers, as in every implementation.
+    A block with an infinite number keeps none of its numbers, as in every implementation. A GPU computes this in one
+    kernel, where that has been tried and gives the same bits.
     """
+    formula = (_compiled(grid, values.device) if values.is_cuda else None) or _codes_and_scales
+    return Quantized(*formula(values, grid), grid)
+
+
+def _codes_and_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     blocks = _blocks(values.float(), grid)  # [rows of blocks, rows, columns of blocks, columns]
     scales = block_scales(blocks.abs().amax(dim=(1, 3)), grid)
     codes = encode(blocks, scales[:, None, :, None], grid.codes)
-    return Quantized(_matrix(codes, values.shape), scales, grid)
+    return _matrix(codes, values.shape), scales
+
+
+@cache
+def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tuple[Tensor, Tensor]] | None:
+    """Return `_codes_and_scales` as one kernel in place of a dozen, which take longer than an FP8 product saves (H200,
+    docs/gpu.md); None, with a warning, where it cannot be compiled or has other bits.
+
+    Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
+    """
+    sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
+    numbers = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
+    try:
+        as_eager = {"eager_numerics.division_rounding": True}
+        compiled = torch.compile(_codes_and_scales, dynamic=True, options=as_eager)
+        compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all would run as it is
+        for values in (numbers, numbers.bfloat16(), numbers[: BLOCK - 1].T):
+            pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
+            if not all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs):
+                raise RuntimeError("the compiled codes are not those of torch's operators")
+    except Exception as error:
+        warnings.warn(f"a dozen kernels quantize in place of one, which is slow: {error}", stacklevel=2)
+        return None
+    return compiled
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -87,18 +120,26 @@ def encode(values: Tensor, scales: Tensor | float, codes: torch.dtype) -> Tensor
 
 def block_scales(largest: Tensor, grid: Grid) -> Tensor:
     """Return the scale of each block from its largest absolute number, float32."""
-    scales = largest.clamp(min=_SMALLEST) / LARGEST[grid.codes]
-    return next_power_of_two(scales) if grid.scales == "power_of_two" else scales
+    largest, codes = largest.clamp(min=_SMALLEST), LARGEST[grid.codes]
+    if grid.scales == "float32":
+        return largest / codes
+    fraction, exponent = math.frexp(codes)
+    return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 
 
-def next_power_of_two(numbers: Tensor) -> Tensor:
-    """Round positive normal float32 numbers up to a power of two; infinity and NaN stay.
+def next_power_of_two(numbers: Tensor, divisor: float = 1.0) -> Tensor:
+    """Return the smallest power of two that is not below number / divisor, of positive normal float32 numbers; infinity
+    and NaN stay.
 
-    The power is read from the bits, since a logarithm rounds: adding a full mantissa carries into the exponent unless
-    the mantissa was 0.
+    The power is read from the bits: logarithms and, in compiled code, divisions round. Adding what the divisor's
+    mantissa lacks to a full one carries into the exponent where the number's mantissa is larger.
+
+    Args:
+        divisor: from 1 to below 2.
     """
     mantissa = 2**23 - 1
-    bits = (numbers.view(torch.int32) + mantissa) & ~mantissa
+    lacks = mantissa - int((divisor - 1.0) * 2**23)
+    bits = (numbers.view(torch.int32) + lacks) & ~mantissa
     return torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
 
 
