@@ -99,7 +99,7 @@ def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -
         (("train", "quickstart", "--lr=1e-4"), "key=value: policy.optimizer.learning_rate=1e-4"),
         (("train", "quickstart", "--seed"), "seed=VALUE"),
         (("compare", "quickstart", "--seed", "3"), "no option --seed; did you mean --seeds"),
-        (("report", "--fast", "runs"), "no option --fast; did you mean --watch? jackpot report --help lists all"),
+        (("report", "--ou", "runs"), "no option --ou; did you mean --out? jackpot report --help lists all"),
         (("train", "quickstart", "--arm", "tis", "--arm", "none"), "--arm was given twice"),
         (("train", "quickstart", "seed=1", "seed=2", "lam=1"), "seed was given twice; the last one counts"),
     ],

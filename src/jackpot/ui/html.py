@@ -39,18 +39,16 @@ def write_page(
     sections: Sequence[Section],
     *,
     tokens: InspectorData | None = None,
-    reload_every: float | None = None,
 ) -> None:
     """Write the page. The browser draws a chart when it comes into view.
 
     Args:
         tokens: data of the token inspector; None leaves the inspector out.
-        reload_every: seconds after which the open page loads itself again, which shows a newer page; None: never.
     """
     from plotly.offline import get_plotlyjs  # a slow import, which the other commands do not need
 
     numbers = _Numbers()
-    data = {"sections": [_section(section, numbers) for section in sections], "reloadEvery": reload_every}
+    data = {"sections": [_section(section, numbers) for section in sections]}
     packs = {"numbers": packed(numbers.lists)}
     inspector = scripts = ""
     if tokens and tokens.index["runs"]:

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from helpers.folders import run_folder, write_lines
 from jackpot.ui.charts import Chart, Section, Series
 from jackpot.ui.html import write_page
-from jackpot.ui.report.report import write_report
 from ui.conftest import ODD, Open
 
 if TYPE_CHECKING:
@@ -364,24 +362,6 @@ def test_a_hundred_thousand_tokens_stay_fluid(huge_report: Path, open_page: Open
     page.keyboard.press("End")
     assert chosen(page) == (39, 0)
     expect(page.locator('[aria-selected="true"]')).to_be_in_viewport()
-
-
-def test_a_watched_page_takes_the_newer_one_and_keeps_choices(tmp_path: Path, open_page: Open) -> None:
-    lines = [{"eval/policy_accuracy": 0.25}] * 2
-    folder = run_folder(tmp_path / "run", lines, "iterations=4")
-    path = write_report([folder], reload_every=1.0).path
-    page = open_page(path)
-    page.get_by_label("Find a chart").fill("runs")
-    expect(page.get_by_role("cell", name="1 of 4")).to_be_visible()
-    write_lines(folder, [*lines, {"eval/policy_accuracy": 0.75}])
-    write_report([folder], reload_every=1.0)
-    expect(page.get_by_role("cell", name="2 of 4")).to_be_visible(timeout=60_000)
-    expect(page.get_by_label("Find a chart")).to_have_value("runs")
-    box = page.get_by_label(re.compile("reload"))
-    box.uncheck()
-    assert "reload=off" in page.url
-    page.reload()
-    expect(box).not_to_be_checked()
 
 
 @pytest.mark.parametrize("width", [360, 800, 1100])

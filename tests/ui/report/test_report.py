@@ -1,20 +1,19 @@
 """From run folders to one file; what `jackpot report` says."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from helpers.folders import run_folder, save_tokens, write_lines
+from helpers.folders import run_folder, save_tokens
 from helpers.runs import FinishedRuns
 from jackpot.core.errors import CheckpointError, DataError
 from jackpot.training.run_folder.folder import run_config
 from jackpot.ui import cli
 from jackpot.ui.charts import Chart, Section, Series, Table
 from jackpot.ui.html import write_page
-from jackpot.ui.report.report import NoMetricsYet, Report, watch, write_report
+from jackpot.ui.report.report import write_report
 from jackpot.ui.report.runs import find_runs, read_runs
 
 LINES = [{"obrs/acceptance": 0.9, "eval/policy_accuracy": 0.5}] * 5
@@ -103,69 +102,5 @@ def test_folders_without_a_run_or_a_metric_say_what_to_do(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="not a run folder"):
         write_report([tmp_path])
     run_folder(tmp_path / "a", [])
-    with pytest.raises(NoMetricsYet, match="--watch"):
+    with pytest.raises(DataError, match="has no metrics yet"):
         write_report([tmp_path / "a"])
-
-
-def test_watch_writes_when_a_run_has_written_and_ends_with_it(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", [], "iterations=3")
-    told: list[tuple[tuple[str, ...], bool]] = []
-    todo = [1, 1, 3, 4]  # lines that the run has written at each look
-
-    def tell(report: Report) -> None:
-        told.append((report.unfinished, '"reloadEvery":5.0' in report.path.read_text()))
-
-    def wait(seconds: float) -> None:
-        assert seconds == 5.0
-        write = todo.pop(0)
-        if len((folder / "metrics.jsonl").read_text().splitlines()) != write:
-            write_lines(folder, LINES[:write])
-
-    watch([folder], None, 1000, 5.0, tell, wait)
-    # nothing before the first line, nothing where nothing is new, and no reloading when all is done
-    assert told == [(("run",), True), (("run",), True), ((), False)] and todo == []
-
-
-def watched(folder: Path, looks: list[Callable[[], None]]) -> tuple[int, list[bool]]:
-    """Watch every 10 seconds, one of `looks` after each; returns how many were done, and which pages reload."""
-    told: list[bool] = []
-    todo = list(looks)
-
-    def wait(seconds: float) -> None:
-        todo.pop(0)()
-
-    watch([folder], None, 0, 10.0, lambda report: told.append('"reloadEvery":10.0' in report.path.read_text()), wait)
-    return len(looks) - len(todo), told
-
-
-def nothing() -> None:
-    pass
-
-
-def test_watch_ends_with_a_run_that_stopped_itself(tmp_path: Path) -> None:
-    stopped = {"event": "stopped", "why": "it had to", "iteration": 3, "time": 9.0}
-    lines = [{"time": 1.0}, {"time": 2.0}, {"time": 3.0}]
-    folder = run_folder(tmp_path / "run", lines, "iterations=9", events=[stopped])
-    assert watched(folder, []) == (0, [False])
-    # one stopped earlier, before the newest line, has gone on since
-    write_lines(folder, [*lines, {"time": 10.0}])
-    with pytest.raises(IndexError):  # the looks are used up
-        watched(folder, [nothing] * 3)
-
-
-def test_watch_waits_for_a_run_without_a_metric(tmp_path: Path) -> None:
-    with pytest.raises(IndexError):
-        watched(run_folder(tmp_path / "run", []), [nothing] * 3)
-
-
-def test_the_command_says_where_the_page_is_and_what_it_lacks(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", LINES, "iterations=9")
-    path = save_tokens(folder, 1, [["a", "b"]])
-    path.write_bytes(path.read_bytes()[:-8])
-    result = CliRunner().invoke(cli.app, ["report", str(folder), "--max-tokens", "10"])
-    assert result.exit_code == 0, result.output
-    for text in ("report.html", "MiB", "1 run, 1 of them not finished", "iteration-000001.parquet cannot be read"):
-        assert text in result.output
-    assert "cannot be read" in (folder / "report.html").read_text()
-    nothing = CliRunner().invoke(cli.app, ["report", str(tmp_path / "nowhere")])
-    assert isinstance(nothing.exception, DataError)

@@ -279,28 +279,11 @@ function findCharts() {
   if (input.value) show();
 }
 
-// With --watch: load the page again to show a newer one, but not while the reader moves in it.
-function watchRun() {
-  if (!DATA.reloadEvery) return;
-  const box = document.getElementById("reload"), loaded = Date.now();
-  let touched = 0;
-  document.getElementById("watch").hidden = false;
-  box.checked = state().get("reload") !== "off";
-  box.addEventListener("change", () => remember({ reload: box.checked ? "" : "off" }));
-  for (const kind of ["pointermove", "keydown", "scroll", "wheel"]) addEventListener(kind, () => { touched = Date.now(); }, { passive: true, capture: true });
-  setInterval(() => {
-    const age = (Date.now() - loaded) / 1000;
-    document.getElementById("age").textContent = `(${Math.round(age)} s old)`;
-    if (box.checked && age >= DATA.reloadEvery && Date.now() - touched > 3000) location.reload();
-  }, 1000);
-}
-
 DARK.addEventListener("change", redraw);
 groupButtons();
 sections();
 followReading();
 findCharts();
-watchRun();
 unpack("numbers").then((numbers) => {
   NUMBERS = numbers;
   for (const place of charts) seen.observe(place);

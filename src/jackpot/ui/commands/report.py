@@ -1,8 +1,6 @@
 """Implements `jackpot report`, which writes one page about runs."""
 
 import sys
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -27,27 +25,15 @@ def report(
     max_tokens: Annotated[
         int | None, typer.Option(min=0, help="Saved tokens that the page carries; default 100,000.")
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Write the page again while the runs train; Ctrl-C ends it.")
-    ] = False,
-    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two checks with --watch.")] = 10.0,
 ) -> None:
     """Write one HTML page about runs: every metric with the arms overlaid, and every saved token.
 
     Status: supported.
     """
-    show = partial(_show, Console())
-    most = inspector.MAX_TOKENS if max_tokens is None else max_tokens
-    if not watch:
-        written = page.write_report(runs, out, most)
-        show(written)
-        again = " ".join(["jackpot report", *(quote(str(run)) for run in runs), "--watch"])
-        more = {again: "write it again while they train"} if written.is_going else {}
-        opener = "open" if sys.platform == "darwin" else "xdg-open"
-        show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network", **more})
-        return
-    with suppress(KeyboardInterrupt):
-        page.watch(runs, out, most, every, show)
+    written = page.write_report(runs, out, inspector.MAX_TOKENS if max_tokens is None else max_tokens)
+    _show(Console(), written)
+    opener = "open" if sys.platform == "darwin" else "xdg-open"
+    show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network"})
 
 
 def _show(console: Console, written: "page.Report") -> None:

@@ -41,12 +41,6 @@ class Run:
         """Return whether the last iteration is in metrics.jsonl."""
         return self.iteration >= self.config.iterations
 
-    @property
-    def ended(self) -> bool:
-        """Return whether the run is finished, or was stopped by a guard after its newest line."""
-        since = self.lines[-1]["time"] if self.lines else 0.0
-        return self.finished or any(one["event"] == "stopped" and one["time"] >= since for one in self.events)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
