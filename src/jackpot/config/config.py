@@ -226,9 +226,9 @@ class Config(Strict):
     head_dtype: Literal["fp32"] | None = None
     """Number format in which training's output layers multiply; null: that of `precision`. The engine's own is
     `engine.head_dtype`."""
-    head_kernel: Annotated[Literal["auto", "eager", "compile", "triton"], MAY_CHANGE] = "auto"
-    """What reads the logits of training's output layers: torch's operators (eager), those through torch.compile, or
-    Triton kernels; auto: Triton on a GPU where it runs, else eager. It changes speed, and results only by
+    head_kernel: Annotated[Literal["auto", "eager", "triton"], MAY_CHANGE] = "auto"
+    """What reads the logits of training's output layers: torch's operators (eager) or Triton
+    kernels; auto: Triton on a GPU where it runs, else eager. It changes speed, and results only by
     rounding. Status of triton: experimental. It has run on one H200."""
     tf32: bool = False
     """Round the factors of float32 products to 10 bits on a GPU, where they are several times faster (TF32). Status:

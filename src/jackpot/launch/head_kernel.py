@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -12,7 +11,7 @@ from jackpot.config.config import Config
 from jackpot.core.errors import ConfigError
 from jackpot.models.device import pick_device
 from jackpot.objectives.kernels.autograd import HeadOptions
-from jackpot.objectives.kernels.reader import EAGER, Formula, TileReader, TorchReader
+from jackpot.objectives.kernels.reader import EAGER, TileReader
 from jackpot.objectives.kernels.tiles import Tile
 from jackpot.objectives.kernels.topk import BLOCK
 
@@ -31,7 +30,7 @@ def tile_reader(kernel: str, device: torch.device) -> TileReader:
     """Return the reader that `head_kernel` names: for `auto` Triton's on CUDA where it runs, else the eager.
 
     Raises:
-        ConfigError: Triton is missing or runs no kernel, the device is no GPU, or torch.compile finds no compiler.
+        ConfigError: Triton is missing or runs no kernel, or the device is no GPU.
     """
     if kernel == "triton" or (kernel == "auto" and device.type == "cuda" and find_spec("triton")):
         try:
@@ -40,7 +39,7 @@ def tile_reader(kernel: str, device: torch.device) -> TileReader:
             if kernel == "triton":
                 raise
             warnings.warn(f"head_kernel: auto takes torch's operators, which are slower: {error}", stacklevel=2)
-    return _compiled_reader(device) if kernel == "compile" else EAGER
+    return EAGER
 
 
 def _triton_reader(device: torch.device) -> TileReader:
@@ -54,21 +53,6 @@ def _triton_reader(device: torch.device) -> TileReader:
         raise ConfigError(
             f"Triton runs no kernel here: {_first_line(error)}; it needs a C compiler such as gcc, and Python's "
             f"headers. Install them, or use head_kernel: eager"
-        ) from error
-
-
-@cache
-def _compiled_reader(device: torch.device) -> TileReader:
-    """Compile the formulas, of any number of positions, and try one."""
-
-    def compiled(formula: Formula, /) -> Formula:
-        return torch.compile(formula, dynamic=True)  # pyright: ignore[reportReturnType]  # calls like what it compiles
-
-    try:
-        return _tried(TorchReader("compile", compiled), device)
-    except Exception as error:  # whatever the compiler lacks
-        raise ConfigError(
-            f"head_kernel is compile, but torch.compile fails: {_first_line(error)}; use head_kernel: auto"
         ) from error
 
 

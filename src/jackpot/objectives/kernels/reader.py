@@ -13,8 +13,8 @@ Shapes: `C` positions, `T` tokens of a tile. The lists have one entry for one he
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -142,7 +142,6 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         torch.where(other.isneginf(), of_head, -torch.inf).amax(-1) if masks else None
         for of_head, other, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
     ]
-    # torch.compile of torch 2.11 does not take `_replace` here.
     return [TileSums(*of_head[:4], gap, at_masked) for of_head, gap, at_masked in zip(sums, gaps, masked, strict=True)]
 
 
@@ -195,27 +194,16 @@ def _exp(values: Tensor) -> Tensor:
 # The reader of torch alone
 
 
-Formula = TypeVar("Formula", bound=Callable[..., object])
-
-
-class Wrap(Protocol):
-    """What the formulas of a reader go through first, such as torch.compile."""
-
-    def __call__(self, formula: Formula, /) -> Formula: ...
-
-
 class TorchReader:
-    """Applies the formulas with torch's operators; its name is that of the kernel in the settings."""
+    """Applies the formulas with torch's operators."""
 
-    def __init__(self, name: str, wrap: Wrap = lambda formula: formula) -> None:
-        self.name = name
-        self._sums, self._mass, self._gradients = wrap(tile_sums), wrap(tile_common_mass), wrap(tile_gradients)
+    name = "eager"
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
         whole: list[TileSums] = []
         for rows in _chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            parts = self._sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            parts = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
             whole = whole or [_memory(part, tiles[0]) for part in parts]
             for into, part in zip(whole, parts, strict=True):
                 for target, column in zip(into, part, strict=True):
@@ -227,7 +215,7 @@ class TorchReader:
         mass = torch.empty_like(logsumexps[0])
         for rows in _chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            mass[rows] = self._mass(logits, [logsumexp[rows] for logsumexp in logsumexps], lam)
+            mass[rows] = tile_common_mass(logits, [logsumexp[rows] for logsumexp in logsumexps], lam)
         return mass
 
     def differentiate(
@@ -244,7 +232,7 @@ class TorchReader:
                 for of_head, tile, wanted in zip(logits, tiles, gradients, strict=True)
             ]
             of_rows = [wanted and TileGradient(wanted.coefficients.at(rows), wanted.out[rows]) for wanted in gradients]
-            computed = self._gradients(
+            computed = tile_gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
                 [tile.may_mask for tile in tiles],
@@ -262,7 +250,7 @@ class TorchReader:
                     wanted.out.copy_(gradient)
 
 
-EAGER = TorchReader("eager")
+EAGER = TorchReader()
 
 
 def _chunks(tiles: Sequence[Tile]) -> list[slice]:
