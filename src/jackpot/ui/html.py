@@ -48,7 +48,7 @@ def write_page(
     from plotly.offline import get_plotlyjs  # a slow import, which the other commands do not need
 
     numbers = _Numbers()
-    data = {"sections": [_section(section, numbers) for section in sections]}
+    data: dict[str, Any] = {"sections": [_section(section, numbers) for section in sections]}
     packs = {"numbers": packed(numbers.lists)}
     inspector = scripts = ""
     if tokens and tokens.index["runs"]:
