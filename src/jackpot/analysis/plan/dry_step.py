@@ -39,6 +39,7 @@ from jackpot.models.sampling import sampling_log_probs
 from jackpot.models.scoring import MAX_LOGITS
 from jackpot.objectives.kernels.autograd import HeadOptions, default_tile, keeps_logits, split_range, tiled_heads
 from jackpot.objectives.kernels.linear_head import head_of
+from jackpot.objectives.kernels.reader import TorchReader
 from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.joint_optimizer import GradientSplit
@@ -243,8 +244,9 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     """
     layers = [output_layer(model) for model in models]
     weights = [layer.weight for layer in layers]
-    options = HeadOptions(logits_memory=config.head_logits_memory * 2**20)
-    positions, tokens = default_tile(len(hidden[0]), len(weights[0]), "cpu" if config.device == "cpu" else "cuda")
+    device_type = "cpu" if config.device == "cpu" else "cuda"
+    options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
+    positions, tokens = default_tile(len(hidden[0]), len(weights[0]), device_type)
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
     whole = [

@@ -195,13 +195,17 @@ def _exp(values: Tensor) -> Tensor:
 
 
 class TorchReader:
-    """Applies the formulas with torch's operators."""
+    """Applies the formulas with torch's operators, to as many logits at a time as suit a type of device; None: that of
+    the logits, which in a plan of a GPU are not there."""
 
     name = "eager"
 
+    def __init__(self, device_type: str | None = None) -> None:
+        self._device_type = device_type
+
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
         whole: list[TileSums] = []
-        for rows in _chunks(tiles):
+        for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             parts = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
             whole = whole or [_memory(part, tiles[0]) for part in parts]
@@ -213,7 +217,7 @@ class TorchReader:
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         mass = torch.empty_like(logsumexps[0])
-        for rows in _chunks(tiles):
+        for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             mass[rows] = tile_common_mass(logits, [logsumexp[rows] for logsumexp in logsumexps], lam)
         return mass
@@ -225,7 +229,7 @@ class TorchReader:
         gradients: Sequence[TileGradient | None],
         columns: Tensor,
     ) -> None:
-        for rows in _chunks(tiles):
+        for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             derivatives = [
                 _softcap_derivative(of_head, tile.soft_cap, tile.temperature) if wanted and tile.soft_cap else None
@@ -249,15 +253,15 @@ class TorchReader:
                 if gradient is not wanted.out:
                     wanted.out.copy_(gradient)
 
+    def _chunks(self, tiles: Sequence[Tile]) -> list[slice]:
+        """Cut the positions of tiles into runs that are read at a time."""
+        c, t = tiles[0].logits.shape
+        kind = self._device_type or tiles[0].logits.device.type
+        size = max(1, min(c, MAX_CHUNK["cuda" if kind == "cuda" else "cpu"] // t))
+        return [slice(start, min(start + size, c)) for start in range(0, c or 1, size)]
+
 
 EAGER = TorchReader()
-
-
-def _chunks(tiles: Sequence[Tile]) -> list[slice]:
-    """Cut the positions of tiles into runs that are read at a time."""
-    c, t = tiles[0].logits.shape
-    size = max(1, min(c, MAX_CHUNK["cuda" if tiles[0].logits.is_cuda else "cpu"] // t))
-    return [slice(start, min(start + size, c)) for start in range(0, c or 1, size)]
 
 
 def _finished(tile: Tile, rows: slice) -> Tensor:
