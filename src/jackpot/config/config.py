@@ -227,9 +227,9 @@ class Config(Strict):
     """Number format in which training's output layers multiply; null: that of `precision`. The engine's own is
     `engine.head_dtype`."""
     head_kernel: Annotated[Literal["auto", "eager", "triton"], MAY_CHANGE] = "auto"
-    """What reads the logits of training's output layers: torch's operators (eager) or Triton
-    kernels; auto: Triton on a GPU where it runs, else eager. It changes speed, and results only by
-    rounding. Status of triton: experimental. It has run on one H200."""
+    """What reads the logits of training's output layers: torch's operators (eager) or Triton kernels; auto: Triton
+    on a GPU where it runs, else eager. It changes speed, and results only by rounding. Status of triton:
+    experimental. It has run on one H200."""
     tf32: bool = False
     """Round the factors of float32 products to 10 bits on a GPU, where they are several times faster (TF32). Status:
     never run on its target (a GPU)."""

@@ -61,10 +61,11 @@ class Quantized(NamedTuple):
 def quantize(values: Tensor, grid: Grid) -> Quantized:
     """Quantize a matrix [R, C], float32 or bfloat16. A NaN makes its whole block NaN in FP8.
 
-    A block with an infinite number keeps none of its numbers, as in every implementation. A GPU computes this in one
-    kernel, where that has been tried and gives the same bits.
+    A block with an infinite number keeps none of its numbers, as in every implementation. A GPU computes scales that
+    are powers of two, and their codes, in one kernel, where that has been tried and gives the same bits.
     """
-    formula = (_compiled(grid, values.device) if values.is_cuda else None) or _codes_and_scales
+    is_exact = grid.scales == "power_of_two"  # else compiled code divides by the largest code in its own way
+    formula = (_compiled(grid, values.device) if is_exact and values.is_cuda else None) or _codes_and_scales
     return Quantized(*formula(values, grid), grid)
 
 
