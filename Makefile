@@ -9,7 +9,7 @@ FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs check-docs test-all environments test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang mutants soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs check-docs test-all environments test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -88,6 +88,10 @@ test-vllm-here: $(VENV)-vllm/ready
 test-sglang: $(VENV)-sglang/ready  # a real server of SGLang on the CPU; its torch is another one, of some gigabytes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/rollout/engines/sglang $(ARGS)
 
+TORCH ?= 2.11.0
+test-torch: $(VENV)-torch-$(TORCH)/ready  # the default tests on another torch: make test-torch TORCH=2.14.1; 5 GB, since the registry has CUDA builds
+	OMP_NUM_THREADS=1 $(VENV)-torch-$(TORCH)/bin/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
+
 mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/mutants $(ARGS)
 
@@ -148,7 +152,7 @@ lock: $(VENV)/ready  # every version of `.[train,dev]`, for `pip install -r requ
 	--no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements-dev.lock pyproject.toml
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-sglang $(VENV)-docs site build dist
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-sglang $(VENV)-docs $(VENV)-torch-* site build dist
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -187,6 +191,14 @@ $(VENV)-vllm/ready: tests/rollout/engines/vllm/requirements-cpu.txt pyproject.to
 	$(VENV)-vllm/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)-vllm/bin/pip install --quiet --no-deps -r tests/rollout/engines/vllm/requirements-cpu.txt
 	$(VENV)-vllm/bin/pip install --quiet --no-deps setuptools -e .
+	touch $@
+
+# Another torch, with its own Triton; all else is that of the lock file.
+$(VENV)-torch-$(TORCH)/ready: requirements-dev.lock
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==$(TORCH)
+	grep -vE '^(torch|triton|nvidia-|cuda-)' requirements-dev.lock >$(@D)/requirements.txt
+	$(@D)/bin/pip install --quiet --no-deps -r $(@D)/requirements.txt setuptools -e .
 	touch $@
 
 # SGLang, apart from ours: its torch and torchvision differ.
