@@ -34,6 +34,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     size, positions = len(row.positions), row.positions
     starts, numbers = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
     sequence = torch.repeat_interleave(numbers, row.cu_queries.diff(), output_size=size)  # [S]
+
     is_prompt = positions.index_select(0, starts) == 0
     prompts = torch.where(is_prompt, numbers, 0).cummax(0).values  # [sequences], each one's last prompt before it
     prompt = prompts.index_select(0, sequence)  # [S]
@@ -43,12 +44,14 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
         seen = seen & (positions[key] <= positions[query])
         return seen if window is None else seen & (positions[key] > positions[query] - window)
 
+    # Blocks of tokens: the sequence in which each begins and ends, and the prompt that its first token sees.
     first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], index of the first token
     last = (first + BLOCK - 1).clamp(max=size - 1)
     begin, end, shared = (
         column.index_select(0, at_blocks)
         for column, at_blocks in ((sequence, first), (sequence, last), (prompt, first))
     )
+
     # A row of blocks are queries, a column keys. A prompt that begins inside a block is no key of blocks before it.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
     some = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
@@ -56,6 +59,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     every = alone & alone[:, None] & ((begin == begin[:, None]) | (begin == shared[:, None])) & (first < first[:, None])
     if window is not None:
         every = every & (positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window)
+
     listed = [part for blocks in (some & ~every, every) for part in _listed(blocks)]
     return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
 
@@ -76,10 +80,12 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
     """
     if importlib.util.find_spec("triton") is None:
         return None
+
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all pairs would be formed
     # Rows of less than 128 tokens would get the kernel for decoding, which knows no blocks of sizes that vary.
     kernel = partial(compiled, kernel_options={"BACKEND": "TRITON"})
+
     device = torch.device("cuda")
     try:
         mask = block_mask(_row(2 * BLOCK, device), None)

@@ -244,11 +244,13 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     """
     layers = [output_layer(model) for model in models]
     weights = [layer.weight for layer in layers]
+
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]), device_type)
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
+
     whole = [
         replace(head_of(layer, states, cap), bias=None)
         for layer, states, cap in zip(layers, hidden, soft_caps, strict=True)
@@ -257,11 +259,13 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
         run = len(weights[0])  # then the logits are few
     else:
         options = replace(options, logits_memory=0)
+
     parts = [weight[:run] if run < len(weight) else weight for weight in weights]
     heads = [replace(head, weight=part) for head, part in zip(whole, parts, strict=True)]
     ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: `_waiting_tensors` counts it
     outputs, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
     values = tuple(value for value in outputs if value is not None)  # with the moments none is missing
+
     for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if part is not weight and part.requires_grad:
             own = values[2 * number : 2 * number + 2]

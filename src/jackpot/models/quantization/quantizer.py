@@ -85,6 +85,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
     """
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
     numbers = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
+
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
         compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all would run as it is

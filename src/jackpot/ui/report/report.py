@@ -48,11 +48,13 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
             f"{' and '.join(map(str, paths))} has no metrics yet: the first line of metrics.jsonl is the evaluation "
             f"before training; wait for it"
         )
+
     arms = arms_of(begun)
     unreadable = [
         f"{folder} is left out: it is of `jackpot eval` and no run; its results are in summary.json"
         for folder in find_evaluations(paths)
     ]
+
     saved_by_run = []
     for run in (run for arm in arms for run in arm.runs):
         saved_files, bad = list_rollout_files(run.folder)
@@ -60,12 +62,14 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
         unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
     unreadable += bad
-    found = diagnoses(arms)
-    summary = summary_section(arms, found, unreadable)
+
+    arm_diagnoses = diagnoses(arms)
+    summary = summary_section(arms, arm_diagnoses, unreadable)
     if tokens.left_out.rows:
         summary = replace(summary, items=(*summary.items, tokens.left_out))
-    findings = (finding for _, diagnosis in found for finding in diagnosis.findings)
+    findings = (finding for _, diagnosis in arm_diagnoses for finding in diagnosis.findings)
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
+
     sections = metric_sections(arms, named)
     sections.insert(1 if sections and sections[0].title == HEADLINE else 0, summary)
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
