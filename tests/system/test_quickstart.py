@@ -1,5 +1,6 @@
 """What the README promises of the quickstart, at a size that takes minutes: part of `make test-all`."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def accuracy(path: str) -> float:
     return evaluate(engine, task, tokenizer, prompts, Sampling(max_new_tokens=32), seed=7, k=1).accuracy
 
 
+@pytest.mark.skipif("JACKPOT_STARTERS" not in os.environ, reason="five CPU minutes: make starters")
 def test_starters_can_be_made_again_with_the_same_accuracy(tmp_path: Path) -> None:
     make_toy_models(tmp_path, TOY_MODELS)
     for role in ("policy", "rollout_model"):
