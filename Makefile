@@ -90,7 +90,8 @@ test-sglang: $(VENV)-sglang/ready  # a real server of SGLang on the CPU; its tor
 
 TORCH ?= 2.11.0
 test-torch: $(VENV)-torch-$(TORCH)/ready  # the default tests on another torch: make test-torch TORCH=2.14.1; 5 GB, since the registry has CUDA builds
-	OMP_NUM_THREADS=1 $(VENV)-torch-$(TORCH)/bin/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
+	OMP_NUM_THREADS=1 $(VENV)-torch-$(TORCH)/bin/pytest -W 'ignore:torch is built for CUDA' \
+	$(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
 
 mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/mutants $(ARGS)

@@ -117,6 +117,9 @@ def test_without_vllm_the_error_says_how_to_install_it(folder):
         make_engine(VLLMEngineConfig(), str(folder), torch.device("cpu"), Version(0, 0))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 has this setting once for all threads; vLLM 0.32 needs 2.13"
+)
 def test_torch_compile_is_disabled_on_the_thread_of_vllm_alone():
     seen = []
 
