@@ -30,12 +30,13 @@ def _section(part: str, lines: Sequence[Line]) -> str:
     if not found:
         return f"## {part}\n\n{about}\n\n{NOT_RUN}\n"
     machine = ", ".join(f"{value}" if key == "device" else f"{key} {value}" for key, value in found[-1].machine.items())
-    command = f"`make gpu PART={part}` at {found[-1].commit} on {machine}:"
+    head = f"## {part}\n\n{about}\n\n`make gpu PART={part}` at {found[-1].commit} on {machine}:\n\n"
     others = [line for line in found if not line.result.get("right")]
     if part != "runs" or len(others) == len(found):
-        return f"## {part}\n\n{about}\n\n{command}\n\n{table(found)}\n"
+        return f"{head}{table(found)}\n"
+
     right = "; ".join(line.row for line in found if line not in others)
-    return f"## {part}\n\n{about}\n\n{command}\n\nRight: {right}.\n" + (f"\n{table(others)}\n" if others else "")
+    return f"{head}Right: {right}.\n" + (f"\n{table(others)}\n" if others else "")
 
 
 def write() -> None:

@@ -31,7 +31,7 @@ GROUPS = ("equal", "flex", "resumed", "rounded")  # two_ranks take a GPU each
 MOST_AT_ONCE = 12
 TOLERANCE = 1e-3  # of a metric in fp32, relative to the larger one, 0.01 at least
 BIN = 0.03  # of percentiles, which are those of a histogram
-CLOCKS = ("time", "seconds/", "cpu_seconds/", "speed/")
+CLOCKS = ("seconds/", "cpu_seconds/", "speed/")
 
 
 class Stopped(Exception):
@@ -71,20 +71,23 @@ def compare(device: str, group: str, name: str) -> Result:
 
 
 def _compare(device: str, group: str, name: str) -> Result:
-    arguments = [*RUNS["common"], *flat(RUNS[group][name])[1:]]
-    recipe = flat(RUNS[group][name])[0]
+    recipe, *overrides = flat(RUNS[group][name])
+    overrides = [*RUNS["common"], *overrides]
+
     with tempfile.TemporaryDirectory() as home:
         folder, other = Path(home, "device"), Path(home, "cpu")
         drive = train_twice if group == "resumed" else train
-        drive(recipe, [*arguments, f"device={device}"], folder)
+        drive(recipe, [*overrides, f"device={device}"], folder)
+        lines = metrics(folder)
         memory = {"GB": torch.cuda.max_memory_reserved() / 1e9} if device == "cuda" else {}
         if group == "rounded":
-            infinite = [key for line in metrics(folder) for key, value in line.items() if not _is_finite(value)]
-            return {"metrics": len(metrics(folder)[-1]), "differ": "", "right": not infinite} | memory
-        train(recipe, [*arguments, "device=cpu", "head_kernel=eager"], other)
-        found = list(differing(folder, other))
-        result = {"metrics": len(metrics(folder)[-1]), "differ": len(found), "right": not found} | memory
-        return result | ({"first": found[0]} if found else {})
+            is_finite = all(_is_finite(value) for line in lines for value in line.values())
+            return {"metrics": len(lines[-1]), "differ": "", "right": is_finite} | memory
+
+        train(recipe, [*overrides, "device=cpu", "head_kernel=eager"], other)
+        differences = list(differing(folder, other))
+        result = {"metrics": len(lines[-1]), "differ": len(differences), "right": not differences} | memory
+        return result | ({"first": differences[0]} if differences else {})
 
 
 def flat(items: list) -> list[str]:
@@ -113,7 +116,9 @@ def train_twice(recipe: str, overrides: list[str], folder: Path) -> None:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without what a clock says."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if not key.startswith(CLOCKS)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key != "time" and not key.startswith(CLOCKS)} for line in lines
+    ]
 
 
 def differing(folder: Path, other: Path) -> Iterator[str]:

@@ -104,6 +104,6 @@ def _quantize() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         quantize(torch.ones(300, 400, device=CUDA), FP8_TOKEN_BLOCKS)
-    [message] = [str(one.message) for one in seen if "dozen kernels" in str(one.message)]
+    [message] = [str(told.message) for told in seen if "dozen kernels" in str(told.message)]
     if "are not those of torch's operators" not in message:
         raise RuntimeError(message)

@@ -123,6 +123,7 @@ def tiled_heads(
         operand_dtypes=tuple(operand_dtype(head, dtype) for head in heads),
         dtype=dtype,
     )
+
     if gather_ids is None:
         gather_ids = ids.new_empty((len(ids), 0))
     tensors = (tensor for head in heads for tensor in head.tensors)
@@ -264,12 +265,14 @@ class _TiledHeads(torch.autograd.Function):
     def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
+
         plan, count = ctx.plan, len(ctx.plan.soft_caps)
         saved = iter(ctx.saved_tensors)  # in the order of `save_for_backward`
         ids = next(saved)
         logsumexps = list(islice(saved, count))
         saved_values = list(islice(saved, plan.num_values // 2 if plan.moments else 0))
         tensors = _by_head(list(islice(saved, 3 * count)))
+
         with torch.autocast(ids.device.type, enabled=False):
             coefficients = plan.coefficients(grads[: plan.num_values], saved_values)
             heads = plan.heads(tensors, plan.kept_tiles(saved))

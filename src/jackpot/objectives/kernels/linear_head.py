@@ -257,6 +257,7 @@ class LinearHead(nn.Module):
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
         parts = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
             hidden = policy_hidden[rows]
@@ -274,6 +275,7 @@ class LinearHead(nn.Module):
             else:
                 policy, rollout = output.policy.top_log_probs, output.fill_ins
             parts.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
+
         z, lam = torch.cat(parts, dim=1)
         return z, lam
 

@@ -235,6 +235,7 @@ class TorchReader:
                 _softcap_derivative(of_head, tile.soft_cap, tile.temperature) if wanted and tile.soft_cap else None
                 for of_head, tile, wanted in zip(logits, tiles, gradients, strict=True)
             ]
+
             of_rows = [wanted and TileGradient(wanted.coefficients.at(rows), wanted.out[rows]) for wanted in gradients]
             computed = tile_gradients(
                 logits,
@@ -243,6 +244,7 @@ class TorchReader:
                 [wanted and wanted.coefficients for wanted in of_rows],
                 [wanted.out if wanted and wanted.out.dtype == logsumexps[0].dtype else None for wanted in of_rows],
             )
+
             for wanted, gradient, derivative in zip(of_rows, computed, derivatives, strict=True):
                 if wanted is None or gradient is None:
                     continue

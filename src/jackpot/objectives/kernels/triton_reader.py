@@ -95,10 +95,12 @@ def _read(
     q += row * T
     maxima_p += row * NUM_BLOCKS
     maxima_q += row * NUM_BLOCKS
+
     max_p = tl.full([WIDTH], float("-inf"), tl.float32)
     max_q = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_p = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_q = tl.full([WIDTH], float("-inf"), tl.float32)
+
     for begin in range(0, T, WIDTH):
         logits_p = _finish(
             p, bias_p, cap_p, temperature, maxima_p, begin, T, NUM_BLOCKS, RAW_P, BIAS_P, CAP_P, TOPS, WIDTH
@@ -111,6 +113,7 @@ def _read(
             max_q = tl.maximum(max_q, logits_q)
             masked_p = tl.maximum(masked_p, tl.where(logits_q == float("-inf"), logits_p, float("-inf")))
             masked_q = tl.maximum(masked_q, tl.where(logits_p == float("-inf"), logits_q, float("-inf")))
+
     tl.debug_barrier()  # what was stored above is loaded below
     row_max_p = tl.maximum(tl.max(max_p, axis=0), _LOWEST)
     row_max_q = tl.maximum(tl.max(max_q, axis=0), _LOWEST)
@@ -120,6 +123,7 @@ def _read(
     moment_q = tl.zeros([WIDTH], tl.float32)
     gap_p = tl.zeros([WIDTH], tl.float32)
     gap_q = tl.zeros([WIDTH], tl.float32)
+
     for begin in range(0, T, WIDTH):
         columns = begin + tl.arange(0, WIDTH)
         shifted_p = _finished(p, columns, T) - row_max_p
@@ -137,6 +141,7 @@ def _read(
                 moment_q += exp_q * shifted_q
                 gap_p += exp_p * (shifted_p - shifted_q)
                 gap_q += exp_q * (shifted_q - shifted_p)
+
     _store_sums(sums + row, C, row_max_p, sum_p, moment_p, gap_p, masked_p, PAIR)
     if PAIR:
         _store_sums(sums + 5 * C + row, C, row_max_q, sum_q, moment_q, gap_q, masked_q, PAIR)
