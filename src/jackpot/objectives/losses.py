@@ -105,8 +105,10 @@ SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo,
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """min(r A, clip(r) A), [B, T]."""
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return torch.minimum(ratio * advantages, clipped * advantages)
+    bound = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+
+    # Not torch.minimum of the two: where r is exactly a bound, versions of torch differ in the gradient of clamp.
+    return torch.where(_is_clipped(ratio, advantages, clip_low, clip_high), bound * advantages, ratio * advantages)
 
 
 def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
