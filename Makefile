@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 KILLS ?= 100
+# Modules are compiled where they are first imported: half a minute of a core less for every torch.
+export PIP_COMPILE := no
 DEFAULT := not slow and not vllm and not mutants and not trl and not adapters and not virtual_gpu
 FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs check-docs test-all environments test-slow test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs check-docs test-all environments test-slow test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -32,9 +34,7 @@ check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the
 docs: $(VENV)-docs/ready  # the pages as a site in site/; a dead link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
 
-# Where the peers cannot be had, their recorded answers serve and the live test says that it was skipped.
 test-all: $(VENV)/ready
-	-$(MAKE) --no-print-directory $(VENV)-peers/ready
 	-$(MAKE) --no-print-directory chromium
 	-$(MAKE) --no-print-directory $(VENV)-docs/ready  # without it the test that builds the site says that it was skipped
 	-$(BIN)/pip install --quiet triton==3.7.1  # the one of torch 2.13, 190 MB; without it the tests of its kernels say that they were skipped
@@ -42,7 +42,8 @@ test-all: $(VENV)/ready
 	-$(BIN)/pip install --quiet -c constraints.txt reasoning-gym  # 10 MB; without it the tests of its task say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
 	status=0; $(MAKE) --no-print-directory --jobs=2 --keep-going test-slow environments || status=1; \
-	$(MAKE) --no-print-directory --keep-going test-trl-here test-adapters test-vllm || status=1; exit $$status  # none hides another
+	$(MAKE) --no-print-directory --jobs=2 --keep-going test-trl-here test-adapters || status=1; \
+	$(MAKE) --no-print-directory test-vllm || status=1; exit $$status  # none hides another
 
 environments: $(VENV)/ready  # of the last three targets of test-all: downloads, while the slow tests have the processors
 	-$(MAKE) --no-print-directory $(VENV)-trl/ready
@@ -51,6 +52,9 @@ environments: $(VENV)/ready  # of the last three targets of test-all: downloads,
 
 test-slow: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
+
+test-peers: $(VENV)/ready $(VENV)-peers/ready  # verl, TRL and AReaL still answer what tests/peers has recorded of them; `make test` compares with the record
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/peers $(ARGS)
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/ui/report $(ARGS)

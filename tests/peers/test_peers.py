@@ -253,7 +253,7 @@ def test_every_recorded_case_is_compared():
 @pytest.mark.slow
 def test_the_peers_still_return_what_is_recorded(tmp_path):
     if not (VENV / "ready").exists():
-        pytest.skip("the peers are not installed; `make .venv-peers/ready` does it where their packages can be had")
+        pytest.skip("the peers are not installed: make test-peers")
     path = tmp_path / "live.json"
     subprocess.run([VENV / "bin/python", HERE / "run_peers.py", path], check=True, timeout=300)
     live = json.loads(path.read_text())
