@@ -36,6 +36,8 @@ with lazy():
     from jackpot.ui.terminal import plan as plans
 
 
+Typed = tuple[str, str | None, list[str], Path | None]  # of a command line: recipe, arm, settings and run folder
+
 _FACTS = {  # name on the screen: metric and its format
     "reward": ("reward/mean", "{:.3f}"),
     "policy": ("eval/policy_accuracy", "{:.1%}"),
@@ -87,10 +89,14 @@ def train(
 
     Status: supported. On CPUs, and briefly on a GPU (docs/gpu.md). docs/index.md says what is experimental.
     """
-    if (at := process_rank()).rank > 0:
+    started = process_rank()
+    if started.rank > 0:
         if not dry_run:
-            launched.follow_leader(at)
+            launched.follow_leader(started)
         return
+
+    if dry_run and tiny:
+        raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
     if gpus and not dry_run:
         raise ConfigError(
             f"--gpus {gpus} is for --dry-run, and a run takes the GPUs that it is started on; give both, or none"
@@ -101,29 +107,36 @@ def train(
     registry.check_sets(config.evaluation.benchmark_names)
     folder = run or names.run_folder(recipe, arm, overrides or [], config.seed, "tiny" if tiny else None)
 
+    if dry_run:
+        _show_dry_run(console, config, (recipe, arm, overrides or [], run), folder, gpus)
+        return
     if tiny:
-        if dry_run:
-            raise ConfigError("--tiny runs the recipe and --dry-run does not; give one of them")
         small = shrinking.make_tiny(config, folder / "tiny")
         plans.show_tiny(console, small)
-        _train_and_show(console, small.config, folder)
-    elif dry_run:
-        ranks = max(at.size, config.placement.ranks)
-        checks.check_start(config, config.model_paths(), ranks)
-        run_files.RunFolder(folder).check(config)
+        config = small.config
+    _train_and_show(console, config, folder)
 
-        asked = published.parse_gpus(gpus) if gpus else None
-        stated = asked or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
-        needs = _plan(console, config, stated, folder, ranks)
 
-        typed = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]))
-        commands = {f"jackpot train {typed} --tiny": "try it here with small models"}  # --run would be of both
-        commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
-        if at.size == at.local_size:  # on several machines it is the same command without --dry-run
-            commands |= _starting(console, config, (recipe, arm, overrides or [], run), ranks, needs, asked)
-        show_next(console, commands)
-    else:
-        _train_and_show(console, config, folder)
+def _show_dry_run(
+    console: Console, config: "run_settings.Config", typed: Typed, folder: Path, gpus: str | None
+) -> None:
+    """Check what a start checks, and print the plan and the commands that try and train it."""
+    recipe, arm, overrides, _ = typed
+    started = process_rank()
+    ranks = max(started.size, config.placement.ranks)
+    checks.check_start(config, config.model_paths(), ranks)
+    run_files.RunFolder(folder).check(config)
+
+    asked = published.parse_gpus(gpus) if gpus else None
+    stated = asked or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
+    needs = _plan(console, config, stated, folder, ranks)
+
+    words = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *overrides]))
+    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # --run would be of both
+    commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
+    if started.size == started.local_size:  # on several machines it is the same command without --dry-run
+        commands |= _starting(console, config, typed, ranks, needs, asked)
+    show_next(console, commands)
 
 
 def _plan(
@@ -150,7 +163,7 @@ def _plan(
 def _starting(
     console: Console,
     config: "run_settings.Config",
-    typed: tuple[str, str | None, list[str], Path | None],
+    typed: Typed,
     ranks: int,
     needs: "estimating.CostEstimate | None",
     asked: "published.GpusConfig | None",
@@ -158,7 +171,6 @@ def _starting(
     """Return the commands that train, each with its purpose; print why there is none.
 
     Args:
-        typed: recipe, arm, settings and run folder.
         ranks: processes that were started, or that Ray will start.
         asked: GPUs that the run has to fit.
 

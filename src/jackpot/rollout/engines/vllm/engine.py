@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from jackpot.config.engines import VLLMEngineConfig, is_quantized, sleeps
 from jackpot.core.digest import WeightsDigest, weights_digest
@@ -90,18 +91,11 @@ class VLLMEngine(ThreadEngine):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
 
-        self._num_drafts = 0  # tokens that a draft model proposes at once; 0: there is none
-        self._arguments: dict[str, Any] = {"max_model_len": settings.max_model_len}
-        if drafter is not None:
-            context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            limit = drafter.capabilities.max_model_len
-            limit = min(context or limit, limit)
-            assert settings.draft is not None and settings.draft.tokens != "auto"  # settings refuse both
-            self._num_drafts = settings.draft.tokens
-            self._arguments = draft_arguments(self._num_drafts, drafter._folder, settings.max_num_seqs, limit)
-
+        # Tokens that a draft model proposes at once, 0 without one; and what vLLM is told of lengths and drafts.
+        self._num_drafts, self._arguments = _lengths_and_drafts(model, settings, drafter)
         self._followers: list[VLLMEngine] = []  # those for which this engine's model drafts
         self._draft_counts: deque[DraftCounts] = deque()  # of finished responses
+
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
         self._events = list(self._weight_format.events)
         self._llm: Any = None
@@ -236,47 +230,20 @@ class VLLMEngine(ThreadEngine):
         Args:
             weights: weights to start with, in the engine's dtype; none: those in the model's folder.
         """
-        folder, settings, on_cpu = self._folder, self._settings, self._device.type == "cpu"
-        enforce_eager = on_cpu if settings.enforce_eager == "auto" else settings.enforce_eager
+        on_cpu = self._device.type == "cpu"
+        enforce_eager = on_cpu if self._settings.enforce_eager == "auto" else self._settings.enforce_eager
         vllm = import_vllm(compiles=not enforce_eager)
         check_device(not on_cpu, vllm.has_gpu)
 
-        overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
-        if config := self._weight_format.quantization_config:
-            overrides["quantization_config"] = config
-        device = self._device.index if settings.device is None else settings.device
-
         set_num_threads = torch.set_num_threads
         try:
-            arguments = vllm.EngineArgs(
-                model=folder,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
-                hf_overrides=overrides,
-                dtype=self._dtype,
-                kv_cache_dtype=settings.kv_cache_dtype or "auto",
-                seed=0,
-                max_num_seqs=settings.max_num_seqs,
-                max_logprobs=-1,
-                logprobs_mode="processed_logprobs",
-                enforce_eager=enforce_eager,
-                enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
-                gpu_memory_utilization=settings.gpu_memory_utilization,
-                kv_cache_memory_bytes=settings.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else None),
-                enable_sleep_mode=sleeps(settings),
-                device_ids=None if device is None else [device],
-                use_tqdm_on_load=False,
-                disable_log_stats=True,
-                **self._arguments,
-            )
-
+            arguments = self._engine_arguments(vllm, weights, enforce_eager)
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
         except Exception as error:
-            raise EngineError(f"vLLM cannot serve {folder}: {type(error).__name__}: {error}") from error
+            raise EngineError(f"vLLM cannot serve {self._folder}: {type(error).__name__}: {error}") from error
         finally:
             torch.set_num_threads = set_num_threads  # vLLM replaces it by a function without effect on a CPU
 
@@ -285,11 +252,43 @@ class VLLMEngine(ThreadEngine):
             vocab_size=model.get_vocab_size(),
             num_top_log_probs=model.get_vocab_size(),
             max_model_len=model.max_model_len - 2 * self._num_drafts,  # so that every request is always drafted for
-            quantized=is_quantized(settings) or bool(model.quantization),
+            quantized=is_quantized(self._settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,
             dtype=self._dtype,
             device=self._device.type,
-            sleeps=sleeps(settings),
+            sleeps=sleeps(self._settings),
+        )
+
+    def _engine_arguments(self, vllm: Any, weights: Sequence[tuple[str, Tensor]], enforce_eager: bool) -> Any:
+        """Return vLLM's `EngineArgs` for these settings, this device and the weights to start with."""
+        settings, on_cpu = self._settings, self._device.type == "cpu"
+        device = self._device.index if settings.device is None else settings.device
+
+        overrides: dict[str, Any] = {"head_dtype": "float32"} if settings.head_dtype == "fp32" else {}
+        if config := self._weight_format.quantization_config:
+            overrides["quantization_config"] = config
+
+        return vllm.EngineArgs(
+            model=self._folder,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
+            hf_overrides=overrides,
+            dtype=self._dtype,
+            kv_cache_dtype=settings.kv_cache_dtype or "auto",
+            seed=0,
+            max_num_seqs=settings.max_num_seqs,
+            max_logprobs=-1,
+            logprobs_mode="processed_logprobs",
+            enforce_eager=enforce_eager,
+            enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else None),
+            enable_sleep_mode=sleeps(settings),
+            device_ids=None if device is None else [device],
+            use_tqdm_on_load=False,
+            disable_log_stats=True,
+            **self._arguments,
         )
 
     def _add_all(self, requests: Sequence[Request], version: Version) -> None:
@@ -383,6 +382,20 @@ def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
             "are. Use engine.quantization=int8_w8a8, which it has here, or engine=transformers, which computes what a "
             "GPU would"
         )
+
+
+def _lengths_and_drafts(
+    model: PreTrainedModel, settings: VLLMEngineConfig, drafter: VLLMEngine | None
+) -> tuple[int, dict[str, Any]]:
+    """Return how many tokens a draft model proposes at once, 0 without one, and vLLM's arguments for its lengths."""
+    if drafter is None:
+        return 0, {"max_model_len": settings.max_model_len}
+
+    context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = drafter.capabilities.max_model_len
+    assert settings.draft is not None and settings.draft.tokens != "auto"  # settings refuse both
+    tokens = settings.draft.tokens
+    return tokens, draft_arguments(tokens, drafter._folder, settings.max_num_seqs, min(context or limit, limit))
 
 
 class _TopLogProbs:
