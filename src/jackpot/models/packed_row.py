@@ -42,9 +42,11 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
     of_prompt: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompt_index):
         of_prompt[prompt].append(index)
+
     lengths = [len(response) for response in responses]
     total, sequences, parts, positions = 0, [], [], []
     before, starts = [0] * len(responses), [0] * len(responses)  # of the prompt's last token, of the response
+
     for prompt, members in zip(prompts, of_prompt, strict=True):
         first, size = total, len(prompt)
         parts.append(torch.tensor(prompt))
@@ -53,6 +55,7 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         reads = [max(0, lengths[index] - 1) for index in members]
         is_alone = len(members) == 1
         sequences.append(_Sequence(first, 0, first, size + (reads[0] if is_alone else 0)))
+
         for index, read in zip(members, reads, strict=True):
             before[index], starts[index] = first + size - 1, total
             if read:
@@ -61,10 +64,12 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
                 if not is_alone:
                     sequences.append(_Sequence(first, size, total, read))
                 total += read
+
     width = max(lengths)
     columns = torch.arange(width)
     predicting = torch.where(columns == 0, torch.tensor(before)[:, None], torch.tensor(starts)[:, None] + columns - 1)
     predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
+
     return PackedRow(
         token_ids=torch.cat(parts),
         positions=torch.cat(positions),
@@ -102,6 +107,7 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
         ):
             width, depth = max(sequences[row].queries for row in part), max(sequences[row].keys for row in part)
             rows = table[part]
+
             shared, start, lengths = (column[:, None] for column in rows.T[1:])
             columns = torch.arange(width)
             indices, exists = start + torch.minimum(columns, lengths - 1), columns < lengths
@@ -110,12 +116,14 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
                 last = columns[None]  # as plain causal attention
             elif bool((last == last[:1]).all()):
                 last = last[:1]
+
             outputs[indices[exists]] = done + torch.arange(len(part) * width).view(-1, width)[exists]
             done += len(part) * width
             queries.append(indices.flatten())
             keys.append(_key_indices(rows, depth).flatten())
             positions.append(last.flatten())
             blocks.append(AttentionBlock(len(part), width, depth, is_square, len(last)))
+
     return {
         "blocks": tuple(blocks),
         "block_queries": torch.cat(queries),
@@ -132,8 +140,10 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     """
     if not rows:
         return []
+
     rows = sorted(rows, key=lambda row: (sequences[row].queries, sequences[row].keys))
     ordered = [sequences[row] for row in rows]
+
     step = -(-ordered[-1].queries // MAX_LENGTHS)
     ends = [
         index + 1
@@ -142,6 +152,7 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     ]
     starts = [0, *ends[:-1]]
     depths = [max(sequence.keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
+
     best: list[tuple[int, int]] = [(0, 0)]  # the least cost of the first runs, and where their last block begins
     for last, end in enumerate(ends):
         width, depth, options = ordered[end - 1].queries, 0, []
@@ -149,6 +160,7 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
             depth = max(depth, depths[first])
             options.append((best[first][0] + (end - starts[first]) * width * depth + BLOCK_COST, first))
         best.append(min(options))
+
     blocks, last = [], len(ends)
     while last:
         first = best[last][1]

@@ -410,9 +410,11 @@ def rollout_model_loss(
     if objective is None:
         nothing = scores.log_probs.new_zeros(())
         return nothing, nothing, {}
+
     mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
     named = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
     proximal = named[objective.proximal]
+
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=proximal,
@@ -422,14 +424,17 @@ def rollout_model_loss(
         advantages=batch.advantages,
         z=old.z,
     )
+
     correction = objective.correction.apply(inputs, {})
     weights = correction.weights * correction.accept_mask
     clips = (objective.clip_low, objective.clip_high)
     losses = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
+
     generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)
     counted = mask.to(losses.dtype)
     ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
     distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
+
     metrics: Sums = {
         "rollout_model/loss": _quotient(ppo + distill, count),
         "rollout_model/ppo_loss": _quotient(ppo, count),

@@ -52,6 +52,7 @@ class GenerationBatch:
         ends = [0]
         for *_, length in state["rollouts"]:
             ends.append(ends[-1] + length)
+
         rollouts = {
             uid: Rollout(
                 uid=uid,
@@ -64,6 +65,7 @@ class GenerationBatch:
                 state["rollouts"], pairwise(ends), strict=True
             )
         }
+
         groups = [
             PromptGroup(
                 members=[
@@ -73,6 +75,7 @@ class GenerationBatch:
             )
             for has_equal_rewards, members in state["groups"]
         ]
+
         return cls(
             generated=list(rollouts.values()),
             discarded=state["discarded"],

@@ -227,9 +227,11 @@ class Sampler:
             members.setdefault(request.prompt.uid, []).append(request.uid)
         order = [request.uid for request in pending.requests]
         sampled_by = dict(zip(order, pending.sampled_by, strict=True))
+
         rollouts: dict[str, Rollout] = {}
         discarded: dict[str, str] = {}
         scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
+
         while len(scoring) < len(members):
             with self._clock("rollout"):
                 rollout = next(pending.rollouts)
@@ -241,12 +243,15 @@ class Sampler:
                     usable = [rollouts[uid] for uid in group if uid not in discarded]
                     wait = start_scoring(usable, self._task, self._tokenizer)
                     scoring[rollout.prompt.uid] = usable, wait
+
         with self._clock("score"):
             groups = {prompt: self._group(usable, wait()) for prompt, (usable, wait) in scoring.items()}
+
         metrics = {name: value for engine in self._engines.values() for name, value in engine.take_metrics().items()}
         if not metrics and "policy" in pending.sampled_by:  # all finished while the batch before was waited for
             metrics = self._engine_metrics
         self._engine_metrics = metrics
+
         return GenerationBatch(
             generated=[rollouts[uid] for uid in order],
             discarded={uid: discarded[uid] for uid in order if uid in discarded},
@@ -387,16 +392,19 @@ def _rollout_sums(
     scored = [member for group in groups for member in group.members]
     scores = [member.score for member in scored]
     errors = [score.reward_error for score in scores]
+
     verdicts = [
         [member.score.correct for member in group.members if member.score.correct is not None] for group in groups
     ]
     judged = [verdict for verdict in verdicts if verdict]  # none of a task without a verdict
+
     flops = sum(
         cost.sequence(tokens_read(rollout))
         for role, cost in costs.items()
         for rollout in generated
         if rollout.sampled_by == role
     )
+
     return {
         "reward/mean": Mean.numbers([score.reward for score in scores]),
         "reward/correct": Mean.numbers([correct for verdict in judged for correct in verdict]),

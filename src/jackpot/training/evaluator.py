@@ -36,25 +36,30 @@ class Evaluator:
         parts = self._components
         engines: dict[Role, Engine] = {"policy": parts.policy_engine}
         engines |= {} if parts.policy_engine is parts.engine else {"rollout_model": parts.engine}
+
         others: dict[Role, Engine] = {role: engine for role, engine in engines.items() if engine not in current}
         for role, engine in others.items():
             parts.send_weights(engine, role)
+
         results = {role: self._run(engine, OWN_SET) for role, engine in engines.items()}
         values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
         values["eval/problems"] = float(len(self._prompts[OWN_SET]))
         for role, result in results.items():
             self._folder.save_evaluation(iteration, role, result)
+
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])
             engine = engines.get(role, parts.engine)
             values |= {f"eval/{role}_{name}": value for name, value in result.role_metrics().items()}
             check = self._engine_checks.get(role, self._engine_checks["policy"])
             values[f"eval/{role}_engine_gap"] = check.gap(engine, result.rollouts, iteration + 1)
+
         for benchmark in parts.benchmarks:
             result = self._run(parts.policy_engine, benchmark)
             self._folder.save_evaluation(iteration, benchmark, result)
             values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
             values["tokens/evaluate"] += result.tokens
+
         for engine in others.values():
             engine.sleep()
         return values

@@ -61,6 +61,7 @@ class Trainer:
         config = components.config
         self._components, self._config, self._folder, self._on_metrics = components, config, folder, on_metrics
         self._clock = Clock()
+
         self._sampler = Sampler(
             config,
             components.writers,
@@ -75,12 +76,15 @@ class Trainer:
         self._engine_checks: dict[Role, EngineCheck] = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
+
         count, since = (state["non_finite"], state["non_finite_since"]) if state else (0, 0)
         self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count, since)
+
         self._rollback = RollbackGuard(config, folder)
         self.rolls_back = False  # whether the run is to start again, from an earlier checkpoint
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
+
         self.iteration = -1  # the last one that is finished; 0 is the evaluation before training
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of the newest iterations
         if state is not None:
@@ -105,19 +109,23 @@ class Trainer:
                 self._rollback.check(self._finish_iteration({}))
             else:
                 self._rest()
+
             while self.iteration < config.iterations and not stop.requested:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
+
                 self._versions.append(parts.learner.version)
                 if self._sampler.begin_ahead(number):
                     with self._clock("check"):
                         for check in self._engine_checks.values():
                             check.keep_weights()
+
                 with self._clock("train"):
                     samples = parts.learner.compute_advantages(batch.scored)
                     mini_batches = list(self._mini_batches(samples))
                     trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
                     results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
+
                 writers = self._next_writers(number)
                 if writers:
                     self._sampler.finish()
@@ -125,11 +133,14 @@ class Trainer:
                     sent = [parts.send_weights(engine, role) for role, engine in writers.items()]
                 with self._clock("save"):
                     self._save(number, samples, results)
+
                 sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
                 sums |= add_sums(*sent)
+
                 if self._finish_steps(number, results, sums):
                     self.rolls_back = not stop.requested
                     return False
+
             self._checkpointer.save_last(self.iteration, self._state)
         return self.iteration == config.iterations
 

@@ -126,26 +126,32 @@ class CorrectedGRPOTrainer(TRLTrainer):
         chosen = validated(ObjectiveConfig, {"correction": correction})
         self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
         refuse(arguments, self._correction_name, self._objective)
+
         if num_top_log_probs is not None and (arguments.get("rollout_func") or not self._reads_z):
             raise ConfigError(
                 f"num_top_log_probs is {num_top_log_probs}, but only TRL's vLLM is asked for it, and only for a "
                 f"correction that reads Z; leave it out. `EngineRollouts` has an argument of this name"
             )
+
         self._lists: _Lists | None = None  # of the generation batch in progress
         self._generations = (0, 0)  # optimizer steps, and generation batches since the last of them
         self._corrected_at = 0  # optimizer steps at which the policy was read last
+
         if rollout_func := arguments.get("rollout_func"):
             if isinstance(rollout_func, EngineRollouts):
                 sampling_of(arguments["args"], NUM_TOP)
             arguments["rollout_func"] = partial(self._listen, rollout_func)
+
         super().__init__(**arguments)
         refuse_placement(self)
+
         whole = self.accelerator.unwrap_model(self.model)
         refuse_prompts(whole)
         model = plain_model(whole)
         with without_dropout(model):
             check_head(model)
         self._head = LinearHead(output_layer(model), policy_soft_cap=logit_softcap(model))
+
         if self.use_vllm:
             check_server(self)
             if self._reads_z:

@@ -115,6 +115,7 @@ def compare(
     baseline = baseline or runs[0].arm
     if baseline not in arms:
         raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
+
     if len({run.measure for run in runs}) > 1:
         raise ConfigError("some runs have accuracies and others mean rewards only; set one task.verdict for all")
     if len(ways := {run.sampling for run in runs}) > 1:
@@ -122,10 +123,12 @@ def compare(
             f"answers of evaluations are {' in some runs and '.join(sorted(ways))} in others, so their accuracies do "
             f"not compare; set one evaluation.sampling for all"
         )
+
     not_collapsed = [run for run in runs if run.collapse is None] or list(runs)
     budget = min(spent_on(run.last, unit) for run in not_collapsed) if budget is None else budget
     _check_budget(runs, unit, budget)
     accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
+
     base = {run.seed: _at(run, unit, budget) for run in arms[baseline]}
     rows = tuple(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()

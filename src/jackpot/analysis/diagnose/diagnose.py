@@ -106,6 +106,8 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
     low, high = rule.limits(history, values)
     if low == -math.inf and high == math.inf:
         return _Judgement(unseen="for its limit does not apply")
+
+    # From the newest value back to the last one within the limits: how long the rule has been broken.
     window = history.window(values)
     beyond: list[tuple[int, float]] = []  # newest first
     explained = ""
@@ -116,9 +118,12 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
         if explained := rule.explained_by(history.config, value):
             break
         beyond.append((series[end - 1][0] if end > least else series[0][0], value))
+
     if not beyond:
         return _Judgement(explained=explained)
+
     (_, now), (since, then) = beyond[0], beyond[-1]
+
     finding = Finding(
         group=rule.group,
         metric=rule.name,

@@ -107,16 +107,20 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
             **sets_of(run.task).model_dump(),
             "task": run.task.model_dump(),
         }
+
     settings = lay(settings, (*changes, {"model": model}))
     if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
         settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
+
     if "benchmarks" not in settings:
         raise ConfigError(
             f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}, {OWN} (the held-out "
             f"problems of the model's run), or the path of a file with problems"
         )
+
     config = validated(BenchmarksConfig, settings)
     check_sets([one for one in config.benchmarks if one != OWN])
+
     if OWN not in config.benchmarks:
         return config.model_copy(update={"task": None})
     if config.task is None:
@@ -142,10 +146,12 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
     """
     path = resolve_model_path(config.model)
     tokenizer, digest = load_tokenizer(path), model_digest(path)
+
     with ExitStack() as undo:
         with checkpoint_error_in(folder):
             folder.mkdir(parents=True, exist_ok=True)
             undo.callback(hold_lock(folder / ".lock").close)
+
         tasks = evaluation_tasks(config, tokenizer)
         for task in tasks.values():
             undo.callback(task.close)
@@ -153,6 +159,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
         record = _write_record(folder, config, digest, sets)
         files = [AnswerFile(folder, one.name, one.size, config.k) for one in sets]
         waiting = [(one, file) for one, file in zip(sets, files, strict=True) if not file.is_finished]
+
         engine: Engine | None = None
         for one, file in waiting:
             if file.done < one.size * config.k:
@@ -161,8 +168,10 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
             asked = _decisive(record | {"data": {one.name: record["data"][one.name]}})
             file.finish(one.prompt, {"asked": json.dumps(asked)})
             _write_summary(folder, record)
+
         summaries = _write_summary(folder, record)
     new = {one.name for one, _ in waiting}
+
     return [
         BenchmarkResult(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in new)
         for one, file in zip(sets, files, strict=True)

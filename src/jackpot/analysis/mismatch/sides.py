@@ -50,17 +50,20 @@ def mismatch_config(
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
+
     settings = lay(settings, changes)
     settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])
     settings["learners"] = tuple(
         [_side("learner", defaults[0], side) for side in learners] or [_side("learner", side, ()) for side in defaults]
     )
+
     config = validated(MismatchConfig, settings)
     if config.benchmarks:
         check_sets(config.benchmarks)
     for kind, sides in (("sampler", config.samplers), ("learner", config.learners)):
         if twice := {name for name in map(side_name, sides) if list(map(side_name, sides)).count(name) > 1}:
             raise ConfigError(f"--{kind} is given twice as {', '.join(sorted(twice))}; give each side once")
+
     if config.reread and config.sampling.truncated:
         raise ConfigError(
             f"reread gives the sampler's probabilities before top_p {config.sampling.top_p} and top_k "

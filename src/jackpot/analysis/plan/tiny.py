@@ -116,16 +116,19 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         "objective": {},
         "tracking": {"wandb": None},
     }
+
     if sampling.stop_token_ids and (tokenizer := models.tokenizer == BYTES and own_tokenizer(BYTES)):
         changes["sampling"]["stop_token_ids"] = (tokenizer.eos_token_id,)
     if overlong:
         share = overlong.len / sampling.max_new_tokens
         changes["objective"]["overlong_buffer"] = {"len": max(1, math.floor(share * new_tokens))}
+
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _split_data(config.task, split, folder) for split in get_args(Split)}
         changes["task"] |= {"reward_workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
         changes["batch"]["micro_batch_tokens"] = prompt + new_tokens
+
     for key, path in _model_paths(config).items():
         if path in models.configs:
             *blocks, block = key.split(".")

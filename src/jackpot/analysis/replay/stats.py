@@ -128,6 +128,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     log_ratio = torch.where(mask, batch.new - batch.rollout, 0.0)
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
     ratio, accepted = log_ratio.exp(), acceptance(batch.rollout, batch.new, 1.0)
+
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),
@@ -139,11 +140,13 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
         "length": Mean.of(mask.sum(-1), sampled),
         "no_advantage": Mean.of(batch.advantages == 0, mask),
     }
+
     sampled_only = mask if states is None else mask & ~states.at
     sums |= {
         "sampled_only_ratio": Mean.of(ratio, sampled_only),
         "sampled_only_log_ratio": Histogram.of(log_ratio, sampled_only),
     }
+
     if states is not None:
         z = exact_z(states.rollout, states.new, 1.0)
         unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # for the rollout model

@@ -88,12 +88,15 @@ def backward_tiles(
     }
     if not trained:
         return
+
     needed = range(len(heads)) if any(of_head.reads_other for of_head in trained.values()) else list(trained)
+
     for columns in tiles:
         for i in needed:
             heads[i].select(columns)
         for i in trained:
             grads[i].begin_tile(columns)
+
         for rows in blocks:
             formed = {i: heads[i].tile(rows) for i in needed}
             gradients = {

@@ -68,8 +68,10 @@ def check_weights(
             f"{len(wrong)} weights were sent as codes that this engine does not take, or not as the codes that it "
             f"takes, such as {wrong[0]}; send those of capabilities.coded_weights, or all weights as numbers"
         )
+
     if as_codes and codes:
         shapes = {**shapes, **codes.shapes(shapes)}
+
     names = Counter(name for name, _ in sent)
     problems = {
         "missing": sorted(shapes.keys() - names.keys()),
@@ -81,6 +83,7 @@ def check_weights(
             if name in shapes and tensor.shape != shapes[name]
         ],
     }
+
     if wrong := [f"{len(items)} {kind} ({'; '.join(items[:3])})" for kind, items in problems.items() if items]:
         raise EngineError(
             f"weights that do not fit the engine's model: {', '.join(wrong)}; nothing was replaced. "

@@ -341,16 +341,19 @@ class EnginePool:
             attempts_setting="the most attempts",
             failing="it ends every engine that it is given; their own errors stand above",
         )
+
         self._numbers, self._sleeping, self._device = count(), frozenset(sleeping), device
         self._shapes = {name: {key: one.shape for key, one in named} for name, (named, _) in weights.items()}
         self._dtypes = {name: dtype for name, (_, dtype) in weights.items()}
         newest = {name: self._shared(name, named, version, dtype) for name, (named, dtype) in weights.items()}
+
         self.pool: Pool[HostPeer] = Pool(limits, Newest(newest), thread_name="the engines' thread")
         try:
             self.pool.call(self._start([HostPeer(name, link) for name, link in links.items()]))
         except BaseException:
             self.pool.close()
             raise
+
         first = next(peer for peer in self.pool.peers if peer.engines)
         self._engines = {
             name: PooledEngine(self, name, version, _capabilities(facts["capabilities"]), facts["events"])

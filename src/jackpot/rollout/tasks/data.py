@@ -252,6 +252,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
         verifiable = [row for row in short if row.answers]
         sized = zip(verifiable, measure(verifiable), strict=True)
         chosen = [(row, size) for row, size in sized if limit is None or size.tokens <= limit]
+
         counts.update(
             rows=len(batch),
             without_answer=len(batch) - len(answered),
@@ -260,6 +261,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
             unreadable_answer=sum(not any(map(is_readable, row.answers)) for row, _ in chosen),
             unknown_tokens=sum(size.has_unknown for _, size in chosen),
         )
+
         if 2 * counts["unknown_tokens"] >= max(counts.kept, 1):
             row = next(row for row, size in chosen if size.has_unknown)
             raise DataError(
@@ -268,6 +270,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
                 f"or a template and an instruction in its words"
             )
         yield from (row for row, _ in chosen)
+
     if not counts.kept:
         raise DataError(
             f"{source.name}: no problem is left of {counts['rows']} rows: {counts['without_answer']} have no answer "

@@ -70,6 +70,7 @@ def run_config(run: Path) -> Config:
     path = run / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.yaml; give the folder that train printed")
+
     try:
         if is_evaluation(run):
             raise CheckpointError(
@@ -83,11 +84,13 @@ def run_config(run: Path) -> Config:
         raise CheckpointError(
             f"{path}{line} cannot be read: {why}. Bring the file back from a copy, or give another folder"
         ) from error
+
     if not isinstance(settings, dict):
         raise CheckpointError(
             f"{path} holds no settings: it is {'empty' if settings is None else 'not a mapping'}. Bring the file back "
             f"from a copy, or give another folder"
         )
+
     try:
         return build_config(settings)
     except ConfigError as error:
@@ -232,19 +235,23 @@ class RunFolder:
                     finished,
                 )
             self.rewind(iteration)
+
             environment = Environment(self.path)
             if before and before.threads == config.threads:
                 threads = environment.threads or threads
             other = environment.add_start(iteration, threads)
+
             changed = list(changes(settings_of(before), settings_of(config))) if before else []
             if changed or not before:
                 self._write_config(config, iteration, changed)
             self.checkpoints.mkdir(exist_ok=True)
+
         if changed:
             self.event(iteration, {"event": "settings_changed", "changes": {one.key: one[1:] for one in changed}})
         if before and other:
             shown = {name: f"{name} {old} -> {new}" for name, (old, new) in other.items()}
             self.warn(iteration, {"event": "environment_changed"} | shown)
+
         if config.tracking.wandb:
             try:
                 lines = self.read("metrics.jsonl")

@@ -90,6 +90,7 @@ def _table(
     rollouts = [item.rollout for item in samples]
     tokens = [tokenizer.convert_ids_to_tokens(rollout.token_ids.tolist()) for rollout in rollouts]
     verdicts = [item.score.correct for item in samples]
+
     columns = {
         "iteration": _numbers(np.full(len(samples), iteration)),
         "uid": _strings([rollout.uid for rollout in rollouts]),
@@ -111,6 +112,7 @@ def _table(
         "rollout_top_log_probs": _lists([rollout.top_log_probs for rollout in rollouts]),
         "versions": _lists([rollout.versions for rollout in rollouts]),
     }
+
     rows = [traces[rollout.uid] for rollout in rollouts]
     columns |= {name: _lists([row[name] for row in rows]) for name in (rows[0] if rows else ())}
     return pa.table(columns)

@@ -126,9 +126,11 @@ class WandbRun:
         record = folder / "wandb" / "run_id"
         name = record.read_text().strip() if lines and record.exists() else ""
         project = f"{tracking.entity or ''}/{tracking.project}/"
+
         is_new = not name.startswith(project)
         if is_new:
             name = project + secrets.token_hex(8)
+
         try:
             self._run = wandb.init(
                 project=tracking.project,
@@ -146,6 +148,7 @@ class WandbRun:
             self._run.define_metric("*", step_metric="iteration")
             for line in lines if is_new else ():
                 self.log(line)
+
             record.parent.mkdir(exist_ok=True)  # a disabled W&B makes none
             write_whole(record, name.encode() + b"\n")
         except Exception as error:  # wandb has some of no class of its own

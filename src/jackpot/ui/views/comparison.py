@@ -51,6 +51,7 @@ def _accuracies(comparison: Comparison) -> Table:
     measure = comparison.measure
     what = "Percent of answers that are right" if measure == "accuracy" else "Mean reward of responses"
     what = f"{what} ({comparison.sampling})"
+
     rows = tuple(
         (
             row.arm,
@@ -62,6 +63,7 @@ def _accuracies(comparison: Comparison) -> Table:
         )
         for row in comparison.rows
     )
+
     return Table(
         title=f"{what} at {amount(comparison.budget)} {UNITS[comparison.unit]}",
         columns=(

@@ -101,10 +101,12 @@ def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any
     mask = [False] * len(prompt) + row["sampled_mask"]
     inference, trainer = prompt + row["rollout_log_probs"], prompt + row["log_probs"]
     log_ratio = [new - old if kept else 0.0 for new, old, kept in zip(trainer, inference, mask, strict=True)]
+
     absent = dict.fromkeys(
         ("entropy", "is_masked", "is_masked_high", "is_masked_low", "rl_weights", "ce_weights", "ref_kl_weights"),
         [None] * len(ids),
     )
+
     return {
         "schema_version": 1,
         "step": saved.number,

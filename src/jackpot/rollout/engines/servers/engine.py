@@ -54,17 +54,20 @@ class ServerEngine(BackgroundEngine):
         super().__init__(version)
         self._settings, self._eos_token_ids = settings, tuple(eos_token_ids)
         self._dtype, self._vocab_size = DTYPES[settings.dtype], output_layer(model).out_features
+
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         # With tied parameters under each of their names: name -> name under which it is sent.
         all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._shapes = {name: parameter.shape for name, parameter in named.items()}
         weight_format = self._expect(model, frozenset(all_names))
+
         self._replicas: list[Replica] = []
         self._id = f"jackpot-{secrets.token_hex(6)}"  # name of this engine, unlike any other's
         aliases = {alias: name for alias, name in all_names.items() if alias != name}
         self._files = WeightsFolder(settings.weights_folder, self._id, self._dtype, aliases, weight_format)
         self._weight_numbers = count()
+
         limits = PoolLimits(
             patience=settings.connect_timeout or math.inf,
             patience_setting="engine.connect_timeout",
@@ -75,6 +78,7 @@ class ServerEngine(BackgroundEngine):
         )
         self._pool: Pool[Replica] = Pool(limits, self._save(list(named.items())), thread_name="the servers' thread")
         self._pool.on_failure.append(self._fail)
+
         for event in weight_format.events:
             self._pool.log_event(event)
         try:

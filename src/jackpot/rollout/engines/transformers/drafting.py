@@ -209,24 +209,29 @@ class DraftedBatch(DecodingBatch):
         is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
         has_stop = is_stop.any(dim=1)
         taken = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N]
+
         row, position = (positions < taken[:, None]).nonzero(as_tuple=True)
         draws, at = records[row, position, :-1], self._lengths[rows[row]] + position
         if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
             first = int(is_finite.int().argmin())
             raise self._no_distribution(int(rows[row[first]]), int(at[first]))
+
         self._records[rows[row], at] = draws
         read = torch.cat([self._tail[rows, 1:], tokens], dim=1)
         self._tail[rows] = read.gather(1, taken[:, None] - torch.tensor([1, 0]))
         self._lengths[rows] += taken
+
         self._count(drafted, accepted, taken)
         if self._follows_acceptance:
             grown = torch.where(accepted == drafted, drafted + 2, drafted - 1)
             self._wanted[rows] = grown.clamp(1, _MOST_DRAFTS)
+
         is_finished = has_stop | (self._limits[rows] == self._lengths[rows])
         finished: list[Rollout] = []
         for length in self._lengths[rows[is_finished]].unique().tolist():
             ended = is_finished & (self._lengths[rows] == length)
             finished += self._rollouts(rows[ended], length, has_stop[ended])
+
         if finished:
             self._remove(is_finished)
         return finished

@@ -79,14 +79,17 @@ class TransformersEngine(Engine):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
+
         set_engine_attention(model.eval(), settings)
         self._settings = settings
+
         weights = ModelWeights(model, settings)
         self._weights: ModelWeights | None = weights  # with the model; None once the engine is closed
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         self._draft_counts = DraftCounts()
         attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
+
         self._capabilities = Capabilities(
             vocab_size=output_layer(model).out_features,
             num_top_log_probs=output_layer(model).out_features,
@@ -98,9 +101,11 @@ class TransformersEngine(Engine):
             device=model.device.type,
             sleeps=sleeps(settings),
         )
+
         self._events = weights.events
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
         self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
+
         self._eos_token_ids = tuple(eos_token_ids)
         self._version = version
         self._in_flight = InFlightRequests()

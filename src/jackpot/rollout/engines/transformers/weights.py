@@ -34,14 +34,17 @@ class ModelWeights:
         quantization = settings.quantization
         if settings.head_dtype == "fp32":
             widen_head(model)
+
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
         self.model, self.dtype = model, dtypes.pop()
+
         self.events: list[dict[str, Any]] = []  # the event that reports the quantization, if there is one
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._quantized: dict[str, QuantizedLinear] = {}  # layer by the name of its weight
         self._buffers: dict[str, Tensor] = {}  # codes and scales by the names under which they are sent
         self.coded_weights: CodedWeights | None = None  # weights taken as codes too
+
         if quantization is not None:
             try:
                 conversion = quantize_linears(model, SCHEMES[quantization])
@@ -49,11 +52,13 @@ class ModelWeights:
                 raise EngineError(f"{error}; leave engine.quantization out") from error
             sizes = {name: shape.numel() for name, shape in self._shapes.items()}
             self.events.append(quantized_event(quantization, conversion, sizes))
+
             for name in conversion.converted:
                 layer = model.get_submodule(name.removesuffix(".weight"))
                 assert isinstance(layer, QuantizedLinear)  # `quantize_linears` has put it there
                 self._quantized[name] = layer
             self.coded_weights = CodedWeights(conversion.converted, quantization)
+
             suffix = scales_suffix(self.coded_weights.scheme)
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
             self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}

@@ -128,6 +128,7 @@ def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
             f"{url} returns {info.logprobs_mode}, which are not those of what it samples from; start it "
             f"with --logprobs-mode processed_logprobs"
         )
+
     differences = [
         f"{name} {info.sizes[name]}, ours {size}"
         for name, size in expected.sizes.items()
@@ -138,12 +139,14 @@ def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
         raise EngineError(
             f"{url} serves another model: {'; '.join(differences)}. Start it with the run's rollout model"
         )
+
     dtype = _DTYPE_NAMES[expected.dtype]
     if info.dtype != dtype:
         raise EngineError(
             f"{url} computes in {info.dtype}, and engine.dtype says {dtype}; start it with --dtype {dtype} or change "
             f"engine.dtype"
         )
+
     if info.head_dtype != expected.head_dtype:
         raise EngineError(
             f"{url} multiplies in its output layer in {info.head_dtype or info.dtype}, and engine.head_dtype says "

@@ -62,9 +62,11 @@ class WeightFormat(Format):
         """
         if quantization is None:
             return cls()
+
         conversion = quantized_names(model)
         if not conversion.converted:
             raise EngineError(f"no linear layer to quantize in {type(model).__name__}; leave engine.quantization out")
+
         kept, config = conversion.kept, None
         if quantization in _CONFIGS:
             others = [name for name, why in kept.items() if why == "not of a linear layer"]
@@ -79,7 +81,9 @@ class WeightFormat(Format):
                 if why in ("router", "shared by several layers", "read by its parent")
             ]
             config = {**_CONFIGS[quantization], _KEPT_KEYS[quantization]: [_HEAD, *layers]}
+
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+
         return cls(
             quantization=quantization,
             quantized_names=frozenset(conversion.converted),
