@@ -91,12 +91,14 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
         raise ConfigError(f"{error} in a recipe, and the point as `proximal_log_probs` here") from None
     if correction not in CORRECTIONS:
         raise ConfigError(unknown_name("correction", correction, CORRECTIONS))
+
     kind = CORRECTION_SETTINGS[correction]
     for key in IN_THE_INPUTS.keys() & settings.keys() & kind.model_fields.keys():
         raise ConfigError(
             f"correction {correction}: {key} {settings[key]!r} was given, but a correction does not read it; put what "
             f"it names into {IN_THE_INPUTS[key]}"
         )
+
     try:
         return construct_correction(validated(kind, {"name": correction, **settings}))
     except ConfigError as error:
@@ -178,14 +180,18 @@ def correct(
         "proximal_log_probs": proximal_log_probs,
         "uniforms": uniforms,
     }
+
     check_tensors(response_mask, tensors)
     if response_mask.device.type == "cpu":  # elsewhere a look waits for the device
         check_numbers(response_mask, tensors, chosen.lam)
+
     for needed in sorted(chosen.reads):
         if tensors[needed] is None:
             raise DataError(f"correction {correction} reads {needed}, which is not given: {_ADVICE[needed]}")
+
     inputs = _filled(tensors, response_mask, z if isinstance(z, obrs.ZEstimate) else None, seed)
     totals = measured(chosen, inputs)
+
     result = chosen.apply(inputs, totals)
     sums = correction_summary(result, inputs, totals, has_z=z is not None)
     kappa = {} if z is None else {"obrs/kappa": result.kappa}

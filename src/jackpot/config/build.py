@@ -183,6 +183,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     is_missing = kind_of_error == "missing" and not isinstance(loc[-1], int)
     location, value = _location(loc[:-1] if is_missing else loc, settings)
     key = ".".join(location)
+
     match kind_of_error:
         case "extra_forbidden":
             if similar := [other for other in similar_settings(key, keys_of(kind)) if other != key]:

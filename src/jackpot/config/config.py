@@ -150,6 +150,7 @@ class RolloutModelConfig(Strict):
     def conflicts(self) -> Conflicts:
         control = self.distill_control
         low, high = (control.low, control.high) if control else (0.0, math.inf)
+
         return [
             (
                 self.lora and self.optimizer is None,

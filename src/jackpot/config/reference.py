@@ -202,10 +202,12 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if origin is Annotated:
         inner = [item for mark in parts[1:] for item in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
         return _values(parts[0], [*inner, *metadata])
+
     if origin not in (Union, UnionType) and model_classes(annotation):
         return [_BLOCK]
     if origin is Literal:
         return [_yaml(value) for value in parts]
+
     if origin is tuple and parts[1:] == (...,):
         several = " (at least one)" if any(getattr(mark, "min_length", None) for mark in metadata) else ""
         return [f"list of {_KINDS[parts[0]]}s{several}"]
@@ -217,6 +219,7 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
         return [text for part in parts for text in _values(part)]
     if annotation is bool:
         return ["true", "false"]
+
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
     number = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
     return [number, "null"] if NULL_IS_INFINITE in metadata else [number]

@@ -121,12 +121,14 @@ class EngineActor:
             yield self._refusal.numpy()
         if self._host is None:
             return
+
         asked = _tensor(message)
         with contextlib.ExitStack() as kept:
             if weights is not None:
                 file = kept.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
                 file.write(weights.data)
                 asked = pack(unpack(asked) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
+
             done: Future[Tensor] = self._thread.submit(self._host.answer, asked)
             seen = self._signs
             while not done.done():
@@ -245,6 +247,7 @@ def train_on_ray(
             f"placement.launcher is 'ray', and torchrun started {ranks} processes; start the command without torchrun"
         )
     lines = _Lines(run / "metrics.jsonl", on_metrics)
+
     with _cluster(config) as ray, StopSignal() as stop:
         config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
         group = _placement_group(ray, config)
@@ -252,11 +255,13 @@ def train_on_ray(
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
         left = config.placement.restarts
         name, result = _Group(ray, config, group).run(task, lines, stop)
+
         while name == RankError.__name__ and left and not stop.requested:
             left -= 1
             _log.warning("%s; all ranks start again, and may %d more times", result, left)
             name, result = _Group(ray, config, group).run(task, lines, stop)
         del engines
+
     if name == "done":
         return result
     raise getattr(errors, name)(result)

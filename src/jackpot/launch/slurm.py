@@ -87,6 +87,7 @@ def _kept(key: str, engine: EngineConfig, kind: type[Strict]) -> list[str]:
 def _serve(config: Config, job: Job) -> str:
     """Return the command of one server."""
     path = (config.rollout_model or config.policy).path
+
     if config.draft:
         _refuse("a server's draft model would keep the weights that it started with; set engine.draft=null")
     if not job.gpus:
@@ -98,15 +99,18 @@ def _serve(config: Config, job: Job) -> str:
             f"servers with quantization {config.engine.quantization} serve a copy of the model in that format "
             f"(docs/vllm.md); start them yourself and give engine.urls"
         )
+
     words = ["vllm", "serve", path, "--dtype", _DTYPES[config.engine.dtype]]
     words += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     words += ["--generation-config", "vllm", "--skip-tokenizer-init"]
+
     if config.engine.kv_cache_dtype:
         words += ["--kv-cache-dtype", config.engine.kv_cache_dtype]
     if config.engine.head_dtype:
         words += ["--hf-overrides", json.dumps({"head_dtype": _DTYPES[config.engine.head_dtype]})]
     if length := getattr(config.engine, "max_model_len", None):
         words += ["--max-model-len", str(length)]
+
     return shlex.join(words)
 
 

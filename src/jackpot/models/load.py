@@ -106,11 +106,13 @@ def load_value_model(
     """
     stage(f"loading the critic {path}")
     shown = transformers_logging.get_verbosity()
+
     transformers_logging.set_verbosity_error()  # it would advise to train the head, which is what a critic is for
     try:
         model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     finally:
         transformers_logging.set_verbosity(shown)
+
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:
@@ -119,6 +121,7 @@ def load_value_model(
         with torch.no_grad():
             for name in head:
                 model.get_parameter(name).zero_()
+
     _check_fit(path, model, info)
     _check_finite(path, model)
     return model
@@ -255,6 +258,7 @@ def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tu
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
     transformers_logging.disable_progress_bar()  # a bar for each loaded model would hide the run's own
+
     try:
         return cls.from_pretrained(
             source,

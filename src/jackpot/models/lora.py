@@ -165,6 +165,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
         CheckpointError: the file is missing or damaged, or the adapter was trained on other weights than the model's.
     """
     path, adapter = folder / "adapter" / _FILE, _adapter_parameters(model)
+
     try:
         with safe_open(path, framework="pt") as file:
             metadata, names = file.metadata() or {}, file.keys()
@@ -176,11 +177,13 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             f"cannot read the adapter {path}: {type(error).__name__}: {error}. Remove the folder {folder.parent} to "
             f"continue from the checkpoint before it"
         ) from error
+
     if metadata.get(_BASE) != weights_digest(_plain_base(model), torch.float32):
         raise CheckpointError(
             f"the adapter {path} was trained on other weights than those now in {model.name_or_path}; put back the "
             f"model that the run began with, or begin a new run from {folder}, which holds the merged weights"
         )
+
     for name, parameter in adapter.items():
         parameter.copy_(saved[name])
 

@@ -58,11 +58,13 @@ def estimate_z(
     _check_distributions(ids, top, name, scores, head)
     if not (temperature > 0 and lam > 0):
         raise DataError(f"temperature is {temperature} and lam {lam}; both must be above 0")
+
     with torch.no_grad():
         at_ids, policy_ids, policy_top = _read_policy(scores, head, ids, temperature)
         filled = torch.full_like(policy_top, -torch.inf) if fill_ins is None else fill_ins(policy_ids)
         if getattr(filled, "shape", None) != policy_ids.shape:
             raise DataError(f"fill_ins returned {described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
+
         is_absent = top.isneginf()
         z = obrs.topk_z(
             rollout_top_log_probs=top.float(),
@@ -101,6 +103,7 @@ def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, he
     for argument, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise DataError(f"{argument} is {described(tensor)}; it must be a tensor")
+
     if ids.shape != top.shape or not ids.dim() or ids.dtype != torch.int64 or not top.is_floating_point():
         raise DataError(
             f"rollout_top_ids is {list(ids.shape)} {ids.dtype}, rollout_top_log_probs {list(top.shape)} {top.dtype}; "
@@ -113,6 +116,7 @@ def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, he
         )
     if head is not None and not isinstance(head, nn.Linear):
         raise DataError(f"head is {described(head)}; it must be the policy's output layer, a torch.nn.Linear")
+
     size = scores.shape[-1] if head is None else head.out_features
     if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < size):
         raise DataError(

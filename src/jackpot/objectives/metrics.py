@@ -28,6 +28,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
     present = mask.any(-1)
     whole = log_ratio.double().sum(-1)  # [B] log ratio of the response
     prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log ratio of the tokens before each token
+
     columns = {
         "mismatch/ratio": ratio,
         "mismatch/ratio_above_10": ratio > 10.0,
@@ -35,6 +36,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
         "mismatch/kl_k1": -log_ratio,
         "mismatch/kl_k3": ratio - 1.0 - log_ratio,
     }
+
     return {
         **means(columns, {"": mask} | split_by_model(mask, by_policy)),
         "mismatch/ratio_max": Max.of(ratio, mask),
@@ -129,6 +131,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
         "correction/weight": factor,
         "correction/clip_frac": correction.capped,
     }
+
     of_z = ("obrs/z", "obrs/acceptance_minus_z", "obrs/z_bound_width") if has_z else ()
     sums: Sums = {
         **means(columns, {"": mask}),

@@ -133,6 +133,7 @@ def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
     if not samples:
         raise DataError("there are no answers, so there is nothing to take a mean of")
     correct, tokens = None if outcomes.correct is None else outcomes.correct.sum(axis=1), outcomes.tokens
+
     return EvaluationSummary(
         problems=problems,
         k=samples,

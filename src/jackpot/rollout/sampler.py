@@ -277,12 +277,15 @@ class Sampler:
         generated = [rollout for batch in batches for rollout in batch.generated]
         discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
         drafts = add_sums(*({name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches))
+
         costs = dict(self._costs)
         if drafts:
             costs["policy"] = _drafted_cost(self._costs, drafts)
+
         sums = drafts | _rollout_sums(generated, list(discarded.values()), groups, costs)
         if not self._config.is_mixed:
             return sums
+
         for role in self._engines:
             of_role = [rollout for rollout in generated if rollout.sampled_by == role]
             if not of_role:
@@ -294,6 +297,7 @@ class Sampler:
             ]
             sums_of_role = _rollout_sums(of_role, reasons, [part for part in parts if part.members], costs)
             sums |= {f"{name}_by_{role}": entry for name, entry in sums_of_role.items()}
+
         written = [rollout.sampled_by == "rollout_model" for rollout in generated]
         return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
 

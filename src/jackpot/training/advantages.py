@@ -82,15 +82,19 @@ class Critic:
         """
         if not scored:
             return []
+
         rollouts = [item.rollout for item in scored]
         mask = pad_sequence([rollout.sampled_mask for rollout in rollouts], batch_first=True)
         old = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
         rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
+
         advantages, returns = gae(rewards, old, mask, self._config.gamma, self._config.lam)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
+
         rows = [advantage[:length] for advantage, length in zip(advantages, lengths, strict=True)]
         sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
         white = whiten(torch.cat(rows).double(), sampled).float().split(lengths)
+
         return [
             TrainingSample(
                 rollout=item.rollout,

@@ -90,6 +90,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
         for name, entry in sums.items()
         if name not in _NOT_SHOWN
     }
+
     for name, derived in _DERIVED.items():
         if name in sums:
             values |= {other: value(sums[name]) for other, value in derived.items()}
@@ -98,8 +99,10 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if "critic/error" in sums:
         error, returned = (Mean.named(sums, name).variance for name in ("critic/error", "critic/return"))
         values["critic/explained_variance"] = 1.0 - error / returned
+
     if not values:
         return {}
+
     device = next(iter(values.values())).device
     packed = torch.stack([value.detach().double().to(device) for value in values.values()])
     return dict(zip(values, packed.tolist(), strict=True))

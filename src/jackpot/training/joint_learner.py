@@ -312,17 +312,20 @@ class JointLearner(Learner):
         """
         batch = micro.tokens
         read = self._run(lambda: self._read(batch, micro.old, is_trained=True))
+
         norms = HiddenNorms(read.hidden["policy"]) if known.are_provisional else None
         scores = self._scores(batch, read, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
+
         loss = joint_loss(
             self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
         )
         splits = trace and loss.rollout_model_ppo.requires_grad
         split = GradientSplit(loss.rollout_model_ppo, read.hidden["rollout_model"]) if splits else None
         (loss.policy + loss.rollout_model).backward()
+
         metrics = loss.metrics | self._engine_gap(micro, old) | self._lag(batch) | self._critic_backward(batch)
         return _BackwardPass(
             policy=PolicyPass(dealt, loss.terms, loss.correction, norms and norms.spread(batch)),
@@ -440,6 +443,7 @@ class JointLearner(Learner):
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self._runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self.models[role], batch) for role in roles}
         pair = (hidden["policy"], hidden.get("rollout_model"))
+
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
         head = self._head(
@@ -451,9 +455,11 @@ class JointLearner(Learner):
             gather_ids=batch.at_sampled(batch.top_ids),
             only_log_probs=not is_trained,
         )
+
         log_probs = head.policy.log_probs if self._runs_both else head.log_probs
         wanted = self._reference if is_trained else None
         reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
+
         budgeted = (
             self._head.z_for_budget(*pair, temperature=self._options.temperature, budget=budget) if budget else None
         )

@@ -79,16 +79,19 @@ class StepTotals:
         wanted = self._objective.correction.kappa
         if wanted == "none":
             return BeforeBackward({}, False, 0.0)
+
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
         counts: Sums = {
             "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),
             "rank": Max.number(len(micro_batches)),  # the most of any
         }
         counts = all_reduce_sums(counts)
+
         if not are_held and counts["step"].value > 1 and wanted == "auto" and not self._objective.is_regularized:
             return BeforeBackward(self._last, True, 0.0)
         if not are_held and counts["rank"].value == 1:
             return BeforeBackward(None, False, 0.0)
+
         started = time.perf_counter()
         totals: Sums = {}
         with torch.no_grad():
@@ -207,6 +210,7 @@ class KappaRepair:
         rows: list[list[int]] = []
         columns: dict[str, dict[str, Tensor]] = {}
         left = iter(flags)
+
         for one, delta in zip(passes, deltas, strict=True):
             rows.append([row for row, flag in enumerate(islice(left, len(one.batch.uids))) if flag])
             inputs = one.terms.inputs
@@ -215,8 +219,10 @@ class KappaRepair:
             for row in rows[-1]:
                 length = int(one.batch.attention_mask[row].sum())
                 columns[one.batch.uids[row]] = {name: column[row, :length] for name, column in of_pass.items()}
+
         parts = regroup(batches, rows, self._pads)
         most = max_over_ranks(len(parts))
+
         for part in parts:
             of_part = [columns[uid] for uid in part.uids]
             self._backward(

@@ -239,6 +239,7 @@ class CorrectedGRPOTrainer(TRLTrainer):
         if self._generations[0] == step:
             number = self._generations[1] + 1
         self._generations = (step, number)
+
         names = [f"{step}/{number}/{self.accelerator.process_index}/{row}" for row in range(size)]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
         device = batch["completion_ids"].device
@@ -246,8 +247,10 @@ class CorrectedGRPOTrainer(TRLTrainer):
             "jackpot_advantages": batch["advantages"],
             "jackpot_uniforms": uniforms(keys[:, None], torch.arange(width)).to(device),
         }
+
         if not self._reads_z:
             return made
+
         if lists is None:
             raise ConfigError(
                 f"correction {self._correction_name} needs the top-k of the distribution that the tokens were sampled "

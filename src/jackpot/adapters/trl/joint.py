@@ -299,22 +299,26 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+
         model, folder = Path(checkpoint) / _FOLDER, Path(checkpoint) / _STATE
         if not model.is_dir() or (self._rollout_optimizer and not (folder / "state.pt").is_file()):
             raise CheckpointError(
                 f"{checkpoint} has no rollout model with its optimizer: {_FOLDER}/ and {_STATE}/state.pt must be in "
                 f"it; continue from a checkpoint of JackpotGRPOTrainer, saved with save_only_model=False"
             )
+
         saved = load_model(model, torch.float32, self.accelerator.device)
         self.rollout_model.load_state_dict(saved.state_dict())
         if not self._rollout_optimizer:
             return
+
         state = torch.load(folder / "state.pt", weights_only=True)
         if state["step"] != self.state.global_step:
             raise CheckpointError(
                 f"{checkpoint} holds the policy after {self.state.global_step} optimizer steps and the rollout model's "
                 f"optimizer after {state['step']}; continue from another checkpoint"
             )
+
         self._distill_weight = state["distill_weight"]
         self._rollout_optimizer.load_state_dict(state["optimizer"], folder)
 

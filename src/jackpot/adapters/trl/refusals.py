@@ -123,6 +123,7 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
     if args is None:
         raise ConfigError("args is missing; give a GRPOConfig")
     has_turns = arguments.get("tools") or arguments.get("environment_factory")
+
     _refuse(
         {
             "use_vllm is True, and TRL's vLLM has no rollout model; set it to False, and give an engine of ours, such "

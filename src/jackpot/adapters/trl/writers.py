@@ -145,22 +145,27 @@ class Writers:
         metrics, by_uid = trainer._metrics["train" if trainer.model.training else "eval"], {}
         drafts = "policy" in roles and self._may_draft
         used: list[Role] = [role for role in ("rollout_model", "policy") if role in roles or drafts]
+
         for role in used:
             self._send(role, trainer)
+
         for role in used:
             of_role = [request for request, writer in zip(wanted, roles, strict=True) if writer == role]
             engine = self._engines[role]
             rollouts = [replace(rollout, sampled_by=role) for rollout in engine.generate(of_role)]
             self._check(role, trainer).check_batch(engine, rollouts, self.iteration)
             by_uid |= {rollout.uid: rollout for rollout in rollouts}
+
             for key, value in engine.take_metrics().items():
                 metrics[f"jackpot/{key}"].append(value)
             for event in engine.take_events():
                 _log.info("the %s's engine: %s", role, event)
+
         for role in used:
             if self._engines[role].capabilities.sleeps:
                 self._engines[role].sleep()
                 del self._held[role]
+
         return [by_uid[request.uid] for request in wanted]
 
     def _send(self, role: Role, trainer: TwoModelTrainer) -> None:

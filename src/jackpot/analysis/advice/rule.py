@@ -306,6 +306,7 @@ def judge(
     chosen = None if problem else choose(found)
     if problem is None and not any(one.advisable for one in found):
         problem = "none of the corrections that the rule may recommend could be judged"
+
     if problem:
         verdict, sentence = "cannot tell", f"No correction can be recommended: {problem}."
     elif chosen is None:
@@ -317,6 +318,7 @@ def judge(
         if costs:
             generation = (*(of_share(share, chosen.groups, costs) for share in SHARES), of_drafts(chosen.groups, costs))
             sentence += _generate(generation)
+
     return Recommendation(
         verdict=verdict,
         correction=label,

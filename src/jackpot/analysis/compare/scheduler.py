@@ -54,14 +54,17 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
             listen(run, lines, why)
         else:
             waiting.append(run)
+
     running: list[_Running] = []
     failed: dict[ArmRun, str] = {}
+
     with _stops_all(running):
         while waiting or running:
             while waiting and len(running) < at_once:
                 run = waiting.pop(0)
                 running.append(_Running(run, start_process(run)))
             time.sleep(POLL_SECONDS)
+
             for one in list(running):
                 ended = not one.process.is_alive()
                 _follow(one, stop_rule, listen)

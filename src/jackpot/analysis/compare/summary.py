@@ -96,6 +96,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
     costs = ("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds")
     spent: dict[str, float] = dict.fromkeys(costs, 0.0)
     since: list[Mapping[str, Any]] = []
+
     for line in lines:
         for name, value in _spent(line, config).items():
             spent[name] += value

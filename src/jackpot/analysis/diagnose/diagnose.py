@@ -65,13 +65,16 @@ def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, A
     """
     history = MetricHistory(lines, events, config)
     judged = [(rule.name, _judge(rule, history)) for rule in RULES]
+
     findings = tuple(judgement.finding for _, judgement in judged if judgement.finding)
     looked_at = tuple(dict.fromkeys(name for name, judgement in judged if not judgement.unseen))
     verdict = "unhealthy" if findings else "no finding" if history.iteration >= LEAST else "too early"
     explained = {name: judgement.explained for name, judgement in judged if judgement.explained}
+
     summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
     if config.trained_quantization and (apart := history.computed_differently()) and apart not in summary:
         summary += f" Engine and training are not in one flow, as precision {config.precision} asks{apart}."
+
     return Diagnosis(
         verdict=verdict,
         iteration=history.iteration,

@@ -121,6 +121,7 @@ class AnswerFile:
             raise CheckpointError(f"{self._lines} lacks {missing} of {offsets.size} responses; run the command again")
         about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
         schema = SCHEMA.with_metadata({**metadata, **about})
+
         try:
             with whole_file(self.path) as partial:
                 with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
@@ -133,6 +134,7 @@ class AnswerFile:
                 f"cannot write {self.path}: {error}. Make room and run the same command; all responses are in "
                 f"{self._lines}"
             ) from error
+
         self._lines.unlink(missing_ok=True)
 
     def _offsets(self) -> NDArray[np.int64]:
@@ -190,13 +192,16 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
         table = pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise CheckpointError(f"cannot read the responses in {path}: {error}") from error
+
     about = table.schema.metadata or {}
     if (version := about.get(b"schema_version", b"none").decode()) != str(SCHEMA_VERSION):
         raise CheckpointError(f"{path} has schema version {version}; this version of Jackpot reads {SCHEMA_VERSION}")
+
     k = int(about[b"k"])
     found = {name: table[name].to_numpy().reshape(-1, k) for name in columns[1:3]}
     has_verdict = table["correct"].null_count < len(table)
     words = {name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in columns[3:]}
+
     return ResponseOutcomes(
         correct=table["correct"].fill_null(False).to_numpy().reshape(-1, k) if has_verdict else None,
         rewards=found["reward"],

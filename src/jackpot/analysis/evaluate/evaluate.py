@@ -257,6 +257,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
     asked = json.loads(config.model_dump_json())
     data = {one.name: {"problems": one.size, "digest": one.digest} for one in sets}
     record = {"schema_version": SCHEMA_VERSION, "asked": asked, "model_digest": digest, "data": data}
+
     if before := _read_record(path):
         known = {name: before["data"].get(name, one) for name, one in data.items()}
         earlier = before["asked"] if OWN in before["data"] else before["asked"] | {"task": asked["task"]}
@@ -269,6 +270,7 @@ def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Seq
             )
         record["data"] = before["data"] | data
         asked |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": earlier["task"]})
+
     with checkpoint_error_in(folder):
         write_whole(path, yaml.safe_dump(record, sort_keys=False).encode())
     return record
@@ -288,12 +290,14 @@ def _read_record(path: Path) -> dict[str, Any] | None:
                 f"it back, move the answers away, or give --out another folder"
             )
         return None
+
     try:
         record = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"cannot read what was asked in {path}: {error}. Bring the file back, or give --out another folder"
         ) from error
+
     is_ours = isinstance(record, dict) and record.keys() >= {"asked", *_KEYS}
     if not is_ours or not all(isinstance(record[key], dict) for key in ("asked", "data")):
         raise CheckpointError(f"{path} is not of an evaluation; give --out another folder")

@@ -70,6 +70,7 @@ def learner_scores(
                 top_ids = torch.cat([rollout.top_ids for rollout in batch]).to(model.device)
                 parts = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
                 columns = [torch.cat(column) for column in zip(*(_columns(*part) for part in parts), strict=True)]
+
             lengths, chosen = [len(rollout.token_ids) for rollout in batch], experts()
             for log_probs, top, lowest, entropy, most_probable in zip(
                 *(column.cpu().split(lengths) for column in columns), strict=True

@@ -124,9 +124,11 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
         kinds = precisions(sampler.engine.dtype, learner.engine.dtype, device, sampling)
     else:
         kinds = precisions(_precision(sampler), _precision(learner), device, sampling)
+
     allowed = max(LARGEST_GAPS[kind] for kind in kinds)
     coarsest = next(kind for kind in kinds if LARGEST_GAPS[kind] == allowed)
     fact = f"mean |p - q| is {mean_gap:.2g}"
+
     if mean_gap == 0.0:
         return f"{fact}: the two sides are equal bit for bit"
     if sampler.path != learner.path:

@@ -72,6 +72,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     # rounded, for bins near 0 are millionths wide, and the lowest, e^-40, stands for 0
     low, middle, high = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
+
     return CorrectionResult(
         label=replayed.setting.label,
         is_own=replayed.setting.is_own,

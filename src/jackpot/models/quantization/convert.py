@@ -37,6 +37,7 @@ def quantized_names(model: nn.Module) -> Conversion:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers
     head = find_head() if find_head else None
+
     converted, kept = [], {}
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")

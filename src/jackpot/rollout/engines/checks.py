@@ -18,6 +18,7 @@ def check_request(request: Request, capabilities: Capabilities) -> None:
     """Raise EngineError for a request that the engine cannot fulfill: its prompt, top log-probs or seed."""
     prompt, num_top = request.prompt.token_ids, request.sampling.num_top_log_probs
     max_model_len, vocab_size = capabilities.max_model_len, capabilities.vocab_size
+
     if not prompt:
         raise EngineError(f"the prompt of {request.uid} is empty; it needs at least one token to predict from")
     if not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -25,11 +26,13 @@ def check_request(request: Request, capabilities: Capabilities) -> None:
             f"the prompt of {request.uid} has token ids from {min(prompt)} to {max(prompt)}; the model knows 0 to "
             f"{vocab_size - 1}. Use the model's own tokenizer"
         )
+
     if len(prompt) >= max_model_len:
         raise EngineError(
             f"the prompt of {request.uid} has {len(prompt)} tokens and leaves no room in the context of "
             f"{max_model_len}; drop it or shorten it"
         )
+
     if num_top > capabilities.num_top_log_probs:
         raise EngineError(
             f"{request.uid} asks for {num_top} top log-probs; the engine returns at most "

@@ -120,10 +120,12 @@ def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) ->
         for uid, ids, seed, index, exact in ask["requests"]
     ]
     engine.submit(requests)
+
     rollouts: dict[str, Rollout] = {}
     while len(rollouts) < len(requests):
         rollouts |= {one.uid: one for one in engine.collect(len(requests) - len(rollouts), timeout=SIGN_SECONDS)}
         sign()
+
     in_order = [rollouts[request.uid] for request in requests]
     rows = [(rollout.finish, *(getattr(rollout, name) for name in TOKEN_COLUMNS)) for rollout in in_order]
     return {"rollouts": rows, "drafts": asdict(engine.take_draft_counts())}
@@ -247,20 +249,25 @@ class HostPeer(Peer):
     async def _send(self, engine: str, weights: SentWeights) -> None:
         message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
         memory = weights.memory
+
         if memory is None:
             await self._ask(message | {"do": "sleep"})
             self._held[engine] = weights.name
             return
+
         if isinstance(memory, SharedWeights):
             answer = await self._ask(message | {"path": str(memory.path)})
         else:
             answer = await self._hand_over(message | {"head": memory.head}, memory)
+
         if "lost" in answer:
             raise PeerLost(answer["lost"])
+
         self._held[engine] = weights.name
         digest: str = answer["digest"]
         expected = weights.digest or digest
         weights.digest = expected
+
         if digest != expected:
             raise EngineError(
                 f"{self.name} read the weights {weights.name} and holds digest {digest[:12]}, another one "
@@ -274,8 +281,10 @@ class HostPeer(Peer):
             return await self._ask(message | {"handle": memory.handle()})
         if self._channel is None:
             self._channel = Channel(self._link.address, None, device, self._link.silence)
+
         ticket = {"channel": self._channel.ticket | {"timeout": self._link.silence}}
         sending = asyncio.create_task(asyncio.to_thread(self._channel.broadcast, memory.memory))
+
         try:
             answer = await self._ask(message | ticket)
             if "lost" not in answer:

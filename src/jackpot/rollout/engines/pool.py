@@ -300,6 +300,7 @@ class Pool(Generic[AnyPeer]):
         peer.num_failures += 1
         peer.lost_since = peer.lost_since or time.monotonic()
         self._notify()
+
         limits = self._limits
         timeout = limits.patience
         lost_since = [other.lost_since for other in self.peers if other.lost_since is not None]
@@ -312,8 +313,10 @@ class Pool(Generic[AnyPeer]):
                     f"{limits.unreachable}"
                 )
             timeout = left
+
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
+
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(peer.num_failures - 1, 10))
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 
@@ -336,10 +339,12 @@ class Pool(Generic[AnyPeer]):
                     await self._state_changed.wait()
             if tasks:
                 await asyncio.wait(tasks)
+
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
         if peer.error is not None:
             raise peer.error
 

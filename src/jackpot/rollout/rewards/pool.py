@@ -158,9 +158,11 @@ class RewardWorkerPool:
             worker = self._started() if is_fresh else self._idle.pop()
         except IndexError:
             worker = self._started()
+
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
         is_worn = True
+
         try:
             worker.send({"items": items}, until)
             while "worn" not in (message := worker.receive(until)):
@@ -176,6 +178,7 @@ class RewardWorkerPool:
                 worker.end()
             else:
                 self._idle.append(worker)
+
         return [result or missing for result in results]
 
     def _started(self) -> "_Worker":

@@ -59,8 +59,10 @@ class RewardFn:
             raise ConfigError(f"{workers} reward workers were asked for; at least 1 is needed")
         if find_spec("math_verify") is None:
             raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
+
         self._rewards = tuple(rewards)
         most = free_cores() if workers == "auto" else workers
+
         limits = {
             one.name: CallLimits(one.timeout or timeout, one.retries, one.batch_size, one.memory)
             for one in rewards
@@ -68,11 +70,14 @@ class RewardFn:
         }
         if verdict is not None and verdict.name not in (REWARD, *BUILT_IN):
             limits.setdefault(verdict.name, CallLimits(timeout))
+
         for name in limits:
             if _FUNCTION.fullmatch(name) is None:
                 raise ConfigError(unknown_name("reward", name, [*BUILT_IN, "package.module:function"]))
+
         self._verifier = RewardWorkerPool(VERIFY, CallLimits(timeout), workers=most)
         self._functions = {name: RewardWorkerPool(name, of, workers=most) for name, of in limits.items()}
+
         try:
             for pool in self._functions.values():
                 pool.wait_until_ready()

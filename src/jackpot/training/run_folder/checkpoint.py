@@ -108,6 +108,7 @@ class Checkpoints:
         """
         folder = self._step(iteration)
         partial = folder.with_name(folder.name + PARTIAL)
+
         try:
             if not folder.exists():  # else what comes after the rename failed
                 shutil.rmtree(partial, ignore_errors=True)
@@ -120,6 +121,7 @@ class Checkpoints:
                 _write_checksums(partial, written)
                 _flush(partial, written)
                 partial.rename(folder)
+
             flush_folder(self._folder)
             self._link("last", folder)
             if is_best:

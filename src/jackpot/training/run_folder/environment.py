@@ -66,6 +66,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error}. Bring it back from a copy; without the file the run continues too, but "
             f"with another number of threads perhaps, and then not bit-equal"
         ) from error
+
     written = content.get("format", FORMAT) if isinstance(content, dict) else None
     if isinstance(written, int) and written > FORMAT:
         by = (content.get("starts") or [{}])[-1].get("jackpot", "a later version")
@@ -73,10 +74,12 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path.parent} has the format {written} of jackpot {by}, and this version ({version()}) knows formats up "
             f"to {FORMAT}; use that version, or give another folder"
         )
+
     if isinstance(content, dict) and isinstance(content.get("threads"), int):
         starts = content.get("starts")
         if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):
             return content
+
     raise CheckpointError(
         f"{path} is not the file that jackpot writes there: threads or starts are missing; give another folder"
     )

@@ -390,6 +390,7 @@ class RunFolder:
             }
             for number, (rollout, response, score) in enumerate(rows)
         )
+
         with self.dispensable(iteration, name):
             (self.path / "eval").mkdir(exist_ok=True)
             write_whole(self.path / name, b"".join(map(_json_line, lines)))

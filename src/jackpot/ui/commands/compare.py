@@ -57,15 +57,18 @@ def compare(
         reasons = "; ".join(map(": ".join, different.items()))
         print_line(console, f"Left out, because they cannot be compared: {reasons}")
         configs = {key: config for key, config in configs.items() if key[0] not in different}
+
     where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
     plan = comparing.ComparisonPlan(
         unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed
     )
+
     try:
         found, runs = comparing.run_arms(configs, given, where, plan, jobs, _listener(console))
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
+
     sections = views.comparison_sections(found, runs)
     files = results.write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     commands = {f"jackpot report {quote(str(where))}": "one page with every metric of every run"}

@@ -54,12 +54,14 @@ def evaluate(
     changes = [{key: value} for key, value in given.items() if value]
     config = evaluating.evaluation_config(model, [*changes, *map(recipes.parse_override, overrides or [])])
     folder = out or saving.default_folder("eval", model)
+
     try:
         with _listener(console) as listen:
             results = evaluating.evaluate_model(config, folder, listen)
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command goes on from here.")
         raise typer.Exit(130) from None
+
     show_results(console, results, folder, config.sampling.described)
     if results[0].summary.k == 1:
         typed = [model, *(one for one in overrides or [] if not one.startswith("k="))]
@@ -100,10 +102,12 @@ def show_results(
     """
     if all(result.was_done for result in results):
         print_line(console, "This evaluation was finished before; nothing was generated.")
+
     k = results[0].summary.k
     shows_rewards = any(result.summary.mean_at_k is None for result in results)
     passed, rewards = [f"pass@{k}"] if k > 1 else [], ["mean reward"] if shows_rewards else []
     columns = ("benchmark", "problems", f"mean@{k}", *passed, *rewards, "truncated", "tokens")
+
     rows = []
     for result in results:
         found = result.summary
@@ -112,8 +116,10 @@ def show_results(
         rows.append(
             (result.benchmark, f"{found.problems:,}", *cells, f"{100 * found.truncated:.1f}", f"{found.tokens:,.0f}")
         )
+
     title = f"{k} {'answer' if k == 1 else 'answers'} to each problem, {sampling}, percent"
     show_table(console, title, columns, rows, columns[1:], box=SIMPLE_HEAD)
+
     for result in results:
         for sentence in _sentences(result.summary):
             print_line(console, f"{result.benchmark}: {sentence}")

@@ -46,9 +46,11 @@ def launch(
             "jackpot launch prints a batch script; say for which scheduler: --slurm. torchrun and Ray need none: "
             "docs/distributed.md"
         )
+
     given = overrides or []
     config = recipes.resolve(recipe, arm, given)
     folder = run or names.run_folder(recipe, arm, given, config.seed)
+
     job = cluster.Job(
         name="jackpot-" + re.sub(r"[^\w.=-]", "-", folder.name),
         nodes=nodes,
@@ -57,10 +59,13 @@ def launch(
         ranks=ranks or max(1, gpus),
         time=time,
     )
+
     given = cluster.without_replaced(config, job, given) if servers else given
     text = cluster.script(config, job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
+
     if servers:
         placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
         config = recipes.resolve(recipe, arm, [*given, *cluster.server_settings(config, job), *placeholders])
     checks.check_start(config, config.model_paths(), nodes * job.ranks)
+
     typer.echo(text, nl=False)

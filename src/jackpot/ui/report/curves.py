@@ -212,9 +212,11 @@ def _limits(metric: str, values: Sequence[tuple[Config, float]]) -> tuple[list[G
             for text, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
             if isinstance(limit, float) and math.isfinite(limit)
         ]
+
         named = " and ".join(f"{text} {limit:g}" for text, limit, _ in limits)
         guides += [Guide(text=f"{text} {limit:g}", y=limit, is_broken="" in beyond) for text, limit, beyond in limits]
         beyond = [settings for _, _, settings_of_values in limits for settings in settings_of_values]
+
         if unexplained := beyond.count(""):
             said.append(f"{unexplained:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}.")
         elif beyond:

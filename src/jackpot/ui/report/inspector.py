@@ -202,12 +202,14 @@ def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
     """Return the page's columns of the chosen rows of one file, and add their tokens to `words`."""
     ids = flat_column(table, "token_ids")
     words.add_known(ids, flat_column(table, "tokens").tolist())
+
     columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _OF_RESPONSES}
     columns |= {name: significant(flat_column(table, column), 4) for name, column in _OF_TOKENS.items()}
     ratio = np.exp(flat_column(table, "old_log_probs") - flat_column(table, "rollout_log_probs"))
     for model in ("rollout", "policy"):
         columns |= _top(table, model, words)
     pairs = np.array(flat_column(table, "versions").tolist(), dtype=np.int64).reshape(-1, 2)
+
     return columns | {
         "lengths": _lengths(table, "token_ids").tolist(),
         "id": ids.tolist(),

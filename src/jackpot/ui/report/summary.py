@@ -41,6 +41,7 @@ def summary_section(arms: Sequence[Arm], found: Sequence[tuple[Run, Diagnosis]],
         _events([run for _, run in runs]),
         Table(title="Files left out", columns=("file",), rows=tuple((line,) for line in unreadable)),
     ]
+
     return Section(title="Summary", intro=_intro(arms), items=tuple(table for table in tables if table.rows))
 
 
@@ -77,11 +78,13 @@ def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Tab
         )
         for (arm, run), diagnosis in zip(runs, found, strict=True)
     ]
+
     ways = ", ".join(sorted({run.config.evaluation_sampling.described for _, run in runs}))
     note = (
         f"Accuracy on held-out problems at the first and at the newest evaluation ({ways}); mean reward where the task "
         f"has no verdict."
     )
+
     return Table(title="Runs", columns=tuple(columns), rows=tuple(rows), note=note)
 
 

@@ -229,6 +229,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     prompts, said = estimate.prompts, [fitting(estimate)]
     if estimate.stated.shard.gpus > 1 or not any(estimate.fewest.values()):
         said[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
+
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
     said.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "
@@ -236,6 +237,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
         "response/tokens of a run has the true mean. On-policy: hours if the policy generates as many "
         "responses itself and takes one step on each batch, with as many evaluations."
     )
+
     said += _costs(config, estimate)
     if prompts.assumed:
         said.append(
@@ -268,17 +270,20 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
     row = next((row for row in (estimate.stated, *estimate.rows) if row.hours), None)
     if row is None or row.hours is None or row.alone is None:
         return []
+
     hours, alone = row.hours, row.alone
     said = [
         f"On {_name(row)} evaluations, one every {config.evaluation.every} iterations, take "
         f"{hours.evaluating / hours.all:.0%} of the hours; all columns but rollout share count them."
     ]
+
     if not is_on_policy(config):
         said.append(
             f"Modelled cost beside the policy alone: {estimate.flops.rollouts:.0%} of its rollout FLOPs, "
             f"{estimate.flops.all:.0%} of all FLOPs (rollouts, training of every model, evaluations), "
             f"{hours.all / alone.all:.0%} of its hours ({hours.iterations / alone.iterations:.0%} without evaluations)."
         )
+
     if row.ahead:
         said.append(
             f"Beside a policy alone that generates ahead, on the best split of these GPUs, with {HEAD_DRAFTS} drafts a "
@@ -286,6 +291,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
             f"{hours.all / row.ahead.all:.0%} of its {_hours(row.ahead.all)} hours "
             f"({hours.iterations / row.ahead.iterations:.0%} without evaluations)."
         )
+
     return said
 
 

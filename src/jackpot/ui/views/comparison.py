@@ -85,6 +85,7 @@ def _accuracies(comparison: Comparison) -> Table:
 def _costs(comparison: Comparison, accuracy: float) -> Table:
     goal, is_accuracy = measured(accuracy, comparison.measure), comparison.measure == "accuracy"
     costs = {row.arm: row.cost for row in comparison.rows if row.cost}
+
     return Table(
         title=f"Cost until {goal} of the policy's answers are right"
         if is_accuracy

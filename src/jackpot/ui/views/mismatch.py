@@ -99,12 +99,14 @@ def _response_section(pairs: Sequence[MismatchPair]) -> Section:
         note="In brackets: standard errors, of means over tokens clustered by response. All numbers are at the tokens "
         "that the sampler drew. " + _known(pairs),
     )
+
     words = Table(
         title="In words",
         columns=("sampler | learner", "conclusion"),
         rows=tuple((f"{pair.sampler} | {pair.learner}", pair.verdict) for pair in pairs),
         is_detail=True,
     )
+
     return Section(
         title="How far the learner is from the sampler",
         intro="The sampler generated the responses and the learner scored them. Every token has two probabilities, p "
@@ -213,6 +215,7 @@ def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
         for number, pair in enumerate(pairs)
     )
     line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), number=GRAY + DASHED)
+
     return Chart(
         title="Both probabilities of sampled tokens",
         x_label="p of the sampler",

@@ -57,9 +57,11 @@ def candidate_sections(found: Sequence[Candidate]) -> dict[str, Section]:
         is_detail=True,
         note="The rule of docs/replay.md.",
     )
+
     ways = [replace(table, is_detail=True) for one in found for table in generation_tables(one.answer, one.name)]
     states = ", ".join(f"{one.states:,}" for one in found)
     good = "enough right answers" if _has_verdict(found) else "high rewards"
+
     return {
         "before": Section(
             title="Before you train",

@@ -42,17 +42,20 @@ def open_session(urls: Sequence[str], api_key_var: str) -> Any:
     """
     aiohttp = _import_aiohttp()
     api_key = os.environ.get(api_key_var)
+
     elsewhere = [url for url in urls if not is_loopback(url)]
     if elsewhere and not api_key:
         raise EngineError(
             f"{', '.join(elsewhere)}: not on this machine's loopback interface, so others may reach it, and there is "
             f"no API key; start all servers with --api-key, and set {api_key_var} to the same key (docs/vllm.md)"
         )
+
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise EngineError(
             f"the API key in the environment variable {api_key_var} has a line break or another character that cannot "
             f"be sent; set it without"
         )
+
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),

@@ -84,14 +84,17 @@ def checked_rollout(
     """
     token_ids = [row[0][0] for row in rows]
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.ends)
+
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
     ids = np.array([[token for token, _ in row] for row in rows], dtype=np.int64).reshape(shape)
     log_probs = np.array([[value for _, value in row] for row in rows], dtype=np.float64).reshape(shape)
+
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise EngineError(
             f"{request.uid} came back with token ids from {ids.min()} to {ids.max()}, and the model knows 0 to "
             f"{vocab_size - 1}: the server has another vocabulary. Start it with the run's model"
         )
+
     if not (log_probs <= 1e-3).all() or not np.isfinite(log_probs[:, 0]).all():
         raise EngineError(f"{request.uid} came back with numbers that are not log-probs, the largest {log_probs.max()}")
     if (mass := float(np.exp(log_probs[:, 1:]).sum(axis=1).max())) > _LARGEST_MASS:

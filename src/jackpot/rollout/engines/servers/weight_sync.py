@@ -73,6 +73,7 @@ class WeightsFolder:
         weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in sent}
         tensors = dict(self._format.convert(weights.items()))
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
+
         try:
             partial_folder.mkdir(parents=True)
             path = partial_folder / "model.safetensors"
@@ -83,6 +84,7 @@ class WeightsFolder:
                 save_file(tensors, path, metadata={"format": "pt"})
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
+
             os.rename(partial_folder, folder)
             return self._read_back(folder, version, weights)
         except (OSError, SafetensorError) as error:
@@ -170,6 +172,7 @@ def check_loaded(
         if without_rank(key) in new.checksums and checksum != _PACKED
     }
     equal = {key: comparable and _is_start(after[key], checksum) for key, checksum in known.items()}
+
     old, before = verified or (None, {})
     stale = [
         key
@@ -179,6 +182,7 @@ def check_loaded(
         and after[key] == before.get(key)
         and checksum != old.checksums.get(without_rank(key))
     ]
+
     if stale or not known or (comparable and not any(equal.values())):
         named = ", ".join(sorted(stale)[:3]) or ("all of them" if known else "none has a name of the model's, so all")
         raise EngineError(

@@ -119,12 +119,14 @@ def parse_answer(
     num_top, uid = request.sampling.num_top_log_probs, request.uid
     check_prompt(answer["prompt_token_ids"], request.prompt.token_ids, uid)
     meta, sampling = answer["meta_info"], body["sampling_params"]
+
     sampled = [_entry(one) for one in meta["output_token_logprobs"]]
     tops = meta["output_top_logprobs"] if num_top else [[]] * len(sampled)
     rows = [
         log_prob_row(token, value, dict(_entry(one) for one in top), num_top, uid, _REMEDIES.few)
         for (token, value), top in zip(sampled, tops, strict=True)
     ]
+
     return checked_rollout(
         request,
         rows,

@@ -82,6 +82,7 @@ class SGLangReplica(Replica):
     def _what_is_wrong(self, settings: Mapping[str, Any]) -> str | None:
         """Return why a server with these settings is refused, and how to start it; None where it is not."""
         dtypes, head_is_fp32 = _DTYPES[self._dtype], bool(settings["enable_fp32_lm_head"])
+
         if str(settings["dtype"]).removeprefix("torch.") not in dtypes:
             return f"computes in {settings['dtype']}; start it with --dtype {dtypes[0]}, as engine.dtype says"
         if not settings["enable_deterministic_inference"] and settings["device"] != "cpu":
@@ -89,18 +90,21 @@ class SGLangReplica(Replica):
                 "draws tokens from a generator of its own, not from the seed of a response; start it with "
                 "--enable-deterministic-inference"
             )
+
         if settings["preferred_sampling_params"]:
             return "has --preferred-sampling-params, which would change what is asked for; start it without"
         if settings["speculative_algorithm"]:
             return "drafts tokens with a model that gets no new weights; start it without --speculative-algorithm"
         if settings["quantization"] or settings["kv_cache_dtype"] not in _PLAIN_CACHES:
             return "is quantized, which is not built for SGLang; start it without --quantization and --kv-cache-dtype"
+
         if head_is_fp32 != self._head_is_fp32:
             what, how = ("fp32", "without") if head_is_fp32 else ("its dtype", "with")
             return (
                 f"computes the output layer in {what}, and engine.head_dtype says otherwise; start it {how} "
                 f"--enable-fp32-lm-head"
             )
+
         return None
 
     async def _load(self, weights: SavedWeights) -> None:

@@ -132,6 +132,7 @@ def set_attention(
             raise EngineError(
                 f"{type(model).__name__} cannot change to eager attention; set engine.attn_implementation=sdpa"
             )
+
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     current, replaceable = model.config._attn_implementation or "", functions is ALL_ATTENTION_FUNCTIONS
     if fp8_cache and not (replaceable and current in _FP8_VARIANTS):
@@ -139,6 +140,7 @@ def set_attention(
             f"{type(model).__name__} has an attention of its own ({current}), whose keys and values cannot be rounded "
             f"here; leave engine.kv_cache_dtype out"
         )
+
     if exact and current == "sdpa" and replaceable:
         model.set_attn_implementation(EXACT_FP8 if fp8_cache else EXACT)
     elif fp8_cache:

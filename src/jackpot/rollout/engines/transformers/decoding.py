@@ -245,6 +245,7 @@ class DecodingBatch:
         draw = _unpack(self._records[rows, :length])
         versions = torch.tensor(self._version).expand(*draw.tokens.shape, 2)
         columns = (*draw, torch.ones_like(draw.tokens, dtype=torch.bool), versions.contiguous())
+
         return [
             Rollout(
                 uid=self._all_requests[row].uid,

@@ -259,22 +259,26 @@ class TransformersEngine(Engine):
 def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
     """Return the model of the engine that drafts for `model`, or raise EngineError where it cannot."""
     draft, settings = drafter._check_open().model, drafter._settings
+
     if draft.config._attn_implementation in (EXACT, EXACT_FP8):
         raise EngineError(
             f"the engine of the rollout model has engine.quantization={settings.quantization} and no draft, so its "
             f"attention is exact, and not for rows of different lengths, which drafts need; set engine.draft={{}} too "
             f"and engine.kv_cache_dtype=null, or engine.quantization=null, or leave evaluation.engine.draft out"
         )
+
     for role, one in {"policy": model, "rollout model": draft}.items():
         if not decodes_statically(one):
             raise EngineError(
                 f"the {role} {type(one).__name__} has no attention for rows of different lengths, which drafts need; "
                 f"set engine.attn_implementation=sdpa and engine.kv_cache_dtype=null, or leave engine.draft out"
             )
+
     sizes = output_layer(model).out_features, output_layer(draft).out_features
     if sizes[0] != sizes[1]:
         raise EngineError(
             f"the output layers of policy and rollout model differ in size, {sizes[0]} and {sizes[1]}; drafts need one "
             f"vocabulary"
         )
+
     return draft

@@ -91,12 +91,15 @@ class ModelWeights:
         sent = list(named_tensors)
         check_weights(sent, self._shapes, self.coded_weights)
         as_codes = self.coded_weights is not None and self.coded_weights.are_in(sent)
+
         for name, shape in self._released.items():
             tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
             tensor.data = tensor.new_empty(shape)
         self._released = {}
+
         targets = self._parameters | self._buffers if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
+
         for name, tensor in sent:
             if name in targets:
                 targets[name].copy_(tensor)

@@ -112,12 +112,14 @@ def parse_completion(
     num_top = request.sampling.num_top_log_probs
     choice = _only_choice(completion, request.prompt.token_ids, request.uid)
     log_probs = choice["logprobs"]
+
     rows = [
         log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, request.uid, _REMEDIES.few)
         for token, sampled, top in zip(
             choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True
         )
     ]
+
     return checked_rollout(
         request,
         rows,

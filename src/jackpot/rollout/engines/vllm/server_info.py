@@ -65,6 +65,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
     )
     sizes = _inspected_sizes(inspection, tensor_parallel, has_all_layers=pipeline_parallel == 1)
     max_log_probs, cache_dtype = int(model["max_logprobs"]), str(vllm_config["cache_config"]["cache_dtype"])
+
     return VLLMServerInfo(
         sizes=sizes,
         parameters=frozenset(without_rank(key) for key in checksums),
@@ -159,6 +160,7 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
     """Raise EngineError for settings with which vLLM 0.32 generates wrong tokens, or ends, on a CPU."""
     if info.device != "cpu":
         return
+
     if info.ties_embeddings:
         raise EngineError(
             f"{url} runs on a CPU with tied embeddings, where vLLM keeps the first output layer forever. "

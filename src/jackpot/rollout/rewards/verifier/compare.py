@@ -106,12 +106,14 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     mine, theirs = _name(answer), _name(reference)
     if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
         return _by_algebra(answer, reference, algebra)
+
     answer, reference = (
         text.removeprefix(name).strip().removeprefix(r"\approx").strip()
         for text, name in ((answer, mine), (reference, theirs))
     )
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
+
     if parse_quantity(reference, is_reference=True) is None:
         if (based := _in_base(reference)) is not None:
             is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
@@ -120,6 +122,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
             return _same_words(words, _words(answer))
         if (structure := parse_structure(_unwrapped(reference))) is not None:
             return _as_structure(parse_structure(_unwrapped(answer)), structure, algebra)
+
     return _as_expression(answer, reference, algebra)
 
 
@@ -188,23 +191,28 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     number, given = parse_quantity(reference, is_reference=True), parse_quantity(answer, is_reference=False)
     if number and given:
         return given.value == number.value and units_agree(given.unit, number.unit)
+
     sides = split_outside_brackets(answer, "=")
     if number and len(sides) > 1:  # a chain, which may have a name: x = 9/4 = 2.25
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[is_named:])
+
     is_relation = _RELATION.search(reference) is not None
     if (_RELATION.search(answer) is not None) != is_relation or parse_structure(answer) is not None:
         return False
     if (r"\infty" in answer) != (r"\infty" in reference) or (number and _TWO_NUMBERS.search(answer)):
         return False
+
     if is_relation:
         return _by_algebra(answer, reference, algebra)
+
     answer, unit = split_unit(answer, is_reference=False) or ("", "")
     reference, wanted = split_unit(reference, is_reference=True) or (reference, "")
     if number:
         reference, wanted = str(number.value), number.unit
     if not answer or _words(answer) is not None or not units_agree(unit, wanted):
         return False
+
     return _by_algebra(answer, reference, algebra)
 
 
