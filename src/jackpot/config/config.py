@@ -335,6 +335,7 @@ class Config(Strict):
     def conflicts(self) -> Conflicts:
         overlong = self.objective.overlong_buffer
         most = self.sampling.max_new_tokens
+
         return [
             *self._conflicts_of_top_k(),
             *self._conflicts_of_precision(),
@@ -422,6 +423,7 @@ class Config(Strict):
         """Refuse groups and a critic of which the advantage makes nothing."""
         advantage, is_single = self.objective.advantage, self.batch.group_size == 1
         given = "critic is null" if self.critic is None else "there is a critic"
+
         return [
             (
                 is_single and advantage not in ("gae", "reinforce_pp"),
@@ -443,6 +445,7 @@ class Config(Strict):
         """Refuse a frozen policy where nothing else is trained, or where a setting is for its training."""
         is_frozen, correction = self.policy.optimizer is None, self.objective.correction.name
         said = "policy.optimizer is null, so the policy is frozen, but"
+
         return [
             (
                 is_frozen and not (self.rollout_model and self.rollout_model.optimizer),

@@ -261,6 +261,7 @@ def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantizati
     """
     wanted = quantization or TRAINED_QUANTIZATION[precision]
     advice = f"{key}=transformers " if engine.name == "sglang_server" else ""
+
     return [
         (
             engine.quantization != wanted,

@@ -136,6 +136,7 @@ def hold_lock(path: Path) -> IO[str]:
         ) from None
     except OSError as error:  # some network file systems
         _log.warning("cannot lock %s: %s; make sure that no other process uses the folder", path, error)
+
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()

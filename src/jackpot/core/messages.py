@@ -77,10 +77,12 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
+
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
         parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else list(value)
         return {name: [_plain(part, tensors) for part in parts]}
+
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _plain(part, tensors) for key, part in value.items()}}
     if type(value) is tuple:
@@ -95,11 +97,13 @@ def _value(plain: Any, tensors: list[Tensor]) -> Any:
         return [_value(part, tensors) for part in plain]
     if not isinstance(plain, dict):
         return plain
+
     ((name, held),) = plain.items()
     if name == "tensor":
         return tensors[held]
     if name == "dict":
         return {key: _value(part, tensors) for key, part in held.items()}
+
     values = [_value(part, tensors) for part in held]
     if name == "tuple":
         return tuple(values)

@@ -187,6 +187,7 @@ def computed_differently(config: Config) -> list[list[str]]:
     is_coded = config.trained_quantization is not None
     device = pick_device(config.device).type
     of_engines = [SideFormats.of(settings, device) for settings in config.writing_engines.values()]
+
     of_training = SideFormats(
         dtype=config.compute_dtype if is_coded else "fp32",
         quantization=config.trained_quantization,
@@ -194,8 +195,10 @@ def computed_differently(config: Config) -> list[list[str]]:
         head_dtype=config.head_dtype,
         autocast="bf16" if config.precision == "bf16" else None,
     )
+
     if all(formats == of_training for formats in of_engines):
         return []
+
     model = load_meta_model((config.rollout_model or config.policy).path)
     of_layers = layer_formats(model, of_training)
     differing = [layer_differences(layer_formats(model, formats), of_layers) for formats in of_engines]

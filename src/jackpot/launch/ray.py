@@ -424,17 +424,21 @@ def environments(spots: Sequence[Spot]) -> list[dict[str, str]]:
     nodes: dict[str, list[int]] = {}
     for rank, spot in enumerate(spots):
         nodes.setdefault(spot.node, []).append(rank)
+
     variables = []
     for rank, spot in enumerate(spots):
         here = nodes[spot.node]
+
         numbers = {"RANK": rank, "WORLD_SIZE": len(spots)}
         numbers |= {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
         of_rank = {name: str(number) for name, number in numbers.items()}
         of_rank["MASTER_ADDR"] = "127.0.0.1" if len(nodes) == 1 else spots[0].address
         of_rank["MASTER_PORT"] = str(spots[0].port)
+
         if gpus := [gpu for neighbour in here for gpu in spots[neighbour].gpus]:
             of_rank["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         variables.append(of_rank)
+
     return variables
 
 

@@ -159,12 +159,15 @@ def predicting_hidden(
         prompt_mask, response_mask = prompt_mask.bool(), response_mask.bool()
         prompts, response_ids = torch.where(prompt_mask, prompt_ids, 0), torch.where(response_mask, response_ids, 0)
         mask = torch.cat([prompt_mask[prompt_index], response_mask[:, :-1]], dim=1)
+
     read = response_ids[:, :-1]  # the last token predicts nothing
     if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
         states = _states(model, torch.cat([prompts[prompt_index], read], dim=1), mask, None)
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
+
     cache = DynamicCache()  # without the config: a sliding layer keeps all tokens too, and the mask hides the far ones
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
+
     if not read.shape[1]:
         return first[:, : response_ids.shape[1]]
     cache.reorder_cache(prompt_index)  # pyright: ignore[reportArgumentType] (any int64 tensor); carries gradient
@@ -322,6 +325,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has no layers whose activations can be checkpointed; set "
             f"activation_checkpointing: false, and lower batch.micro_batch_tokens to save memory"
         )
+
     model.gradient_checkpointing_enable()
     config = _text_config(model)
     for layer in layers:

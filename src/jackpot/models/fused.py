@@ -267,14 +267,17 @@ def _agree(before: Forward, other: Forward, inputs: Sequence[Tensor], module: nn
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
     if any(weight.is_meta for weight in weights):
         return True
+
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     results = []
+
     with in_float32(module) if module else nullcontext():
         for run in (before, other):
             outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             factors = [_numbers(*output.shape).to(output.dtype) for output in outputs]
             results.append([*outputs, *torch.autograd.grad(outputs, [*leaves, *weights], factors)])
+
     tolerance = TOLERANCES[inputs[0].dtype]
     return all(
         (expected.dtype, expected.shape) == (actual.dtype, actual.shape)

@@ -79,10 +79,12 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         lora_dropout=0.0,
         target_modules=sorted({_leaf(name) for name in target_layers(model, config.target_modules)}),
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
+
     for layer in model.modules():
         if _has_delta(layer) and isinstance(base := layer.get_submodule("base_layer"), CodedLinear):
             layer.forward = partial(_forward_merged, layer, base)

@@ -96,12 +96,15 @@ class Sampler:
         config = self._config
         begun = self._under_way.pop(iteration, None) or self._submit(iteration)
         batches = self._complete(iteration, begun)
+
         for uid, reason in (item for batch in batches for item in batch.discarded.items()):
             self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
+
         groups, wanted = [group for batch in batches for group in batch.groups], config.batch.prompts
         self._record_errors(iteration, groups)
         if config.batch.filter_groups:
             groups.sort(key=lambda group: group.has_equal_rewards)
+
         sums = self._sums(batches, groups) | {
             "sampling/gen_batches": Mean.number(len(batches)),
             "sampling/groups_filtered": Mean.number(max(0, len(groups) - wanted)),

@@ -30,12 +30,14 @@ def response_advantages(name: str, scored: Sequence[ScoredRollout], within_model
     numbers: dict[tuple[str | None, ...], int] = {}
     keys = [(item.rollout.prompt.uid, item.rollout.sampled_by) for item in scored]
     groups = [numbers.setdefault(key if within_model else key[:1], len(numbers)) for key in keys]
+
     advantages = compute_advantages(
         name,
         torch.tensor([item.score.reward for item in scored], dtype=torch.float64),
         torch.tensor(groups, dtype=torch.int64),
         torch.tensor([int(item.rollout.sampled_mask.sum()) for item in scored], dtype=torch.int64),
     )
+
     return [
         TrainingSample(
             rollout=item.rollout,

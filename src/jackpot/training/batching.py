@@ -71,9 +71,11 @@ def micro_batches(
                 f"rollout {item.rollout.uid} has {_length(item)} tokens, more than batch.micro_batch_tokens {budget}; "
                 f"raise it to at least the longest prompt plus sampling.max_new_tokens"
             )
+
     widest: dict[tuple[int, ...], int] = {}  # longest sequence of each prompt, tokens
     for item in by_length:
         widest[item.rollout.prompt.token_ids] = _length(item)
+
     by_prompt = sorted(
         by_length, key=lambda item: (widest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
     )
@@ -182,9 +184,11 @@ def empty_like(batch: TokenBatch) -> TokenBatch:
     """
     if not batch.uids:
         return batch
+
     first = batch.prompt_index[0]
     ids, mask = batch.prompt_ids[first], batch.prompt_mask[first]
     row = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
+
     columns = [field.name for field in fields(batch) if field.name not in _NO_COLUMNS]
     none = {name: None if (column := getattr(batch, name)) is None else column[:0] for name in columns}
     return replace(
@@ -210,6 +214,7 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
     """Undo `collate` for one row, but for the top-k lists and for what no model reads."""
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
+
     rollout = Rollout(
         uid=batch.uids[row],
         prompt=Prompt(uid="", text="", answer="", token_ids=tuple(ids.tolist())),
@@ -221,6 +226,7 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
         top_log_probs=batch.top_log_probs[row, :length, :0],
         versions=batch.versions[row, :length],
     )
+
     return TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=batch.advantages[row, :length])
 
 

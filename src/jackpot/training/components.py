@@ -100,17 +100,21 @@ def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version:
     """Copy all weights of a model into an engine, as `RunComponents.send_weights`; those are of `version`."""
     dtype, codes = engine.capabilities.dtype, engine.capabilities.coded_weights
     digest = WeightsDigest(None if codes else dtype)
+
     if codes:  # quantized here, once
         numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
         weights = quantize_named(numbers, codes.names, codes.scheme)
+
     weights = digest.watch(weights)
     held = engine.update_weights(weights, version)
     deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
     sent = digest.hexdigest()
+
     if held != sent:
         what = "codes and scales of" if codes else "weights of"
         raise WeightsError(
             f"after the weight update at {version} the engine holds {what} digest {held[:12]}, the learner sent "
             f"{sent[:12]}; training on its rollouts would be training on unknown weights"
         )
+
     return {"mismatch/codes_differ": Sum.number(0)} if codes else {}

@@ -469,13 +469,16 @@ class JointLearner(Learner):
         """Put what the models say of the tokens of a micro-batch in their places."""
         objective = self._objective
         distill = self._active_objective.distill if self._active_objective else None
+
         current = self._generated_by(self.version, batch)
         normalizer = "topk" if read.budgeted else self._normalizer(old)
         scores = token_scores(
             read.head, batch, current, objective.correction.lam, normalizer, distill, read.reference_kl
         )
+
         if read.budgeted is None or objective.budget is None:
             return scores
+
         z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in read.budgeted)
         if batch.by_policy is not None:  # p_inf is the policy's own, and every ratio 1
             own = batch.by_policy[:, None] & batch.response_mask

@@ -186,10 +186,12 @@ class GradientAccumulator:
         grads = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+
         broken = [~local(grad).isfinite().all() for grad in grads if grad is not None]
         bad = torch.stack([~others_are_finite, *(one.to(count.device) for one in broken)]).any().double()
         sum_over_ranks([bad])
         is_added = bad == 0
+
         self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
         for saved, grad in zip(self._saved, grads, strict=True):
             if grad is not None:

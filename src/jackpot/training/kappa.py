@@ -185,17 +185,21 @@ class KappaRepair:
         final = [replace(one, correction=self._objective.correction.apply(one.terms.inputs, totals)) for one in passes]
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
+
         norms = [old.norms for old in passes if old.norms is not None]  # of all, as no correction was final
         worth = [
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * of_pass)
             for delta, old, of_pass in zip(deltas, passes, norms, strict=True)
         ]
+
         error, flags = _to_repair(worth, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
         numbers = torch.cat([torch.stack([scale, any_rank_repairs]), flags]).tolist()  # waits for the device
+
         torch._foreach_mul_(locals_of(one.grad for one in self._parameters if one.grad is not None), numbers[0])
         if numbers[1]:
             self._repair(final, deltas, numbers[2:])
+
         return final, {
             "obrs/kappa_error": Mean.of(error, torch.ones_like(error, dtype=torch.bool)),
             "obrs/repaired_sequences": Mean.of(flags, torch.ones_like(flags)),

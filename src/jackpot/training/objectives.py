@@ -18,6 +18,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """
     correction = objective.correction
     own_target = "old" if correction.proximal == "rollout" else correction.proximal
+
     return PolicyObjective(
         correction=construct_correction(correction),
         target=correction.target if isinstance(correction, TargetCorrection) else own_target,

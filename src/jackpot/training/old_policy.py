@@ -60,6 +60,7 @@ class OldPolicySnapshot:
         wanted = _keys(uid for batch in batches for uid in batch.uids).tolist()
         if not max_over_ranks(not self._rows.keys() >= set(wanted)):
             return
+
         own = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
         lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in own], dtype=torch.int64))
@@ -67,6 +68,7 @@ class OldPolicySnapshot:
             name: all_gather(torch.cat([none.flatten(), *(row[name] for row in own)]))
             for name, none in self._none.items()
         }
+
         ranks = dist.get_world_size()
         shares = [one.view(ranks, -1).unbind() for one in (keys, lengths, *columns.values())]
         for of_rank, counts, *values in zip(*shares, strict=True):  # filled up with rows of length 0

@@ -65,9 +65,11 @@ def check_lists(lists: ReportedLists) -> None:
     """
     if not lists.top_ids.numel():
         return
+
     ids = lists.top_ids.sort(dim=-1).values
     twice = int((ids[:, 1:] == ids[:, :-1]).any(-1).sum())
     mass = lists.top_log_probs.exp().sum(-1)
+
     problems = {
         f"{twice} of {len(ids)} name a token twice": twice > 0,
         f"the probabilities of one sum to {float(mass.max()):.6g}": not bool((mass <= LARGEST_MASS).all()),
@@ -115,8 +117,10 @@ class SamplingEvidence:
             begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
             self._products = torch.logaddexp(self._products, torch.tensor(math.log(begun), dtype=torch.float64))
             self._products += self._factors(lists)
+
         needed = -math.log(FALSE_ALARM)
         share = (float(self._products.logsumexp(0)) - math.log(len(TILTS))) / needed if self._batches else 0.0
+
         if share >= 1.0:
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
             raise EngineError(

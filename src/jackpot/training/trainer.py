@@ -182,13 +182,16 @@ class Trainer:
         """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
         self.iteration += 1
         values, batch = metric_values(sums), self._config.batch
+
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             self._sampler.finish()
             with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
                 values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
+
         self._folder.check_in_place()
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
+
         with self._clock("save"):  # counts to the next line
             line = self._folder.report(self.iteration, values | self._rollback.metrics)
             self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))

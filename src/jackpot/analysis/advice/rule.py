@@ -341,6 +341,7 @@ def _what(one: JudgedCorrection) -> str:
 def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
     """Say which correction to use, beside none and the best one of another name."""
     advice = "No correction is needed" if chosen.kind == "none" else f"Use {chosen.label}"
+
     others = [one for one in candidates if one.kind != chosen.kind and one.effective.value >= ENOUGH]
     none = [one for one in others if one.advisable and one.kind == "none"][:1]
     rest = [one for one in others if one.advisable and one.kind != "none"]
@@ -348,6 +349,7 @@ def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> st
     against = [f"{one.label}: {one.worth.text}" for one in (*none, *best)]
     if best and best[0].worth.value > chosen.worth.value:
         against[-1] += f", a tie at {relative(best[0], chosen).text} times as much"
+
     text = f"{advice}: a rollout is then worth {chosen.worth.text} of the policy's own"
     text += f" ({'; '.join(against)})." if against else "."
     if chosen.elsewhere.value >= 0.01:

@@ -60,14 +60,17 @@ def run_arms(
         if any(text.startswith("iterations=") for text in overrides):
             raise ConfigError("iterations and a budget in sequences were both given; leave one out")
         configs = with_budget(configs, plan.budget)
+
     runs = make_runs(configs, folder)
     failed = run_all(runs, at_once or runs_at_once(configs.values()), _stop_rule(plan), listen)
+
     if failed:
         listed = "\n  ".join(f"{run.name}: {end}" for run, end in failed.items())
         raise TrainingError(
             f"{len(failed)} of {len(runs)} runs failed; the same command tries them again and keeps the others:\n"
             f"  {listed}"
         )
+
     summaries = [summarize(run.folder, run.arm) for run in runs]
     write_whole(folder / "summaries.jsonl", "".join(f"{one.to_json()}\n" for one in summaries).encode())
     return compare(summaries, plan.unit, plan.budget, plan.accuracy, plan.baseline), summaries

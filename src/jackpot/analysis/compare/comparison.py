@@ -194,6 +194,7 @@ def _row(
     runs = sorted(runs, key=lambda run: run.seed)
     at = {run.seed: _at(run, unit, budget) for run in runs}
     accuracies = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
+
     return ArmRow(
         arm=arm,
         seeds=tuple(at),

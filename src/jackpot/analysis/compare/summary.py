@@ -77,6 +77,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
     points = tuple(points_of(lines, config))
     if not points:
         raise CheckpointError(f"{run} has no evaluation yet; line 0 of metrics.jsonl is the first, so wait for it")
+
     return RunSummary(
         arm=arm,
         seed=config.seed,

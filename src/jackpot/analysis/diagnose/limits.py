@@ -47,6 +47,7 @@ class MetricHistory:
                 if f"events/{event['event']}" == metric and event["iteration"] >= recent
             ]
             return [(iteration, float(count)) for count, iteration in enumerate(those, start=1)]
+
         steps = self.config.batch.steps_per_iteration
         return [
             (line["iteration"], line[metric] / (line[over] if over else 1.0))

@@ -38,9 +38,11 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     before, after = config.model_paths(), config.model_paths(checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config.device)
     settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and this needs four
+
     with closing(run_task(config, before, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]
         answers: list[list[SampledResponse]] = [[] for _ in prompts]
+
         for role in before:
             for is_after, path in ((False, before[role]), (True, after[role])):
                 with closing(make_engine(settings, path, device, Version(0, 0))) as engine:

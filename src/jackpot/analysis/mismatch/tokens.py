@@ -125,12 +125,14 @@ def _on_support(by: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple
             "only, not of all that the sampler could draw; use sampling.top_p=1.0 sampling.top_k=0, or a learner with "
             "name=transformers"
         )
+
     possible = top_p > -torch.inf
     if top_p.shape[1] < by.vocabulary and not bool((~possible).any(-1).all()):
         raise EngineError(
             f"{by.uid}: the sampler could draw more than the {top_p.shape[1]} tokens whose probability it reports; "
             f"raise top_log_probs, or use a smaller sampling.top_k, or sampling.top_p=1.0 sampling.top_k=0"
         )
+
     top_q = top_q.masked_fill(~possible, -torch.inf)
     log_mass = top_q.logsumexp(-1)
     return top_q - log_mass[:, None], log_mass

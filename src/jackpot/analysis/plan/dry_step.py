@@ -97,12 +97,14 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
     models = _meta_models(config)
     warnings = logging.getLogger(fake_tensor.__name__)
     was_quiet, warnings.disabled = warnings.disabled, True
+
     try:
         with FakeTensorMode(), MemoryTracker() as tracker:
             for model in models.values():
                 _give_memory(model)
             lasting = tracker.alive
             trained = [weight for model in models.values() for weight in model.parameters() if weight.requires_grad]
+
             _score(config, models["rollout_model" if config.rollout_model else "policy"], shape)
             _train(config, models, trained, shape)
             return max(0, tracker.peak - lasting - sum(weight.nbytes for weight in trained))
@@ -162,15 +164,18 @@ def _train(
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
     pair = [models[role] for role in config.model_paths()]
+
     with _precision(config):
         hidden = [_read(model, shape) for model in pair]
         waiting = _waiting_tensors(config, shape, len(pair))
         values = _head(config, pair, hidden)
         pulls = _reference_kl(config, models, shape, hidden[0])
+
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None  # the log-probs alone, as eq. 6
     sum((value.sum() for value in (*values, *pulls)), start=torch.zeros(())).backward()
     del hidden, values, pulls, waiting, split
+
     if "critic" in models:  # after the other models
         _critic_backward(config, models["critic"], shape)
 

@@ -117,6 +117,7 @@ def estimate(
     stated = stated or GpusConfig(kind="H100", count=1)
     plan, here = Estimator(config, sizes, prompts), gpus_here()
     placed = place_engines(config, ranks, on_gpu=True, local_ranks=process_rank().beside) if ranks > 1 else config
+
     return CostEstimate(
         prompts=prompts,
         response=plan.lengths.mean,
@@ -381,6 +382,7 @@ class Estimator:
         path = self._config.model_paths()[one.role]
         weights = engine_weights(settings, path)
         gain = MIXTURE_FP8_GAIN if getattr(outline(path).config, "num_experts_per_tok", None) else DENSE_FP8_GAIN
+
         return EngineSpeed(
             model=cost,
             weight_bytes=weights / cost.parameters,

@@ -175,6 +175,7 @@ def shard(
     kept = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
     held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
+
     return Shard(
         gpus=gpus,
         limit=gpu.memory,

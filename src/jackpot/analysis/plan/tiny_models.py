@@ -76,6 +76,7 @@ def tiny_config(
     """Make the config of a small model with the architecture of `like`, for the vocabulary of `tokenizer`."""
     text = like.get_text_config()
     kept = {name: getattr(text, name) for name in _KEPT_SETTINGS if hasattr(text, name)}
+
     return AutoConfig.for_model(
         text.model_type,
         **kept,

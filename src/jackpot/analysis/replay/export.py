@@ -79,6 +79,7 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
 def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
     """Write one iteration and return its path."""
     path = out / writer.file_name.format(file.iteration)
+
     try:
         saved = SavedIteration(
             number=file.iteration,
@@ -86,6 +87,7 @@ def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
             width=_longest(file.path, "token_ids"),
         )
         path.parent.mkdir(parents=True, exist_ok=True)
+
         rows = enumerate(_rows(file.path, writer.columns))
         with whole_file(path) as partial:
             writer.save(saved, partial, (writer.record(saved, number, row) for number, row in rows))

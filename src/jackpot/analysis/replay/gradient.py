@@ -54,6 +54,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
     target = states.new.exp()
     trained, second, of_state, variation = values
     norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x
+
     products = (
         trained.square() * norms,
         trained * target * norms,
@@ -62,8 +63,10 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         (target - target.square()) * norms,  # the variance of sampling from p_new itself
         (trained - of_state.unsqueeze(-1) * target).square(),
     )
+
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
     means = (Mean.of(column, everywhere) for column in (of_state, second.sum(-1), variation))
+
     squares = states.advantages.square()
     totals = (Sum((squares * product.sum(-1)).sum()) for product in products)
     return dict(zip((*_MEANS, *_PRODUCTS), (*means, *totals), strict=True))

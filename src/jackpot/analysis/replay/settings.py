@@ -92,10 +92,12 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
             "clip_high": default if base.clip_high is None else base.clip_high,
         }
     )
+
     correction = objective.correction
     fields = type(correction).model_fields  # a custom correction has settings without a default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     changed = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
+
     return CorrectionSetting(
         name=name,
         label=_label(name, changed, [key for key in ("target", "proximal") if key in fields]),

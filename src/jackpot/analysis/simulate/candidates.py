@@ -179,6 +179,7 @@ def saved_responses(
     """
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
     parts = {name: torch.cat([one[name] for one in columns]).split(counts) for name in columns[0]}
+
     return [
         response_of(
             {

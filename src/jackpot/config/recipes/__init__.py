@@ -57,15 +57,18 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
 def _read(name: str) -> tuple[Path, dict[str, Any]]:
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name) if is_path else Path(__file__).parent / f"{name}.yaml"
+
     if is_path and not path.is_file():
         named = f"; the package's recipe is called {path.stem}" if path.stem in recipe_names() else ""
         raise ConfigError(f"there is no file {name}{named}. jackpot recipes lists the recipes of the package")
     if not path.is_file():
         raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")
+
     try:
         recipe = yaml.load(path.read_text(), Loader=_FILE_LOADER)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
+
     if not isinstance(recipe, dict):
         held = "is empty" if recipe is None else f"holds {type(recipe).__name__}"
         raise ConfigError(f"{path} {held}; a recipe is a mapping of settings, such as `base: quickstart`")

@@ -48,16 +48,19 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     kept = quantized_names(model).kept
     scheme = SCHEMES[side.quantization] if side.quantization else None
     formats = {BETWEEN: side.dtype, CACHE: side.kv_cache_dtype or products, HEAD: side.head_dtype or products}
+
     for name, parameter in model.named_parameters():
         why = kept.get(name)
         if parameter.ndim < 2 or why == "output layer":
             continue
+
         if scheme and why is None:
             activations = scheme.activations and _grid(scheme.activations)
             formats[name] = f"weights {_grid(scheme.weights)}, activations {activations or products}"
         else:
             kept_format = side.dtype if why == "embedding" else products
             formats[name] = f"{kept_format}{_KEPT}{why}" if scheme else kept_format
+
     return formats
 
 

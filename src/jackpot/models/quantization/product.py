@@ -53,15 +53,18 @@ def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
     """
     (_, size), (_, other) = a.codes.shape, b.codes.shape
     part, b_part = a.grid.block(a.codes.shape)[1], b.grid.block(b.codes.shape)[1]
+
     if size != other or part != b_part or a.grid.codes != b.grid.codes or a.grid.rows != 1:
         raise ValueError(
             f"a product needs equal codes, K and parts along K, and scales of single rows on the left; got [M, {size}] "
             f"in parts of {part} ({a.grid.codes}, {a.grid.rows} rows) and [N, {other}] in parts of {b_part} "
             f"({b.grid.codes})"
         )
+
     rows = b.grid.block(b.codes.shape)[0]
     b_scales = b.scales.repeat_interleave(rows, dim=0)[: len(b.codes)]  # [N, parts]
     total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
+
     for index, start in enumerate(range(0, size, part)):
         columns = slice(start, start + part)
         products = (a.codes[:, columns].double() @ b.codes[:, columns].double().T).float()  # exact, rounded once

@@ -73,6 +73,7 @@ class CodedProduct(torch.autograd.Function):
         of_rows, of_held = ctx.grids
         rows, held = Quantized(codes, scales, of_rows), Quantized(held_codes, held_scales, of_held)
         to_inputs = to_weight = None
+
         if ctx.backward_mode == "fp8":
             if ctx.needs_input_grad[0]:
                 to_inputs = product(quantize(grad, FP8_TOKEN_BLOCKS), transposed(held)).to(grad.dtype)
@@ -84,6 +85,7 @@ class CodedProduct(torch.autograd.Function):
                 to_inputs = grad @ dequantize(held, grad.dtype)
             if ctx.needs_input_grad[1]:
                 to_weight = grad.T @ dequantize(rows, grad.dtype)
+
         return to_inputs, None if to_weight is None else to_weight.to(ctx.weight_dtype), None, None, None
 
 

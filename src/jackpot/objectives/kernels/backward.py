@@ -45,6 +45,7 @@ def coefficients_of(
     """
     parts: list[Tensor] = []
     on_log = None
+
     if to_log_probs is not None:
         parts.append(-to_log_probs)
     if entropy is not None:
@@ -56,8 +57,10 @@ def coefficients_of(
         product = reverse_kl.to * reverse_kl.value
         parts.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
         on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to
+
     if not parts:
         return None
+
     on_other_log = None if reverse_kl is None else reverse_kl.to
     return GradCoefficients(to_log_probs, sum(parts[1:], parts[0]), on_log, on_other_log, to_forward)
 

@@ -200,13 +200,16 @@ def _differentiate(
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < T
     is_id = columns == tl.load(ids + row)
+
     logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
     own_p = logits_p - tl.load(logsumexp_p + row)
     logits_q = tl.zeros([WIDTH], tl.float32)
     own_q = tl.zeros([WIDTH], tl.float32)
+
     if PAIR:
         logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
         own_q = logits_q - tl.load(logsumexp_q + row)
+
     if TRAINS_Q:
         gradient = _gradient(own_q, own_p, coefficients + 5 * C, C, row, is_id, logits_q, cap_q, temperature, CAP_Q)
         tl.store(out_q + row * T + columns, gradient.to(out_q.dtype.element_ty), mask=mask)
@@ -266,14 +269,17 @@ class TritonReader(TileReader):
         logits = tiles[0].logits
         if logits.dtype == torch.float64:
             return EAGER.differentiate(tiles, logsumexps, gradients, columns)
+
         c, t = logits.shape
         coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
         for i, wanted in enumerate(gradients):
             for j, column in enumerate(wanted.coefficients if wanted else ()):
                 if column is not None:
                     coefficients[i, j] = column
+
         out = [logits if wanted is None else wanted.out for wanted in gradients]
         is_pair, trains = len(tiles) == 2, [wanted is not None for wanted in gradients]
+
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
         arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]

@@ -82,11 +82,13 @@ class Channel:
         self._is_sender, self._address, self._device, self._timeout = port is None, address, device, timeout
         self._group: Any = None
         self._is_closed = False
+
         limit = timedelta(seconds=timeout)
         if port is not None:
             self._store = dist.TCPStore(address, port, is_master=False, timeout=limit)
             self._store.set(_HERE, "")
             return
+
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((address, 0), family=family) as server:  # torch would listen on every interface
             free = server.getsockname()[1]
@@ -130,12 +132,14 @@ class Channel:
 
     def _join(self) -> Any:
         rank = 0 if self._is_sender else 1
+
         if self._device.type == "cpu":
             options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  missing in torch's stubs
             options._timeout = timedelta(seconds=self._timeout)
             host = self._address if self._is_sender else _own_address(self._address)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             return dist.ProcessGroupGloo(self._store, rank, 2, options)
+
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NEVER
         with _making:

@@ -135,12 +135,14 @@ class Pool(Generic[AnyPeer]):
         self.failure: EngineError | None = None
         self.on_failure: list[Callable[[EngineError], None]] = []  # called once, on the event loop's thread
         self.check: Callable[[AnyPeer], None] = lambda peer: None  # raises EngineError for a peer that does not fit
+
         self._limits = limits
         self._queue: deque[_Work] = deque()
         self._futures: set[Future] = set()  # those for which `results` waits
         self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self._tasks: dict[AnyPeer, asyncio.Task] = {}
         self._is_closed = False
+
         self._loop = asyncio.new_event_loop()
         self._state_changed = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name=thread_name, daemon=True)

@@ -220,6 +220,7 @@ class _Worker:
         until = time.monotonic() + START_TIMEOUT
         size = int(memory * _GIB) if math.isfinite(memory) else None
         setup = {"function": function, "timeout": timeout, "start_timeout": START_TIMEOUT, "memory": size}
+
         try:
             self.send(setup, until)
             message = self.receive(until)
@@ -231,6 +232,7 @@ class _Worker:
             raise TrainingError(
                 f"a reward worker ended with status {self.end()} before it was ready; its own error stands above"
             ) from None
+
         if "refused" in message:
             raise ConfigError(message["refused"])
         self.is_async, self.is_shared = message["is_async"], message["is_async"] or message["takes_batches"]

@@ -79,6 +79,7 @@ class EnvironmentTask(Task):
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
         """Play the episode of a prompt from its beginning."""
         seed, total, has_ended, taken = fold_in(uid) % MAX_SEED, 0.0, False, 0
+
         try:
             environment: EpisodeEnvironment = self._make(**self._settings.kwargs)
             try:

@@ -187,6 +187,7 @@ def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None
     """Log a warning about rows left out and about answers and text that cannot be read; those of a stream are counted
     in events.jsonl as it is read."""
     named = f"{name} ({split})"
+
     if counts["unreadable_answer"]:
         _log.warning(
             "%s: the answers of %d rows are no number, expression or words, so only the same text is right; see "
@@ -195,10 +196,12 @@ def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None
         )
     if counts["unknown_tokens"]:
         _log.warning("%s: the tokenizer has no tokens for parts of %d prompts", named, counts["unknown_tokens"])
+
     why = {
         "have no answer": counts["without_answer"],
         f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": counts["long_answer"],
         f"are longer than {limit} tokens": counts["too_long"],
     }
+
     if reasons := " and ".join(f"{count:,} {what}" for what, count in why.items() if count):
         _log.warning("%s: of %s rows %s; %s are left", named, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")

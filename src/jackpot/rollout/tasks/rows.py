@@ -285,11 +285,13 @@ def make_reader(
             in_column = _lookup(values, answer)
             found = in_column if isinstance(in_column, list) else [in_column]
             texts = [text and extract(text) for text in (_text(value, answer) for value in found)]
+
             if options:
                 listed, choose = _choice(values, options)
                 asked = append(asked, listed)
                 integers = [isinstance(value, int) for value in found]
                 texts = [text and choose(text, flag) for text, flag in zip(texts, integers, strict=True)]
+
             if uid is not None:
                 text = _text(_lookup(values, uid), uid)
                 uid_text = _needed("uid", uid, text) if chosen.uid else text or f"row-{number}"

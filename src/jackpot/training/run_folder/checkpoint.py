@@ -145,6 +145,7 @@ class Checkpoints:
                 return Checkpoint(folder, load_state(folder)), corrupt
             except CorruptCheckpoint as error:
                 corrupt.append(error)
+
         damage = [*map(str, corrupt), *(f"{path}, set aside" for path in self._folder.glob(f"step-*{_CORRUPT}*"))]
         if damage:
             listed = "\n  ".join(damage)
@@ -152,6 +153,7 @@ class Checkpoints:
                 f"every checkpoint of this run is corrupt:\n  {listed}\nBring one back from a copy, or give --run "
                 f"another folder; to begin this run again from nothing, remove {self._folder}"
             )
+
         return None, []
 
     def newest_until(self, iteration: int) -> int | None:
@@ -301,9 +303,11 @@ class Checkpointer:
         parts, is_best = self._components, self._is_best
         config = parts.config
         roles: list[Role] = [role for role in get_args(Role) if getattr(config, role) is not None]
+
         best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
         state |= {"iteration": iteration, "best": best, "failed": self._folder.failed}
         state |= {"version": list(parts.learner.version), "settings": config.model_dump_json()}
+
         self._folder.flush(iteration)
         try:
             self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, state, is_best)
@@ -311,6 +315,7 @@ class Checkpointer:
             self._overdue = True
             self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
             return error
+
         self._overdue, self._saved, self._best = False, iteration, best
         with self._folder.dispensable(iteration, "removal of old checkpoints"):
             self._checkpoints.prune()

@@ -53,6 +53,7 @@ def show_settings(console: Console, show_all: bool) -> None:
     else:
         rows = [(group.title, str(len(group.settings)), group.meaning.partition(". ")[0]) for group in groups]
         show_table(console, "", ("block", "settings", "what"), rows, ("settings",), box=SIMPLE_HEAD)
+
     show_next(
         console,
         {

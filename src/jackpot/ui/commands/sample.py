@@ -27,6 +27,7 @@ def sample(
     console = Console()
     with status(console, "loading the models"):
         found = sampling.sample_answers(run, problems, seed)
+
     for prompt, answers in found:
         rows = [
             (
@@ -39,5 +40,6 @@ def sample(
         ]
         title = f"{prompt.text} (answer: {prompt.answers})"
         show_table(console, title, ("model", "training", "response", "verdict"), rows)
+
     where = quote(str(run))
     show_next(console, {f"jackpot eval {where} --benchmarks own": "accuracy of its best policy"})

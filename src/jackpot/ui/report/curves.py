@@ -102,11 +102,13 @@ class _ChartMaker:
     def _metric_charts(self, pattern: str) -> Iterator[Chart]:
         names = [name for name in self._names if name not in self.drawn]
         found: dict[str, dict[str, dict[str, str]]] = {}  # base: kind: part: metric
+
         for name in names:
             family = _FAMILY.fullmatch(name)
             base, kind = (family["base"], "band" if family["band"] else "sign") if family else (name, "")
             if re.fullmatch(pattern, base):
                 found.setdefault(base, {}).setdefault(kind, {})[family[kind] if family else ""] = name
+
         for base, kinds in found.items():
             if "" in kinds:
                 yield self._chart(base, self._series(base), [base])

@@ -124,6 +124,7 @@ def _events(runs: Sequence[Run]) -> Table:
         counts: dict[str, list[dict[str, Any]]] = {}
         for event in run.events:
             counts.setdefault(event["event"], []).append(dict(event))
+
         for name, those in counts.items():
             newest = those[-1]
             details = {key: value for key, value in newest.items() if key not in ("event", "iteration", "time")}
@@ -131,5 +132,6 @@ def _events(runs: Sequence[Run]) -> Table:
                 f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in details.items()
             )
             rows.append((run.name, name, str(len(those)), str(newest["iteration"]), text[:300]))
+
     columns = ("run", "event", "count", "newest at iteration", "details of the newest")
     return Table(title="Events", columns=columns, rows=tuple(rows))

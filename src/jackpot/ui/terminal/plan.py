@@ -149,6 +149,7 @@ def _objective(config: Config) -> str:
     """Name the advantage, the aggregation of the loss, and each further term of it."""
     objective = config.objective
     parts = [f"advantage {objective.advantage}", f"{objective.loss_agg_mode} over {objective.count} tokens"]
+
     if config.critic:
         parts.append(f"critic from {config.critic.path or config.policy.path}")
     if objective.reference:
@@ -162,6 +163,7 @@ def _objective(config: Config) -> str:
         )
     if config.batch.filter_groups:
         parts.append(f"groups filtered, at most {config.batch.filter_groups.max_num_gen_batches} generation batches")
+
     return "; ".join(parts)
 
 

@@ -41,6 +41,7 @@ class Counts:
             TimeRemainingColumn(elapsed_when_finished=False),
             console=console,
         )
+
         self._begun: dict[str, tuple[TaskID, float, int]] = {}  # of each name: its bar, and time and count at first
         self._last = -LINE_SECONDS  # when the newest line was printed
         self._facts: dict[str, str] = {}

@@ -14,6 +14,7 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
     ordered = sorted(answer["candidates"], key=lambda one: -one["worth"]["value"])
     best = {one["name"]: one for one in reversed(ordered) if one["advisable"] or one["is_whole"]}
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
+
     return Table(
         title="What a rollout is worth, in rollouts of the policy's own",
         columns=("correction", "worth", "tokens", "ESS", "TV after", "states"),

@@ -41,12 +41,14 @@ def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any
     """
     prompt, ids = row["prompt_ids"], row["token_ids"]
     before, behind = [0] * (saved.prompt_width - len(prompt)), [0] * (saved.width - len(ids))
+
     sampled = [value for value, kept in zip(row["advantages"], row["sampled_mask"], strict=True) if kept] or [0.0]
     if max(sampled) - min(sampled) > _SAME * max(map(abs, sampled)):
         raise DataError(
             f"TRL has one advantage for a response, and a response of iteration {saved.number} has {min(sampled):.4g} "
             f"to {max(sampled):.4g}; give --format verl, slime, prime_rl or jsonl"
         )
+
     return {
         "step": saved.number,
         "prompt": row["prompt"],

@@ -49,6 +49,7 @@ class SGLangClient(HTTPClient):
             f"as the trainer, and serve the same model. Where it is null, the server must run under the same user and "
             f"in no container of its own"
         )
+
         await self._call(
             "POST",
             "/update_weights_from_disk",

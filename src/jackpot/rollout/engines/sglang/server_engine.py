@@ -71,6 +71,7 @@ class SGLangReplica(Replica):
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )
+
         if wrong:
             raise EngineError(f"{self.name} {wrong}")
         if others := other_norms(map(without_rank, checksums), self._parameters):

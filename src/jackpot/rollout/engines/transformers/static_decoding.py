@@ -215,6 +215,7 @@ class StaticBatch(DecodingBatch):
         """Generate one token in every row; all is read and written in place, and nothing waits for the device."""
         column, model = self._column, self._model
         positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the end
+
         with AttentionSet(model.config.get_text_config(), STATIC):
             states = backbone(model)(
                 input_ids=self._last_tokens[:, None],
@@ -223,6 +224,7 @@ class StaticBatch(DecodingBatch):
                 use_cache=True,
                 static_masks=layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype),
             ).last_hidden_state
+
         draws = uniforms(self._keys, column + (1 - self._prompt_length))
         draw = draw_tokens(head_logits(model, states[:, -1]), draws, **self._settings._asdict())
         self._last_tokens.copy_(draw.tokens)

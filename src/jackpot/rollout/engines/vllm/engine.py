@@ -333,18 +333,22 @@ class VLLMEngine(ThreadEngine):
         and scales too, before any quantization."""
         if self._is_asleep:
             self._llm.wake_up(["weights"])
+
         if (codes := self._weight_format.coded_weights) and codes.are_in(sent):
             digest = WeightsDigest(None)
             converted = digest.watch(sent)
         else:
             digest = WeightsDigest(self._dtype)
             converted = self._weight_format.convert(digest.watch(self._cast(sent)))
+
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
         self._llm.apply_model(pack_tied_head)
+
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
         self._forget_states()
+
         return digest.hexdigest()
 
     def _replace_draft_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
@@ -370,8 +374,10 @@ def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
         raise ConfigError(
             f"engine.draft has run on vLLM's first model runner only, and {SECOND_RUNNER} asks for the second; unset it"
         )
+
     if device.type != "cpu":
         return
+
     if sleeps(settings) or settings.device is not None:
         raise ConfigError(
             "engine.enable_sleep_mode and engine.device are for GPUs, and this run is on a CPU; leave them out"

@@ -181,6 +181,7 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
 
 def _check_quantization(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
     method, kv_cache_dtype = expected.quant_method, expected.kv_cache_dtype
+
     if method and info.quantization != method:
         raise EngineError(
             f"{url} runs with quantization {info.quantization or 'none'}, and engine.quantization needs {method}; "
