@@ -148,11 +148,12 @@ def _give_memory(model: PreTrainedModel) -> None:
 
 
 def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Score as many tokens as a thorough check of the engine does."""
+    """Score as many tokens as a thorough check of the engine does; training's forward pass takes more than its own."""
     rows, sampling = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens)), config.sampling
+    layer = output_layer(model)
     with torch.no_grad(), _precision(config):
-        hidden = _read(model, shape._replace(rows=rows, prompts=min(shape.prompts, rows)))
-        for states in hidden.split(max(1, MAX_LOGITS // output_layer(model).out_features))[:2]:  # the rest is alike
+        hidden = torch.empty(rows * shape.response_tokens, layer.in_features)
+        for states in hidden.split(max(1, MAX_LOGITS // layer.out_features))[:2]:  # the rest is alike
             sampling_log_probs(head_logits(model, states), sampling.temperature, sampling.top_k, sampling.top_p)
 
 
