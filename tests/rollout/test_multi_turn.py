@@ -113,22 +113,21 @@ def test_a_token_of_the_tool_has_no_distribution():
         assert dtypes == [torch.int64, torch.bool, torch.int64, torch.int64]
 
 
-@pytest.mark.parametrize("size", [1, 7])
-def test_responses_do_not_depend_on_the_batch_or_the_order(size):
-    requests = [tiny_request(f"{n}", 1 + n % 5, seed=n, max_new_tokens=30) for n in range(24)]
+def test_responses_do_not_depend_on_the_batch_or_the_order():
+    requests = [tiny_request(f"{n}", 1 + n % 5, seed=n, max_new_tokens=24) for n in range(10)]
     together = talk(tiny_engine(), requests)
     assert max(len(rollout.token_ids) for rollout in together) > 20
-    for found in (talk(tiny_engine(size), requests), talk(tiny_engine(size), requests[::-1])[::-1]):
+    for found in (talk(tiny_engine(1), requests), talk(tiny_engine(4), requests[::-1])[::-1]):
         for one, other in zip(together, found, strict=True):
             assert one.uid == other.uid and one.finish == other.finish
             assert torch.equal(one.token_ids, other.token_ids)
             assert torch.equal(one.sampled_mask, other.sampled_mask)
 
 
-@pytest.mark.parametrize(("prompt", "max_new", "limit"), [(5, 1, 1), (5, 2, 2), (5, 12, 12), (CONTEXT - 9, 50, 9)])
+@pytest.mark.parametrize(("prompt", "max_new", "limit"), [(5, 1, 1), (5, 12, 12), (CONTEXT - 9, 50, 9)])
 def test_a_reply_that_leaves_no_room_is_not_written(prompt, max_new, limit):
     """The limit is max_new_tokens or what the context leaves."""
-    requests = [tiny_request(f"{n}", prompt, seed=n, max_new_tokens=max_new) for n in range(200)]
+    requests = [tiny_request(f"{n}", prompt, seed=n, max_new_tokens=max_new) for n in range(120)]
     tool = Tool(range(2, 10), VOCAB_SIZE)
     ends = Counter()
     for rollout in talk(tiny_engine(), requests):

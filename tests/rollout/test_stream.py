@@ -24,6 +24,7 @@ from jackpot.rollout.tasks.registry import make_task
 
 PATIENCE = 30.0  # seconds until a test gives up
 ONE_GROUP = "engine.max_num_seqs=4"  # decoded at once: the groups end one after the other
+SHORT = ("iterations=2", "batch.prompts=2", "sampling.max_new_tokens=12", "evaluation.problems=2")
 TOKENIZER = load_tokenizer("starter:policy")
 
 
@@ -112,7 +113,7 @@ def test_responses_come_as_they_end_without_being_asked_for() -> None:
 @pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.filter_groups.max_num_gen_batches=2",)])
 def test_a_run_does_not_depend_on_how_its_rollouts_come_in(overrides, tmp_path: Path, threads: None) -> None:
     """By themselves, or in the trainer's own thread."""
-    config = small_config(*overrides, "evaluation.problems=2")
+    config = small_config(*overrides, *SHORT)
     run(config, tmp_path / "threaded")
     with pytest.MonkeyPatch.context() as undone:
         undone.setattr("jackpot.launch.engines.make_engine", make_engine)

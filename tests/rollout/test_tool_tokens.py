@@ -29,8 +29,9 @@ from jackpot.training.batching import collate
 
 MODELS = {"policy": smallest_model(0), "rollout_model": smallest_model(1)}
 ITEMS = write(MODELS["rollout_model"], seed=5, turn_end_token_ids=range(2, 12))
+MASKS = ("sampled", "expected", "sampled")
 SAMPLED = [item.rollout.sampled_mask for item in ITEMS]
-ANY = [{"aggregate": name, "mask": mask} for name in LOSS_AGG_MODES for mask in ("sampled", "expected")]
+ANY = [{"aggregate": name, "mask": mask} for name, mask in zip(LOSS_AGG_MODES, MASKS, strict=True)]
 
 
 def learner_for(**changes):

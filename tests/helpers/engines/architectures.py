@@ -12,12 +12,12 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 VOCAB_SIZE, EOS, CONTEXT, WINDOW = 40, 1, 128, 12
-MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+MIXED = ["sliding_attention", "full_attention"]
 PLAIN = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -31,10 +31,10 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 MAMBA = EXPERTS | {"mamba_d_state": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "shared_intermediate_size": 32}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
-    "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen2": ("qwen2", {}),
-    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "mistral without windows": ("mistral", {"sliding_window": None}),
@@ -44,15 +44,15 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
     "olmo2": ("olmo2", {}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
     "gpt2": ("gpt2", {}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 96}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96}),
     "bloom": ("bloom", {}),
 }
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # with recurrent states
     "jamba": ("jamba", MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 1}),
-    "granitemoehybrid": ("granitemoehybrid", MAMBA | {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 4}),
+    "granitemoehybrid": ("granitemoehybrid", MAMBA | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4}),
 }
 
 

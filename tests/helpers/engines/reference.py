@@ -83,7 +83,7 @@ class Reference:
         ids = torch.tensor([[*prompt.token_ids, *token_ids]])
         logits = self.model(ids).logits[0, len(prompt.token_ids) - 1 :].double().numpy()
         with np.errstate(divide="ignore"):
-            return np.log([_truncated(row / sampling.temperature, sampling) for row in logits])
+            return np.log(_truncated(logits / sampling.temperature, sampling))
 
     def joint_probs(self, prompt: Prompt, sampling: Sampling) -> dict[tuple[int, ...], float]:
         """Return the exact probability of every response of at most two tokens."""
@@ -98,15 +98,16 @@ class Reference:
 
 
 def _truncated(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Return probabilities after top-k and top-p as vLLM defines them, computed token by token: [V] float64."""
-    probs = np.exp(logits - logits.max())
+    """Return probabilities after top-k and top-p as vLLM defines them: [T, V] float64."""
+    probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     if sampling.top_k:
-        probs[probs < np.sort(probs)[-min(sampling.top_k, len(probs))]] = 0.0
-    probs /= probs.sum()
-    before = 0.0
-    for token in np.argsort(-probs, kind="stable"):
-        mass = probs[token]
-        if sampling.top_p < 1.0 and before >= sampling.top_p:
-            probs[token] = 0.0
-        before += mass
-    return probs / probs.sum()
+        kept = min(sampling.top_k, probs.shape[1])
+        probs[probs < np.sort(probs)[:, [-kept]]] = 0.0
+    probs /= probs.sum(axis=1, keepdims=True)
+
+    if sampling.top_p < 1.0:
+        order = np.argsort(-probs, kind="stable")
+        sorted_probs = np.take_along_axis(probs, order, axis=1)
+        before = np.cumsum(sorted_probs, axis=1) - sorted_probs
+        np.put_along_axis(probs, order, np.where(before < sampling.top_p, sorted_probs, 0.0), axis=1)
+    return probs / probs.sum(axis=1, keepdims=True)

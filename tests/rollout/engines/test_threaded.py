@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.engines.conformance import OLD, QueueConformance, RunConformance
+from helpers.engines.conformance import OLD, QueueConformance
 from helpers.engines.reference import tiny_request
 from helpers.engines.threaded import ThreadedEngine
 from jackpot.config.engines import TransformersEngineConfig
@@ -15,7 +15,7 @@ from jackpot.models.load import eos_token_ids, load_model
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 
-class TestThreadedEngine(RunConformance, QueueConformance):
+class TestThreadedEngine(QueueConformance):
     @staticmethod
     def make_engine(folder: Path, version: Version) -> ThreadedEngine:
         model = load_model(folder, torch.float32)

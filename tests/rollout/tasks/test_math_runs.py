@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.runs import assert_same_run, run
+from helpers.runs import assert_same_run, run, run_and_copy
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
@@ -34,7 +34,7 @@ def data(tmp_path) -> Path:
     return write_problems(tmp_path / "forty.jsonl", answers, problem=problems)
 
 
-def config_of(model: Path, train: dict, test: dict) -> Config:
+def config_of(model: Path, train: dict, test: dict, iterations: int) -> Config:
     task = {
         "name": "math",
         "train": train,
@@ -43,7 +43,7 @@ def config_of(model: Path, train: dict, test: dict) -> Config:
     }
     return build_config(
         {
-            "iterations": 4,
+            "iterations": iterations,
             "task": task,
             "policy": {"path": str(model), "optimizer": {"learning_rate": 1e-3}},
             "rollout_model": None,
@@ -63,24 +63,23 @@ def events(folder: Path, name: str) -> list[dict]:
 
 
 def test_a_run_trains_on_the_problems_that_are_left(model, data, tmp_path):
-    lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}), tmp_path / "run")
+    lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}, 1), tmp_path / "run")
     expected = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
     expected |= {"max_prompt_tokens": 200, "unreadable_answer": 0, "unknown_tokens": 0}
     assert events(tmp_path / "run", "data") == [
         expected | {"split": "train", "rows": 40, "without_answer": 2},
         expected | {"split": "test", "rows": 20, "without_answer": 1},
     ]
-    assert lines[-1]["iteration"] == 4 and 0.0 < lines[-1]["reward/mean"] < 1.0
-    answered = (tmp_path / "run" / "eval" / "iteration-000004-policy.jsonl").read_text().splitlines()
+    assert lines[-1]["iteration"] == 1 and 0.0 < lines[-1]["reward/mean"] < 1.0
+    answered = (tmp_path / "run" / "eval" / "iteration-000001-policy.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt_uid"] for line in answered] == [
         f"forty/test/{number}" for number in range(20) if number not in (5, 7)
     ]
 
 
 def test_a_run_on_a_stream_continues_bit_equal(model, data, tmp_path):
-    config = config_of(model, {"source": str(data), "streaming": True}, {"source": str(data), "limit": 4})
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "killed", kill_after=3)
+    config = config_of(model, {"source": str(data), "streaming": True}, {"source": str(data), "limit": 4}, 4)
+    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy"])
     last = pq.read_table(tmp_path / "whole" / "rollouts" / "iteration-000004.parquet").to_pylist()

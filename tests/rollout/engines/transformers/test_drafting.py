@@ -119,7 +119,7 @@ def test_responses_have_the_exact_distribution(tokens, lam):
 
 def test_exact_drafts_beside_relaxed_ones_are_those_of_lam_1():
     model, draft = tiny_model(0, VOCAB), tiny_model(3, VOCAB, num_hidden_layers=1)
-    relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=8, num_top_log_probs=0) for i in range(20)]
+    relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=6, num_top_log_probs=0) for i in range(6)]
     exact = [replace(one, uid=f"exact {one.uid}", exact_drafts=True) for one in relaxed]
     mixed = [one for pair in zip(relaxed, exact, strict=True) for one in pair]
     engines = [drafted(model, draft, (), tokens=3, lam=lam)[0] for lam in (0.3, 1.0)]
@@ -142,7 +142,7 @@ def test_log_probs_are_those_of_one_pass_of_the_policy(name):
 def test_a_response_does_not_depend_on_its_batch():
     model = make_model("llama").double()
     together, alone = (drafted(model, near(model), tokens="auto", max_num_seqs=size)[0] for size in (64, 4))
-    requests = make_requests([5, 9, 2], num_new=20)
+    requests = make_requests([5, 9, 2], group=2, num_new=12)
     for one, other in zip(together.generate(requests), alone.generate(requests[::-1])[::-1], strict=True):
         assert torch.equal(one.token_ids, other.token_ids) and one.finish == other.finish
 
@@ -150,7 +150,7 @@ def test_a_response_does_not_depend_on_its_batch():
 # What drafts save
 
 
-@pytest.mark.parametrize(("tokens", "passes"), [(1, 11), (4, 5), (6, 4), ("auto", 4)])
+@pytest.mark.parametrize(("tokens", "passes"), [(1, 11), (4, 5), ("auto", 4)])
 def test_a_draft_that_is_the_policy_is_accepted_whole(tokens, passes):
     """Of 21 tokens the first comes from the prompt, and each pass gives one more than was drafted; auto: 5, 7, 8."""
     model = make_model("llama").double()

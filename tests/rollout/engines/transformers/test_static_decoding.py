@@ -24,7 +24,7 @@ LENGTHS = [5, 9, 2, 9, 30]  # of prompts
 STATIC, GROWING = "static", "growing"
 
 
-def generate(name: str, num_new: int = 40, lengths: list[int] = LENGTHS, **settings: Any) -> list[Rollout]:
+def generate(name: str, num_new: int = 24, lengths: list[int] = LENGTHS, **settings: Any) -> list[Rollout]:
     return make_engine(make_model(name).double(), **settings).generate(make_requests(lengths, num_new=num_new))
 
 
@@ -37,7 +37,7 @@ def check_equal(found: list[Rollout], expected: list[Rollout]) -> None:
 
 
 # Gemma 3 and Qwen 3 mix windows with full attention, GPT-2 has as many positions as the context.
-@pytest.mark.parametrize("name", ["qwen3 with windows", "llama", "mistral", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3 with windows", "mistral", "gemma3_text", "gpt2"])
 def test_fixed_shapes_write_what_growing_ones_write(name: str) -> None:
     stops = {"eos_token_ids": [1, 8, 9]}
     expected = generate(name, **stops)
@@ -49,7 +49,8 @@ def test_fixed_shapes_write_what_growing_ones_write(name: str) -> None:
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}], ids=str)
 def test_fixed_shapes_draw_from_the_same_distribution(sampling: dict[str, float]) -> None:
     requests = [
-        replace(request, sampling=request.sampling.model_copy(update=sampling)) for request in make_requests([5, 9])
+        replace(request, sampling=request.sampling.model_copy(update=sampling))
+        for request in make_requests([5, 9], num_new=16)
     ]
     engines = [make_engine(make_model("qwen3").double(), enforce_eager=eager) for eager in (True, False)]
     expected, found = (engine.generate(requests) for engine in engines)
@@ -106,13 +107,13 @@ class Recordings(GraphCapture):
         return replay
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_a_step_keeps_operators_and_memory_until_rows_move(name: str) -> None:
+def test_a_step_keeps_operators_and_memory_until_rows_move() -> None:
+    name = "gemma3_text"
     expected = generate(name, eos_token_ids=[])
     engine = make_engine(make_model(name).double(), enforce_eager=False, eos_token_ids=[])
     engine._capture = recordings = Recordings("cpu")
-    check_equal(engine.generate(make_requests(LENGTHS, num_new=40)), expected)
-    assert recordings.made < 5 and recordings.replayed > 30
+    check_equal(engine.generate(make_requests(LENGTHS, num_new=24)), expected)
+    assert recordings.made < 5 and recordings.replayed > 15
 
 
 def test_the_host_waits_once_in_several_tokens() -> None:
@@ -159,7 +160,7 @@ def test_memory_follows_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_in_a_step_loses_no_request() -> None:
     engine = make_engine(make_model("llama").double(), enforce_eager=False)
-    engine.submit(make_requests(LENGTHS))
+    engine.submit(make_requests(LENGTHS, num_new=24))
     engine.collect(0, timeout=0)
     while not (finished := engine.collect(1, timeout=0)):
         pass
@@ -178,7 +179,7 @@ def test_an_error_in_a_step_loses_no_request() -> None:
     finally:
         StaticBatch._take = take
     found = {rollout.uid: rollout for rollout in [*finished, *engine.collect(100)]}
-    expected = generate("llama", num_new=30)
+    expected = generate("llama")
     check_equal([found[rollout.uid] for rollout in expected], expected)
 
 

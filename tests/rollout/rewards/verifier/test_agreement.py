@@ -75,15 +75,16 @@ def test_solutions_of_gsm8k_are_right_for_their_problem_alone(name, reward_fn):
 
 
 def test_near_misses_of_gold_answers_are_wrong(agreement):
+    """Of some of them; the page, a slow test, is about all."""
     wanted = [
         case
-        for gold in agreement.chosen(data_folder())
+        for gold in agreement.chosen(data_folder())[::8]
         for case in (*agreement.cases(gold), *agreement.spellings(gold))
     ]
     decided = [
         (case, equal) for case in wanted if (equal := compare_without_algebra(case.answer, case.gold)) is not None
     ]
-    assert len(decided) > 15_000
+    assert len(decided) > 2_000
     assert [case for case, equal in decided if equal is not case.is_right] == []
 
 
