@@ -76,7 +76,7 @@ def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
 
 
 def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list[Request]:
-    """Return `group` requests per prompt length, of four response lengths: rows end alone and together."""
+    """Return `group` requests per prompt length, of five response lengths: rows end alone and together."""
     draw = torch.Generator().manual_seed(len(lengths))
     prompts = [
         Prompt(uid=f"{i}", text="", answer="", token_ids=tuple(ids.tolist()))
@@ -87,7 +87,7 @@ def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list
             uid=f"{prompt.uid}/{i}",
             prompt=prompt,
             seed=100 * i + n,
-            sampling=Sampling(max_new_tokens=num_new - (7 * i + 3 * n) % 20 // 5 * 5, num_top_log_probs=5),
+            sampling=Sampling(max_new_tokens=num_new - (7 * i + 3 * n) % 15 // 3 * 3, num_top_log_probs=5),
         )
         for n, prompt in enumerate(prompts)
         for i in range(group)
