@@ -1,7 +1,9 @@
 """Expected log-probs of an engine: the model's own forward pass on one sequence at a time, then float64."""
 
+import copy
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,13 @@ VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
 
 def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:
     """Return a Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
+    model, random_state = _made(seed, vocab_size, tuple(changes.items()))
+    torch.set_rng_state(random_state)  # as if it had been made now
+    return copy.deepcopy(model)
+
+
+@cache
+def _made(seed: int, vocab_size: int, changes: tuple[tuple[str, int], ...]) -> tuple[Qwen3ForCausalLM, torch.Tensor]:
     torch.manual_seed(seed)
     settings = {
         "vocab_size": vocab_size,
@@ -33,7 +42,7 @@ def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3
         "eos_token_id": EOS,
         "pad_token_id": 0,
     }
-    return Qwen3ForCausalLM(Qwen3Config(**settings | changes))
+    return Qwen3ForCausalLM(Qwen3Config(**settings | dict(changes))), torch.get_rng_state()
 
 
 def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:

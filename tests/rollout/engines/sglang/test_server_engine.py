@@ -199,12 +199,6 @@ def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, d
     assert engine.version == OLD
 
 
-def test_a_server_on_a_cpu_that_keeps_its_weights_is_an_error(make, server):
-    stale(server)
-    with pytest.raises(EngineError, match="holds stale ones"):
-        make(server)
-
-
 def test_a_server_that_cannot_load_weights_is_an_error(make, server):
     async def refuse(body: dict, usual: dict) -> Any:
         return web.json_response({"success": False, "message": "Failed to update weights: no file"}, status=400)

@@ -155,42 +155,26 @@ class Endless:
 @pytest.mark.parametrize(
     "bad",
     [
-        failure(500),
         failure(429),
         failure(503, "<html>a proxy says no</html>"),
         failure(200, '{"choices": [{"tok'),
         failure(200, "[]"),
         changed(finish_reason="abort"),
         changed(logprobs=None),
-        log_probs(sampled="-1.5"),
         log_probs(top=None),
         log_probs(own=True),
-        lambda body, usual: changed(token_ids=[str(one) for one in usual["choices"][0]["token_ids"]])(body, usual),
         lambda body, usual: changed(token_ids=[*usual["choices"][0]["token_ids"][:-1], 3.7])(body, usual),
         compressed,
     ],
-    ids=[
-        *(
-            "500",
-            "429",
-            "503",
-            "garbage",
-            "list",
-            "abort",
-            "no log-probs",
-            "text for a log-prob",
-            "null for a log-prob",
-        ),
-        *("a boolean", "texts for ids", "a broken id", "compressed"),
-    ],
+    ids=["429", "503", "garbage", "list", "abort", "no log-probs", "null", "a boolean", "a broken id", "compressed"],
 )
 def test_a_failed_request_is_sent_again_and_answered_once(make, server, bad):
     engine = make(server)
     server.script["/v1/completions"] = first(3, bad)
-    rollouts = engine.generate(requests(20))
-    assert sorted(int(rollout.uid) for rollout in rollouts) == list(range(20))
+    rollouts = engine.generate(requests(8))
+    assert sorted(int(rollout.uid) for rollout in rollouts) == list(range(8))
     assert engine.collect(1) == []
-    assert server.count("/v1/completions") == 23
+    assert server.count("/v1/completions") == 11
     lost, back = engine.take_events()[:2]
     assert (lost["event"], lost["server"], back["event"]) == ("server_lost", server.url, "server_back")
     assert lost["sent_again"] >= 1
@@ -209,42 +193,22 @@ def test_a_request_that_fails_everywhere_is_named(make, server):
         engine.score([rollout_of(tiny_prompt(3), [2, 3])], 1.0)
 
 
-@pytest.mark.parametrize("sends", [False, True])
-def test_a_server_that_is_too_slow_loses_its_request_to_another(make, server, other, sends):
-    """Whether it is silent or sends a byte now and then: the time limit is of the whole answer."""
+def test_a_server_that_is_too_slow_loses_its_request_to_another(make, server, other):
+    """It sends a byte now and then: the time limit is of the whole answer."""
     engine = make(server, other, timeout=1.0)
 
     async def never(body: dict, usual: dict) -> Any:
         response = web.StreamResponse()
-        if sends:
-            await response.prepare(server.request)
+        await response.prepare(server.request)
         with contextlib.suppress(ConnectionError):
             for _ in range(600):
                 await asyncio.sleep(0.1)
-                if sends:
-                    await response.write(b" ")
+                await response.write(b" ")
         return response
 
     server.script["/v1/completions"] = never
     assert len(engine.generate(requests(6))) == 6
     assert "longer than 1 seconds" in engine.take_events()[0]["why"]
-
-
-def test_rollouts_are_collected_while_another_is_generated(make, server):
-    engine = make(server)
-    go_on = asyncio.Event()
-
-    async def slow_first(body: dict, usual: dict) -> Any:
-        if len(body["prompt"]) == 9:
-            await go_on.wait()
-        return usual
-
-    server.script["/v1/completions"] = slow_first
-    engine.submit([tiny_request("slow", 9), *requests(5)])
-    assert sorted(rollout.uid for rollout in engine.collect(5)) == list("01234")
-    assert engine.collect(1, timeout=0.1) == []
-    server._loop.call_soon_threadsafe(go_on.set)
-    assert [rollout.uid for rollout in engine.collect(1)] == ["slow"]
 
 
 def test_closing_while_a_server_writes_leaves_nothing_behind(make, server, tmp_path):
@@ -405,27 +369,6 @@ def test_log_probs_are_sorted_and_minus_infinity_is_restored(make, server):
     assert rollout.rollout_log_probs.tolist() == [-2.0]
 
 
-def test_every_setting_of_sampling_is_sent(make, server):
-    make(server).generate(requests(1, temperature=0.7, top_p=0.9, top_k=4))
-    [(_, body)] = [asked for asked in server.asked if asked[0] == "/v1/completions"]
-    named = {
-        "model": "scripted",
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 4,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "max_tokens": 12,
-        "stop_token_ids": [EOS],
-        "ignore_eos": True,
-        "logprobs": 3,
-        "stream": False,
-    }
-    assert body.items() >= named.items()
-
-
 # Weights
 
 
@@ -483,8 +426,10 @@ def test_after_an_unseen_restart_the_newest_weights_are_sent(make, server):
 def test_weights_that_another_run_sent_are_an_error(make, server):
     engine = make(server)
     server.tag = "jackpot-another-3"
-    with pytest.raises(EngineError, match=r"another run updates the weights of .*jackpot-another-3"):
-        engine.generate(requests(1))
+    for use in (lambda: engine.generate(requests(1)), lambda: engine.update_weights(weights(1.0), NEW)):
+        with pytest.raises(EngineError, match=r"another run updates the weights of .*jackpot-another-3"):
+            use()
+    assert server.tag == "jackpot-another-3"
 
 
 def test_a_server_of_an_earlier_run_is_taken_over(make, server):
@@ -492,14 +437,6 @@ def test_a_server_of_an_earlier_run_is_taken_over(make, server):
     server.script["/pause"] = first(1, failure(500))
     assert len(make(server).generate(requests(3))) == 3
     assert server.count("/pause") == 2
-
-
-def test_a_server_that_keeps_its_old_weights_is_an_error(make, server):
-    engine = make(server)
-    server.load = lambda folder: None
-    with pytest.raises(EngineError, match="stale"):
-        engine.update_weights(weights(1.0), NEW)
-    assert engine.version == OLD
 
 
 def test_a_server_that_keeps_its_first_weights_is_an_error(make, server):
@@ -540,7 +477,7 @@ def test_an_old_tensor_is_noticed_after_a_failed_update(make, server, other):
             engine.generate(requests(1))
 
 
-@pytest.mark.parametrize("path", ["reload_weights", "/reset_prefix_cache", "/update_weight_version", "/weight_checker"])
+@pytest.mark.parametrize("path", ["reload_weights", "/weight_checker"])
 def test_a_server_that_fails_at_an_update_gets_weights_later(make, server, path):
     engine = make(server)
     server.script[path] = once_failing(server, path)
@@ -632,25 +569,20 @@ def test_a_server_of_another_architecture_is_an_error(make, server):
         make(server)
 
 
-def test_a_tied_model_is_refused_on_a_cpu_and_not_on_a_gpu(make, server):
-    del server.weights["lm_head.weight"]
-    with pytest.raises(EngineError, match="untied copy"):
-        make(server)
-    server.settings["device_config"]["device"] = "cuda"
-    make(server)
-
-
-def test_a_server_that_drafts_is_refused_on_a_cpu_alone(make, server):
-    server.settings["speculative_config"] = {"method": "draft_model", "num_speculative_tokens": 3}
-    with pytest.raises(EngineError, match="without --speculative-config"):
-        make(server)
-    server.settings["device_config"]["device"] = "cuda"
-    make(server)
-
-
-def test_chunked_prefill_is_refused_on_a_cpu_alone(make, server):
-    server.settings["scheduler_config"]["enable_chunked_prefill"] = True
-    with pytest.raises(EngineError, match="--no-enable-chunked-prefill"):
+@pytest.mark.parametrize(
+    "part, name, value, advice",
+    [
+        ("speculative_config", "num_speculative_tokens", 3, "without --speculative-config"),
+        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
+        (None, None, None, "untied copy"),
+    ],
+)
+def test_what_vllm_gets_wrong_on_a_cpu_is_refused_there_alone(make, server, part, name, value, advice):
+    if part:
+        server.settings.setdefault(part, {"method": "draft_model"})[name] = value
+    else:
+        del server.weights["lm_head.weight"]
+    with pytest.raises(EngineError, match=advice):
         make(server)
     server.settings["device_config"]["device"] = "cuda"
     make(server)
@@ -717,18 +649,6 @@ def test_a_server_whose_head_has_another_dtype_is_refused(make, server):
         make(server)
 
 
-def test_more_log_probs_than_a_server_returns_are_refused(make, server):
-    server.settings["model_config"]["max_logprobs"] = 5
-    with pytest.raises(EngineError, match=r"asks for 6 top log-probs, and a server returns at most 5.*--max-logprobs"):
-        make(server).submit(requests(1, num_top_log_probs=6))
-
-
-def test_a_server_without_development_routes_is_an_error(make, server):
-    server.script["/server_info"] = always(failure(404))
-    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-        make(server)
-
-
 def test_the_api_key_of_the_environment_goes_to_servers_alone(make, server, monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     engine = make(server)
@@ -740,13 +660,7 @@ def test_the_api_key_of_the_environment_goes_to_servers_alone(make, server, monk
     assert KEY not in str(error.value) and KEY not in str(engine.take_events())
 
 
-def test_without_a_key_none_is_sent(make, server, monkeypatch):
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    make(server)
-    assert not any("Authorization" in headers for headers in server.headers)
-
-
-@pytest.mark.parametrize("elsewhere", ["http://192.0.2.1:9", "http://node7:8000", "http://[2001:db8::1]:8000"])
+@pytest.mark.parametrize("elsewhere", ["http://node7:8000", "http://[2001:db8::1]:8000"])
 def test_servers_of_other_machines_need_a_key(make, server, monkeypatch, elsewhere):
     """It is said before anything is sent to them."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
@@ -806,14 +720,6 @@ def test_a_restart_between_two_batches_is_told_and_costs_nothing(make, server):
     engine.update_weights(weights(1.0), NEW)
     assert [event["event"] for event in engine.take_events()] == ["server_lost", "server_restarted"]
     assert engine.generate(requests(1))[0].rollout_log_probs[0].item() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
-
-
-def test_a_server_that_another_run_takes_keeps_its_weights(make, server):
-    engine = make(server)
-    server.tag = "jackpot-another-3"
-    with pytest.raises(EngineError, match="another run updates the weights"):
-        engine.update_weights(weights(1.0), NEW)
-    assert server.tag == "jackpot-another-3"
 
 
 @pytest.mark.parametrize("path", ["/pause", "/resume"])
