@@ -76,11 +76,6 @@ def raises(**_: object) -> float:
     raise RuntimeError("no judge answers")
 
 
-def of_the_text(text: str) -> float:
-    """Take other arguments than a reward function is given."""
-    return float(len(text))
-
-
 number = 5
 
 

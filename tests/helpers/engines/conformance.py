@@ -232,10 +232,8 @@ class QueueConformance(Conformance):
                 call()
 
 
-class NumberConformance(Conformance):
-    """The part about log-probs, seeds and ends of responses."""
-
-    # Log-probs
+class LogProbConformance(Conformance):
+    """The part about log-probs."""
 
     def test_log_probs_equal_a_full_forward_whatever_is_beside(self, engine, reference):
         """Requests of all settings and of several lengths are in flight at once."""
@@ -294,6 +292,10 @@ class NumberConformance(Conformance):
         rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
         for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
             assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
+
+
+class NumberConformance(LogProbConformance):
+    """The part about log-probs, seeds and ends of responses."""
 
     # Seeds and batches
 

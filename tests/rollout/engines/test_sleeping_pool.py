@@ -50,7 +50,7 @@ def num_bytes(engine: TransformersEngine) -> int:
     )
 
 
-@pytest.mark.parametrize("quantization", [None, "int8_w8a8", "fp8"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_sleeping_engine_wakes_with_the_weights_it_is_sent(quantization, folder) -> None:
     sent = list(tiny_model(seed=1).named_parameters())
     with closing(sleeper(str(folder), quantization=quantization)) as engine:

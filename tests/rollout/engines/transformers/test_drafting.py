@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from helpers.engines.architectures import CONTEXT, EOS, make_engine, make_model, make_requests
-from helpers.engines.conformance import EngineConformance
+from helpers.engines.conformance import NumberConformance, QueueConformance
 from helpers.engines.reference import tiny_model, tiny_prompt, tiny_request
 from helpers.waits import waits
 from jackpot.config.engines import TransformersEngineConfig
@@ -46,7 +46,7 @@ def near(model: PreTrainedModel, scale: float = 0.03) -> PreTrainedModel:
 
 
 @pytest.mark.slow
-class TestDraftedEngine(EngineConformance):
+class TestDraftedEngine(QueueConformance, NumberConformance):
     """The draft has another architecture and follows nothing: most of what it proposes is rejected."""
 
     @staticmethod

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.engines.conformance import EngineConformance, NumberConformance, RunConformance
+from helpers.engines.conformance import (
+    EngineConformance,
+    LogProbConformance,
+    NumberConformance,
+    QueueConformance,
+    RunConformance,
+)
 from helpers.engines.reference import VOCAB_SIZE, rollout_of, save_tiny_model, tiny_prompt, tiny_request
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
@@ -36,7 +42,7 @@ class TestTransformersEngine(EngineConformance):
         return make(folder, torch.float32, version, max_num_seqs=64)
 
 
-class TestTransformersEngineInBfloat16(RunConformance, NumberConformance):
+class TestTransformersEngineInBfloat16(RunConformance, LogProbConformance):
     reference_dtype = torch.bfloat16
     tolerance = 0.1
     moved_supports = 0.2
@@ -48,7 +54,7 @@ class TestTransformersEngineInBfloat16(RunConformance, NumberConformance):
 
 
 @pytest.mark.slow
-class TestTransformersEngineInFixedShapes(EngineConformance):
+class TestTransformersEngineInFixedShapes(QueueConformance, NumberConformance):
     @staticmethod
     def make_engine(folder: Path, version: Version) -> TransformersEngine:
         return make(folder, torch.float32, version, max_num_seqs=32, enforce_eager=False)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
-from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.conformance import NEW, OLD, NumberConformance, QueueConformance
 from helpers.engines.reference import tiny_model, tiny_prompt, tiny_request
 from jackpot.config.engines import VLLMEngineConfig
 from jackpot.core.errors import EngineError
@@ -42,7 +42,7 @@ def drafted(policy: Path, draft: Path, version: Version = OLD, tokens: int = 3) 
     return engine, drafter
 
 
-class TestDraftedVLLMEngine(EngineConformance):
+class TestDraftedVLLMEngine(QueueConformance, NumberConformance):
     """The draft has another depth and other weights: most of what it proposes is rejected."""
 
     reserved = 6
@@ -52,8 +52,6 @@ class TestDraftedVLLMEngine(EngineConformance):
         draft = folder.parent / "draft"
         tiny_model(7, num_hidden_layers=1).save_pretrained(draft)
         return drafted(folder, draft, version)[0]
-
-    test_a_joint_training_run_goes_through_the_engine = None  # tests/system/test_vllm.py has a run
 
 
 def tokens_of(rollouts: list[Rollout]) -> dict[str, list[int]]:

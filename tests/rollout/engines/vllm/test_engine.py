@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
-from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.conformance import NEW, OLD, EngineConformance, LogProbConformance, RunConformance
 from helpers.engines.reference import CONTEXT, Reference, rollout_of, tiny_model, tiny_prompt, tiny_request
 from jackpot.config.engines import VLLMEngineConfig
 from jackpot.config.sampling import Sampling
@@ -34,7 +35,7 @@ class TestVLLMEngine(EngineConformance):
         return make(folder, version)
 
 
-class TestVLLMEngineInBfloat16(EngineConformance):
+class TestVLLMEngineInBfloat16(RunConformance, LogProbConformance):
     reference_dtype = torch.bfloat16
     tolerance = 0.2
     moved_supports = 0.2
@@ -43,6 +44,14 @@ class TestVLLMEngineInBfloat16(EngineConformance):
     @staticmethod
     def make_engine(folder: Path, version: Version) -> VLLMEngine:
         return make(folder, version, dtype="bf16")
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> Iterator[VLLMEngine]:
+    """An engine with the old weights, for tests that leave it as it was."""
+    engine = make(folder)
+    yield engine
+    engine.close()
 
 
 def largest_gap(rollouts: list[Rollout], reference: Reference) -> float:
@@ -71,27 +80,23 @@ def test_new_weights_reach_cached_prompts_and_the_output_layer(tmp_path, tied):
     engine.close()
 
 
-def test_rollouts_are_generated_while_the_caller_does_not_wait(folder):
-    engine = make(folder)
-    engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=30) for i in range(50)])
+def test_rollouts_are_generated_while_the_caller_does_not_wait(plain):
+    plain.submit([tiny_request(f"{i}", seed=i, max_new_tokens=30) for i in range(50)])
     collected, deadline = [], time.monotonic() + 300.0
     while len(collected) < 50 and time.monotonic() < deadline:
-        collected += engine.collect(50, timeout=0.0)  # takes what is there and lets nothing happen
+        collected += plain.collect(50, timeout=0.0)  # takes what is there and lets nothing happen
         time.sleep(0.05)  # a loop without a pause would take the interpreter from the engine's thread
     assert len({rollout.uid for rollout in collected}) == 50
-    engine.close()
 
 
-def test_vllm_makes_no_python_object_of_a_top_log_prob(folder, monkeypatch):
+def test_vllm_makes_no_python_object_of_a_top_log_prob(plain, monkeypatch):
     def refuse(*args) -> None:
         raise AssertionError("vLLM makes lists of log-probs")
 
     monkeypatch.setattr("vllm.v1.engine.logprobs.append_logprobs_for_next_position", refuse)
-    engine = make(folder)
     sampling = Sampling(max_new_tokens=3, num_top_log_probs=2)
-    [rollout] = engine.generate([replace(tiny_request("one"), sampling=sampling)])
+    [rollout] = plain.generate([replace(tiny_request("one"), sampling=sampling)])
     assert rollout.top_ids.shape == rollout.top_log_probs.shape == (len(rollout.token_ids), 2)
-    engine.close()
 
 
 def test_the_number_of_threads_stays_the_learners(folder):
@@ -117,42 +122,38 @@ def test_gradients_and_the_default_dtype_stay_the_learners(folder):
 
 
 @pytest.mark.parametrize("temperature", [0.009, 2.1])
-def test_temperatures_that_vllm_replaces_are_refused(folder, temperature):
-    engine = make(folder)
+def test_temperatures_that_vllm_replaces_are_refused(plain, temperature):
     with pytest.raises(EngineError, match="hot or cold has temperature"):
-        engine.submit([tiny_request("hot or cold", temperature=temperature)])
-    assert engine.collect(1) == []
+        plain.submit([tiny_request("hot or cold", temperature=temperature)])
+    assert plain.collect(1) == []
     with pytest.raises(EngineError, match="temperature"):
-        engine.score(engine.generate([tiny_request("fine")]), temperature)
-    engine.close()
+        plain.score(plain.generate([tiny_request("fine")]), temperature)
 
 
-def test_scores_are_right_while_responses_are_unfinished(folder):
-    engine, reference = make(folder), Reference(folder, torch.float32)
-    [rollout] = engine.generate([tiny_request("read")])
+def test_scores_are_right_while_responses_are_unfinished(plain, folder):
+    reference = Reference(folder, torch.float32)
+    [rollout] = plain.generate([tiny_request("read")])
     tokens = rollout.token_ids.tolist()
     for temperature in (1.0, 0.7):
-        engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=40) for i in range(8)])
+        plain.submit([tiny_request(f"{i}", seed=i, max_new_tokens=40) for i in range(8)])
         sampling = tiny_request("", temperature=temperature).sampling
         exact = reference.log_probs(rollout.prompt, tokens, sampling)[np.arange(len(tokens)), tokens]
-        assert engine.score([rollout], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
-        assert len(engine.collect(8)) == 8
-    engine.close()
+        assert plain.score([rollout], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
+        assert len(plain.collect(8)) == 8
 
 
-def test_a_whole_context_can_be_scored_and_no_more(folder):
-    engine, reference = make(folder), Reference(folder, torch.float32)
-    written = engine.generate([tiny_request(f"{i}", 60, seed=i, max_new_tokens=4) for i in range(20)])
+def test_a_whole_context_can_be_scored_and_no_more(plain, folder):
+    reference = Reference(folder, torch.float32)
+    written = plain.generate([tiny_request(f"{i}", 60, seed=i, max_new_tokens=4) for i in range(20)])
     full = next(rollout for rollout in written if len(rollout.token_ids) == 4)
     tokens = full.token_ids.tolist()
     for temperature in (1.0, 0.7):
         sampling = tiny_request("", temperature=temperature).sampling
         exact = reference.log_probs(full.prompt, tokens, sampling)[np.arange(4), tokens]
-        assert engine.score([full], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
+        assert plain.score([full], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
     with pytest.raises(EngineError, match="65 tokens"):
-        engine.score([replace(full, prompt=tiny_prompt(61))], 1.0)
-    assert engine.score([], 1.0) == []
-    engine.close()
+        plain.score([replace(full, prompt=tiny_prompt(61))], 1.0)
+    assert plain.score([], 1.0) == []
 
 
 def test_vllm_for_another_kind_of_device_is_refused(folder):
@@ -254,16 +255,13 @@ def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
     assert len(engine.collect(4)) == 4
     engine.close()
 
-    def test_more_prompts_than_fit_a_step_of_vllm_are_scored(self, folder, reference):
-        """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
-        engine = make(folder, max_num_seqs=128)
-        try:
-            requests = [tiny_request(f"{i}", prompt=tiny_prompt(50, i), max_new_tokens=2) for i in range(120)]
-            rollouts = engine.generate(requests)
-            self.check_log_probs(rollouts[::10], reference, requests[0].sampling)
-            written = [rollout_of(request.prompt, [2, 3, 4]) for request in requests]
-            scores = engine.score(written, 1.0)
-        finally:
-            engine.close()
-        exact = reference.log_probs(requests[-1].prompt, [2, 3, 4], requests[-1].sampling)
-        assert scores[-1].tolist() == pytest.approx([exact[t, t + 2] for t in range(3)], abs=self.tolerance)
+
+def test_more_prompts_than_fit_a_step_of_vllm_are_scored(folder):
+    """A prompt read in two steps would end vLLM on a CPU, whose generators cannot go back by a number."""
+    engine, reference = make(folder, max_num_seqs=128), Reference(folder, torch.float32)
+    requests = [tiny_request(f"{i}", prompt=tiny_prompt(50, i), max_new_tokens=2) for i in range(120)]
+    assert largest_gap(engine.generate(requests)[::10], reference) < 1e-5
+    scores = engine.score([rollout_of(request.prompt, [2, 3, 4]) for request in requests], 1.0)
+    engine.close()
+    exact = reference.log_probs(requests[-1].prompt, [2, 3, 4], requests[-1].sampling)
+    assert scores[-1].tolist() == pytest.approx([exact[t, t + 2] for t in range(3)], abs=2e-5)

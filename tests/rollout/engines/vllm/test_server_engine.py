@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs this in .venv-vllm")
 
-from helpers.engines.conformance import NEW, OLD, EngineConformance
+from helpers.engines.conformance import NEW, OLD, NumberConformance, QueueConformance
 from helpers.engines.joint_run import check_joint_run
 from helpers.engines.quantized_reference import QuantizedReference
 from helpers.engines.reference import Reference, save_tiny_model, tiny_model, tiny_prompt, tiny_request
@@ -56,8 +56,8 @@ def make(
     return make_engine(config, str(folder), torch.device("cpu"), version)
 
 
-class OnServers(EngineConformance):
-    """The shared suite on engines that share the servers of the class; one engine exists at a time."""
+class OnServers(QueueConformance):
+    """The shared checks on engines that share the servers of the class; one engine exists at a time."""
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -72,7 +72,7 @@ class OnServers(EngineConformance):
         raise NotImplementedError("place() puts the real one here")
 
 
-class TestOneServer(OnServers):
+class TestOneServer(OnServers, NumberConformance):
     count = 1
 
 
