@@ -39,7 +39,7 @@ from jackpot.rollout.tasks.registry import SETS, make_task
 from jackpot.training.run_folder.checkpoint import resolve_model_path
 
 SHORT = ("iterations=2", "checkpoint.every=1", "batch.prompts=2", "evaluation.problems=2")
-SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 20, "threads": 1, "sampling": {"max_new_tokens": 24}}
+SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 10, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
 
 def evaluation(folder: Path, *changes: dict, model: str = "starter:policy", kill_after: int | None = None):
@@ -72,7 +72,7 @@ def rows(folder: Path, name: str = "arithmetic") -> list[dict]:
 def test_every_problem_is_answered_k_times_and_counted(whole) -> None:
     folder, result = whole
     task = make_task(small_config().task, load_tokenizer("starter:policy"))
-    prompts = [task.prompt("test", index) for index in range(20)]
+    prompts = [task.prompt("test", index) for index in range(10)]
     found = rows(folder)
     assert [(row["uid"], row["sample"]) for row in found] == [(one.uid, j) for one in prompts for j in range(3)]
     for row, prompt in zip(found, (one for one in prompts for _ in range(3)), strict=True):
@@ -80,11 +80,11 @@ def test_every_problem_is_answered_k_times_and_counted(whole) -> None:
         assert row["correct"] == (row["finish"] == "stop" and row["response"].partition("#")[2] == prompt.answer)
         assert row["reward"] == float(row["correct"])
         assert row["tokens"] == len(row["response"]) + (row["finish"] == "stop")  # one a character, and the end
-    right = [sum(row["correct"] for row in found[first : first + 3]) for first in range(0, 60, 3)]
-    assert 0 < sum(right) < 60
+    right = [sum(row["correct"] for row in found[first : first + 3]) for first in range(0, 30, 3)]
+    assert 0 < sum(right) < 30
     summary = result.summary
-    assert (summary.problems, summary.k, result.was_done) == (20, 3, False)
-    assert summary.mean_at_k.value == pytest.approx(sum(right) / 60)
+    assert (summary.problems, summary.k, result.was_done) == (10, 3, False)
+    assert summary.mean_at_k.value == pytest.approx(sum(right) / 30)
     pairs = [any(pair) for c in right for pair in combinations([True] * c + [False] * (3 - c), 2)]
     assert summary.pass_at_k[2].value == pytest.approx(np.mean(pairs))
     assert summary.pass_at_k[3].value == pytest.approx(np.mean([c > 0 for c in right]))
@@ -105,17 +105,17 @@ def test_answers_depend_neither_on_concurrency_nor_on_k(whole, tmp_path: Path) -
     assert rows(tmp_path / "seed") != rows(tmp_path / "few")
 
 
-@pytest.mark.parametrize("kills", [[1], [30, 45]])
+@pytest.mark.parametrize("kills", [[1], [12, 20]])
 def test_a_killed_evaluation_ends_byte_for_byte_the_same(kills, whole, tmp_path: Path) -> None:
     for kill in kills:
         with pytest.raises(Killed):
             evaluation(tmp_path, kill_after=kill)
         assert not (tmp_path / "arithmetic.parquet").exists()
     lines = (tmp_path / "arithmetic.jsonl").read_text().splitlines()
-    assert kills[-1] <= len(lines) < 60
+    assert kills[-1] <= len(lines) < 30
     asked: list[EvaluationProgress] = []
     [result] = evaluate_model(evaluation_config("starter:policy", [SMALL]), tmp_path, asked.append)
-    assert asked[-1].done == asked[-1].total == 60 and asked[-1].fresh == 60 - len(lines)
+    assert asked[-1].done == asked[-1].total == 30 and asked[-1].fresh == 30 - len(lines)
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     assert (tmp_path / "summary.json").read_bytes() == (whole[0] / "summary.json").read_bytes()
     assert result.summary == whole[1].summary
@@ -124,7 +124,7 @@ def test_a_killed_evaluation_ends_byte_for_byte_the_same(kills, whole, tmp_path:
 
 def test_a_torn_or_foreign_line_is_asked_again(whole, tmp_path: Path, caplog) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=30)
+        evaluation(tmp_path, kill_after=15)
     path = tmp_path / "arithmetic.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     foreign = [b'{"number": 99, "sample": 0}\n', b"\x00\xff\n", b"[]\n"]
@@ -137,7 +137,7 @@ def test_a_torn_or_foreign_line_is_asked_again(whole, tmp_path: Path, caplog) ->
 
 def test_a_kill_before_or_after_the_table_costs_nothing(whole, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=60)
+        evaluation(tmp_path, kill_after=30)
     evaluation(tmp_path, {"device": "cuda"}, kill_after=0)  # nothing is asked, so no engine is made there
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     (tmp_path / "arithmetic.jsonl").write_text("left over")
@@ -160,7 +160,7 @@ OTHER = {
     "k": ({"k": 4}, "k: 3 in the folder, 4 now"),
     "sampling": ({"sampling": {"temperature": 0.5}}, "sampling.temperature: 1.0 in the folder, 0.5 now"),
     "seed": ({"seed": 5}, "seed: 0 in the folder, 5 now"),
-    "problems": ({"problems": 5}, "problems: 20 in the folder, 5 now"),
+    "problems": ({"problems": 5}, "problems: 10 in the folder, 5 now"),
     "data": ({"arithmetic": {"max_operand": 30}}, "data.arithmetic.digest"),
     "template": ({"math": {"template": "base"}}, 'math.template: "chat" in the folder, "base" now'),
 }
@@ -183,7 +183,7 @@ def test_another_model_in_the_same_folder_is_refused(whole) -> None:
 
 def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=30)
+        evaluation(tmp_path, kill_after=15)
     evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"reward_workers": 3}})
     assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
     [result] = evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
@@ -217,7 +217,7 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: 
     with pytest.raises(CheckpointError, match="lacks 1 of 1 responses"):
         file.finish(lambda number: None, {})
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=60)
+        evaluation(tmp_path, kill_after=30)
     size = (tmp_path / "arithmetic.jsonl").stat().st_size
     with pytest.raises(CheckpointError, match=r"cannot write .*arithmetic\.parquet"), largest_file(2000):
         evaluation(tmp_path)
@@ -231,7 +231,7 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: 
 def test_a_kill_costs_what_was_not_scored(whole, tmp_path: Path) -> None:
     command = "from jackpot.rollout import evaluate; evaluate._SCORE_BATCH = 4; from jackpot.ui.cli import main; main()"
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]
-    settings = ["problems=20", "threads=1", "sampling.max_new_tokens=24"]
+    settings = ["problems=10", "threads=1", "sampling.max_new_tokens=24"]
     process = subprocess.Popen([sys.executable, "-c", command, *arguments, *settings], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while process.poll() is None and not (tmp_path / "arithmetic.jsonl").exists():

@@ -110,10 +110,9 @@ def test_responses_come_as_they_end_without_being_asked_for() -> None:
         assert [rollout.uid for rollout in generate_rollouts(engine, task, TOKENIZER, requests)] == uids
 
 
-@pytest.mark.parametrize("overrides", [(ONE_GROUP,), ("batch.filter_groups.max_num_gen_batches=2",)])
-def test_a_run_does_not_depend_on_how_its_rollouts_come_in(overrides, tmp_path: Path, threads: None) -> None:
+def test_a_run_does_not_depend_on_how_its_rollouts_come_in(tmp_path: Path, threads: None) -> None:
     """By themselves, or in the trainer's own thread."""
-    config = small_config(*overrides, *SHORT)
+    config = small_config(ONE_GROUP, "batch.filter_groups.max_num_gen_batches=2", *SHORT)
     run(config, tmp_path / "threaded")
     with pytest.MonkeyPatch.context() as undone:
         undone.setattr("jackpot.launch.engines.make_engine", make_engine)

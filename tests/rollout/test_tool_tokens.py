@@ -54,7 +54,6 @@ def test_the_batch_has_tool_tokens_between_sampled_ones():
     "changes",
     [
         *ANY,
-        {"aggregate": "seq-mean-token-mean", "count": "accepted"},
         {"count": "accepted"},
         {"target": "new", "proximal": "new"},
     ],

@@ -257,6 +257,27 @@ class LogProbConformance(Conformance):
         sampled_too = torch.cat([(rollout.top_ids == rollout.token_ids[:, None]).any(1) for rollout in rollouts])
         assert not sampled_too.all()
 
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_scores_equal_a_full_forward(self, engine, reference, temperature):
+        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
+        rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
+        scores = engine.score(rollouts, temperature)
+        for rollout, score in zip(rollouts, scores, strict=True):
+            exact = _chosen(reference, rollout, Sampling(temperature=temperature))
+            assert score.dtype == torch.float32
+            assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
+
+    def test_scores_are_not_truncated_and_agree_with_sampling(self, engine):
+        rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
+        for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
+            assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
+
+
+class NumberConformance(LogProbConformance):
+    """The part about log-probs, draws, seeds and ends of responses."""
+
+    # Seeds and batches
+
     @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_k=10, top_p=0.9)], ids=_name)
     def test_sampled_frequencies_match_the_exact_distribution(self, engine, reference, sampling):
         """The test counts both tokens of 2000 responses, so that a uniform used twice shows."""
@@ -277,27 +298,6 @@ class LogProbConformance(Conformance):
             observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
         assert len(common) > 20
         assert chisquare(observed, expected).pvalue > 1e-3
-
-    @pytest.mark.parametrize("temperature", [1.0, 0.6])
-    def test_scores_equal_a_full_forward(self, engine, reference, temperature):
-        responses = [tiny_prompt(length, seed=2) for length in (1, 2, 9, 30)]  # tokens that the engine did not generate
-        rollouts = [rollout_of(tiny_prompt(3 + i), reply.token_ids) for i, reply in enumerate(responses)]
-        scores = engine.score(rollouts, temperature)
-        for rollout, score in zip(rollouts, scores, strict=True):
-            exact = _chosen(reference, rollout, Sampling(temperature=temperature))
-            assert score.dtype == torch.float32
-            assert score.numpy() == pytest.approx(exact, abs=self.tolerance)
-
-    def test_scores_are_not_truncated_and_agree_with_sampling(self, engine):
-        rollouts = engine.generate([tiny_request(f"{i}", 3 + i, seed=i, temperature=0.8) for i in range(6)])
-        for rollout, score in zip(rollouts, engine.score(rollouts, 0.8), strict=True):
-            assert score.numpy() == pytest.approx(rollout.rollout_log_probs.numpy(), abs=self.tolerance)
-
-
-class NumberConformance(LogProbConformance):
-    """The part about log-probs, seeds and ends of responses."""
-
-    # Seeds and batches
 
     def test_a_seed_gives_one_response_and_another_seed_another(self, engine):
         first, again, other = (

@@ -59,8 +59,7 @@ def logged_events(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("overrides", "num_sleeps"),
     [
-        ((), [2, 2]),  # iterations; evaluations
-        (("batch.ahead=1",), [1, 2]),  # it generates ahead in the first iteration
+        (("batch.ahead=1",), [1, 2]),  # iterations; evaluations:  # it generates ahead in the first iteration
         (("rollout_model.optimizer=null",), [2, 2]),
         (("rollout_model=null", "objective.correction=none"), [2]),
     ],
@@ -85,6 +84,7 @@ def test_engines_sleep_when_there_is_nothing_to_generate(
 
 def test_events_of_engines_are_logged_once_with_their_iteration(engines, tmp_path: Path) -> None:
     run(small_config(*SHORT), tmp_path)
+    assert [engine.num_sleeps for engine in engines] == [2, 2]
     updates = [event for event in logged_events(tmp_path) if event["engine"] == "engine"]
     assert [(event["iteration"], event["version"][1]) for event in updates] == [(n, n) for n in range(1, 3)]
     evaluated = [event["iteration"] for event in logged_events(tmp_path) if event["engine"] == "evaluation.engine"]

@@ -119,7 +119,7 @@ def test_responses_have_the_exact_distribution(tokens, lam):
 
 def test_exact_drafts_beside_relaxed_ones_are_those_of_lam_1():
     model, draft = tiny_model(0, VOCAB), tiny_model(3, VOCAB, num_hidden_layers=1)
-    relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=6, num_top_log_probs=0) for i in range(6)]
+    relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=6, num_top_log_probs=0) for i in range(4)]
     exact = [replace(one, uid=f"exact {one.uid}", exact_drafts=True) for one in relaxed]
     mixed = [one for pair in zip(relaxed, exact, strict=True) for one in pair]
     engines = [drafted(model, draft, (), tokens=3, lam=lam)[0] for lam in (0.3, 1.0)]
