@@ -299,13 +299,6 @@ def test_sources_of_the_same_name_get_numbers_of_their_own(tmp_path):
     ]
 
 
-def test_a_split_is_known_by_its_word_in_capitals_too(tmp_path):
-    write(tmp_path / "Train.jsonl", [problem(1)])
-    write(tmp_path / "TEST.jsonl", [problem(2)])
-    assert [only(row) for row in rows(tmp_path, "train")] == ["1"]
-    assert [only(row) for row in rows(tmp_path, "test")] == ["2"]
-
-
 def test_files_without_a_split_beside_others_are_left_out(tmp_path, caplog):
     write(tmp_path / "train.jsonl", [problem(1)])
     write(tmp_path / "test.jsonl", [problem(2)])

@@ -149,7 +149,7 @@ def test_a_benchmark_has_the_tasks_template_and_all_problems(tmp_path, monkeypat
 def test_problems_of_real_sets_are_asked_and_scored(monkeypatch):
     """The published answer is right and another number wrong, in a box and in GSM8K's form."""
     monkeypatch.setenv(DATA_FOLDER, str(data_folder()))
-    settings = MathConfig(train=DataConfig(source="gsm8k"), test=DataConfig(source="math500"))
+    settings = MathConfig(train=DataConfig(source="gsm8k", limit=10), test=DataConfig(source="math500", limit=10))
     with closing(Math(TOKENIZER, settings)) as task:
         sets = [("train", task), ("test", task)]
         for name in ("amc22_23", "aime24"):

@@ -157,13 +157,6 @@ def test_too_long_a_rollout_or_temperature_zero_is_not_scored(folder):
     assert engine.score([], 1.0) == []
 
 
-def test_polling_gets_on(folder):
-    engine = make(folder)
-    engine.submit([tiny_request(f"{i}", seed=i) for i in range(5)])
-    polls = [len(engine.collect(5, timeout=0.0)) for _ in range(12)]
-    assert sum(polls) == 5
-
-
 def test_collect_leaves_rows_in_the_middle_and_goes_on_with_them(folder, rows_read):
     engine = make(folder)
     requests = [tiny_request("short", max_new_tokens=1), tiny_request("long", seed=2)]
@@ -276,12 +269,6 @@ def test_settings_that_cannot_work_are_refused(folder):
     boundless.config.max_position_embeddings = 0
     with pytest.raises(EngineError, match="max_position_embeddings"):
         TransformersEngine(boundless, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
-
-
-def test_the_model_is_put_in_eval_mode(folder):
-    model = load_model(folder, torch.float32).train()
-    TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
-    assert not model.training
 
 
 @pytest.mark.parametrize(("limit", "threads"), [(decoding.ONE_THREAD_BELOW, 1), (0, 2)])
