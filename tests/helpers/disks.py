@@ -1,6 +1,6 @@
 """Disks that are full, by the operating system's own word.
 
-python disks.py FOLDER    trains there; the disk is full from iteration 3 to 4
+python disks.py FOLDER    trains there; the disk is full in iteration 2
 """
 
 import os
@@ -14,7 +14,7 @@ from helpers.runs import SHORT, small_config
 from jackpot.launch.start import launch
 from jackpot.training.trainer import MetricsLine
 
-OVERRIDES = (SHORT, "iterations=6", "rollouts.every=1", "checkpoint.keep=1")
+OVERRIDES = (SHORT, "iterations=4", "rollouts.every=1", "checkpoint.keep=1")
 
 
 @contextmanager
@@ -44,9 +44,9 @@ def main(folder: Path) -> None:
     ballast = folder.with_name("ballast")
 
     def listen(line: MetricsLine) -> None:
-        if line["iteration"] == 2:
+        if line["iteration"] == 1:
             fill(ballast)
-        if line["iteration"] == 4:
+        if line["iteration"] == 2:
             ballast.unlink()
 
     with closing(launch(small_config(*OVERRIDES), folder, listen)) as trainer:

@@ -31,6 +31,7 @@ SMALL = (
 )
 
 SHORT = "sampling.max_new_tokens=8"  # most of a small run is decoding; for tests to which answers do not matter
+BRIEF = (SHORT, "evaluation.every=4", "evaluation.problems=2")  # a kill after 3 leaves the checkpoint of 2
 
 COST = ForwardCost(per_token=1, per_pair=0)  # then FLOPs are tokens read
 
@@ -136,8 +137,8 @@ def assert_same_run(first: Path, second: Path, roles: list[str]) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert metrics(first) == metrics(second)
 
-    names = [path.name for path in (first / "rollouts").glob("*.parquet")]
-    assert len(names) > 1  # of the first and the last iteration at least
+    names, others = (sorted(path.name for path in (run / "rollouts").glob("*.parquet")) for run in (first, second))
+    assert names and names == others
     for name in names:
         assert pq.read_table(first / "rollouts" / name) == pq.read_table(second / "rollouts" / name)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.led import assert_close_runs, run_ranks, sending
-from helpers.runs import FinishedRuns, metrics, read_lines, run, small_config, weights
+from helpers.runs import BRIEF, SHORT, FinishedRuns, metrics, read_lines, run, small_config, weights
 from helpers.sharded import compared
 from jackpot.core import cores
 from jackpot.core.errors import ConfigError
@@ -19,33 +19,12 @@ from jackpot.launch.ranks import BACKENDS, _own_device
 from training.test_rollback import COLLAPSES, GUARD
 
 
-def test_two_ranks_train_the_run_of_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
-    """A step is one micro-batch here, so one rank reads an empty one and nothing is added in another order.
-
-    What the ranks listen on is the loopback interface.
-    """
-    run, heard = tmp_path / "two", tmp_path / "listening"
-
-    def look(line: dict) -> None:
-        ranks = [psutil.Process(), *psutil.Process(os.getppid()).children()]
-        open_ports = [one for rank in ranks for one in rank.net_connections() if one.status == psutil.CONN_LISTEN]
-        heard.write_text(" ".join(one.laddr.ip for one in open_ports))
-
-    ended = run_ranks(2, small_config(), run, look)
-    assert ended.codes == [0, 0], ended.printed
-    assert set(heard.read_text().split()) == {"127.0.0.1"}
-    assert_close_runs(finished_run(), run)
-    first, second = (json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["number"] == second["number"] > 4 and first["state"] == second["state"] == "done"
-    assert first["pid"] != second["pid"]
-    assert json.loads((run / "environment.json").read_text())["starts"][0]["ranks"] == 2
-
-
 REGIMES = {
-    "critic": ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}"),
-    "lora": ("policy.lora={rank: 4, alpha: 8}", "policy.optimizer.learning_rate=1e-3"),
-    "reference": ("objective.reference={kl_loss_coef: 0.1}",),
-    "ahead": ("batch.ahead=2",),
+    "critic and lora": (
+        *("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}"),
+        *("policy.lora={rank: 4, alpha: 8}", "policy.optimizer.learning_rate=1e-3"),
+    ),
+    "reference, ahead": ("objective.reference={kl_loss_coef: 0.1}", "batch.ahead=2"),
 }
 
 
@@ -53,7 +32,7 @@ REGIMES = {
 @pytest.mark.parametrize("regime", REGIMES)
 def test_two_ranks_train_what_one_trains_with(regime: str, tmp_path: Path) -> None:
     """Each rank adds micro-batches up, so weights are equal up to rounding."""
-    config = small_config(*REGIMES[regime], "iterations=3", "batch.micro_batch_tokens=128", "evaluation.problems=2")
+    config = small_config(*BRIEF, *REGIMES[regime], "batch.micro_batch_tokens=64")
     ended = run_ranks(2, config, tmp_path / "two")
     assert ended.codes == [0, 0], ended.printed
     run(config, tmp_path / "one")
@@ -65,17 +44,23 @@ def test_two_ranks_train_what_one_trains_with(regime: str, tmp_path: Path) -> No
     assert first.keys() == same.keys() and first["tokens/rollout"] == same["tokens/rollout"]
 
 
-@pytest.mark.parametrize(
-    ("lost", "ranks"), [(1, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, 1), (1, 2), (0, 2)))]
-)
+@pytest.mark.parametrize(("lost", "ranks"), [(1, 3), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all_and_other_ranks_continue(
     lost: int, ranks: int, finished_run: FinishedRuns, tmp_path: Path
 ) -> None:
-    """The error names the last command of the rank that was lost.
+    """The error names the last command of the rank that was lost, and the run ends as that of one process.
 
-    Gloo nearly always sees at once that a rank has died; where it misses the moment the time limit ends the wait.
+    A step is one micro-batch here, so other ranks read empty ones and nothing is added in another order. What the ranks
+    listen on is the loopback interface. Gloo nearly always sees at once that a rank has died; where it misses the
+    moment the time limit ends the wait.
     """
-    run, config = tmp_path / "run", small_config("placement.timeout=20")
+    run, heard, config = tmp_path / "run", tmp_path / "listening", small_config(*BRIEF, "placement.timeout=20")
+
+    def look(line: dict) -> None:
+        all_ranks = [psutil.Process(), *psutil.Process(os.getppid()).children()]
+        open_ports = [one for rank in all_ranks for one in rank.net_connections() if one.status == psutil.CONN_LISTEN]
+        heard.write_text(" ".join(one.laddr.ip for one in open_ports))
+
     ended = run_ranks(2, config, run, sending(signal.SIGKILL, lost, run, after=3))
     assert ended.codes[lost] == -signal.SIGKILL and ended.codes[1 - lost] == 2
     error = ended.printed[1 - lost]
@@ -84,10 +69,15 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     assert f"rank {lost} (process {last['pid']} on " in error
     assert f"command {last['number']} ({last['command']})" in error
     assert (run / "checkpoints" / "last").readlink() == Path("step-2")
-    ended = run_ranks(ranks, config, run)
+    ended = run_ranks(ranks, config, run, look)
     assert ended.codes == [0] * ranks, ended.printed
-    assert_close_runs(finished_run(), run)
+    assert set(heard.read_text().split()) == {"127.0.0.1"}
+    assert_close_runs(finished_run(*BRIEF), run)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    states = [json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert len({state["pid"] for state in states}) == ranks and {state["state"] for state in states} == {"done"}
+    assert len({state["number"] for state in states}) == 1
+    assert [start["ranks"] for start in json.loads((run / "environment.json").read_text())["starts"]] == [2, ranks]
     changed = [one["ranks"] for one in events if one["event"] == "environment_changed"]
     assert changed == ([] if ranks == 2 else [f"ranks 2 -> {ranks}"])
 
@@ -105,7 +95,7 @@ def test_two_ranks_go_back_to_a_checkpoint_as_one_does(tmp_path: Path) -> None:
 
 def test_a_rank_that_stands_still_is_an_error_in_time(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    config = small_config("iterations=500", "placement.timeout=5")
+    config = small_config(SHORT, "iterations=500", "placement.timeout=5")
     ended = run_ranks(2, config, run, sending(signal.SIGSTOP, 1, run, after=0), patience=0.0)
     assert ended.codes == [2, -signal.SIGKILL] and "rank 0 lost another rank in command " in ended.printed[0]
 
@@ -117,7 +107,7 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(tmp_path: Path) -> None:
         for rank in (1, 0):
             sending(signal.SIGTERM, rank, run, after=1)(line)
 
-    ended = run_ranks(2, small_config("iterations=500"), run, terminate)
+    ended = run_ranks(2, small_config(SHORT, "iterations=500"), run, terminate)
     assert ended.codes == [0, 0], ended.printed
     assert (run / "checkpoints" / "last").readlink() == Path(f"step-{read_lines(run)[-1]['iteration']}")
 

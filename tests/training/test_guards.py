@@ -392,59 +392,57 @@ def poison(monkeypatch, first):
 
 
 POISONED = (
-    *(SHORT, "iterations=6", "checkpoint.every=1", "guard.max_non_finite_steps=2", "objective.advantage=reinforce_pp"),
+    *(SHORT, "evaluation.every=9", "evaluation.problems=2", "checkpoint.every=1", "guard.max_non_finite_steps=2"),
+    "objective.advantage=reinforce_pp",
 )
 
 
 def test_gradients_that_are_not_finite_skip_and_stop_a_run(tmp_path, monkeypatch):
-    poison(monkeypatch, first=3)
-    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 4"):
+    poison(monkeypatch, first=2)
+    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
         run(small_config(*POISONED), tmp_path)
     skipped = [event for event in events(tmp_path) if event["event"] == "skipped_step"]
     bad = [(event["model"], event["iteration"]) for event in skipped if event["why"] == "non-finite gradient"]
-    assert set(bad) == {(role, n) for role in ("policy", "rollout_model") for n in (3, 4)}
+    assert set(bad) == {(role, n) for role in ("policy", "rollout_model") for n in (2, 3)}
     lines = {line["iteration"]: line for line in metrics(tmp_path)}
-    assert [lines[n]["health/non_finite_steps"] for n in (1, 2, 3)] == [0.0, 0.0, 1.0]
+    assert [lines[n]["health/non_finite_steps"] for n in (1, 2)] == [0.0, 1.0]
     (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
-    assert stopped["iteration"] == 4 and "non-finite" in stopped["why"]
+    assert stopped["iteration"] == 3 and "non-finite" in stopped["why"]
     for role in ("policy", "rollout_model"):
-        before, last = ((tmp_path / "checkpoints" / step / role) for step in ("step-2", "step-3"))
+        before, last = ((tmp_path / "checkpoints" / step / role) for step in ("step-1", "step-2"))
         before, last = (folder / "model.safetensors" for folder in (before, last))
         assert before.read_bytes() == last.read_bytes()
     state = load_state(tmp_path / "checkpoints" / "last")
-    assert state["iteration"] == 3 and state["non_finite"] == 1
+    assert state["iteration"] == 2 and state["non_finite"] == 1
     assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
 
 
-@pytest.mark.parametrize(("settings", "last"), [((), 4), (("batch.mini_batch_size=8",), 3)], ids=["1 step", "2 steps"])
+@pytest.mark.parametrize(("settings", "last"), [((), 3), (("batch.mini_batch_size=8",), 2)], ids=["1 step", "2 steps"])
 def test_steps_that_are_not_finite_send_a_run_back_before_them(settings, last, tmp_path, monkeypatch):
-    poison(monkeypatch, first=3)  # for good, so that the second time stops the run
+    poison(monkeypatch, first=2)  # for good, so that the second time stops the run
     with pytest.raises(TrainingError, match=f"last 2 optimizer steps, up to iteration {last}"):
         run(small_config(*POISONED, *settings, "guard.rollback.times=1"), tmp_path)
     (back,) = [event for event in events(tmp_path) if event["event"] == "rollback"]
-    assert (back["iteration"], back["back_from"], back["back_to"]) == (2, last, 2) and "non-finite" in back["why"]
-    if last == 4:  # iteration 3 has a line
+    assert (back["iteration"], back["back_from"], back["back_to"]) == (1, last, 1) and "non-finite" in back["why"]
+    if last == 3:  # iteration 2 has a line
         assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
 
 
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
-    poison(monkeypatch, first=2)
-    run(small_config(*POISONED), tmp_path, kill_after=2)
+    poison(monkeypatch, first=1)
+    run(small_config(*POISONED), tmp_path, kill_after=1)
     state = load_state(tmp_path / "checkpoints" / "last")
-    assert (state["non_finite"], state["non_finite_since"]) == (1, 2)
-    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
+    assert (state["non_finite"], state["non_finite_since"]) == (1, 1)
+    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 2"):
         run(small_config(*POISONED), tmp_path)
 
 
 def test_raw_log_probs_stop_a_run_before_it_trains(tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Raw)
-    overrides = (SHORT, "sampling.temperature=0.6", "iterations=1")
     with pytest.raises(EngineError, match="before temperature, top_p and top_k"):
-        run(small_config(*overrides), tmp_path / "checked")
-    assert [event["event"] for event in events(tmp_path / "checked")] == ["stopped"]  # by the first evaluation
-    assert not (tmp_path / "checked" / "metrics.jsonl").exists()
-    run(small_config(*overrides, "guard.check_engine=false"), tmp_path / "unchecked")
-    assert metrics(tmp_path / "unchecked")[-1]["iteration"] == 1
+        run(small_config(SHORT, "sampling.temperature=0.6", "iterations=1"), tmp_path)
+    assert [event["event"] for event in events(tmp_path)] == ["stopped"]  # by the first evaluation
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_the_first_checks_of_a_start_are_events(finished_run, tmp_path):
@@ -461,7 +459,6 @@ def test_the_first_checks_of_a_start_are_events(finished_run, tmp_path):
 LIES = {
     "lists of the token before": lambda one: {"top_log_probs": one.top_log_probs.roll(1, 0)},
     "one id in all places": lambda one: {"top_ids": one.top_ids[:, :1].expand(-1, one.top_ids.shape[1]).contiguous()},
-    "lists above 1": lambda one: {"top_log_probs": one.top_log_probs + 0.1},
     "versions of weights that were never sent": lambda one: {"versions": one.versions + 1},
 }
 
@@ -521,14 +518,13 @@ def losing(update, names):
 
 
 FAST = (
-    *(SHORT, "rollout_model.optimizer.learning_rate=5e-3", "iterations=5", "evaluation.every=8", "checkpoint.every=1"),
+    *(SHORT, "rollout_model.optimizer.learning_rate=5e-3", "evaluation.every=8", "evaluation.problems=2"),
+    "checkpoint.every=1",
 )
 
 
-# all weights, the tied output layer, and 64 numbers; the third update and later ones are checked by fewer tokens
-@pytest.mark.parametrize(
-    ("update", "names"), [(1, ""), (1, "model.norm"), (2, ""), (4, ""), (4, "embed_tokens"), (4, "model.norm")]
-)
+# 64 numbers are the least; the third update and later ones are checked by fewer tokens
+@pytest.mark.parametrize(("update", "names"), [(1, "model.norm"), (3, "embed_tokens"), (3, "model.norm")])
 def test_a_weight_update_that_does_not_arrive_stops_the_run(update, names, tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(update, names))
     with pytest.raises(EngineError, match=r"not those of the distribution.*Likely causes: other weights"):
@@ -541,9 +537,9 @@ def test_a_weight_update_that_does_not_arrive_stops_the_run(update, names, tmp_p
 
 def test_a_run_that_is_not_to_be_checked_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(1, ""))
-    run(small_config(*FAST, "guard.check_engine=false"), tmp_path)
+    run(small_config(*FAST, "iterations=2", "guard.check_engine=false"), tmp_path)
     lines = metrics(tmp_path)
-    assert lines[-1]["iteration"] == 5 and lines[-1]["mismatch/engine_gap"] > 1e-3
+    assert lines[-1]["iteration"] == 2 and lines[-1]["mismatch/engine_gap"] > 1e-3
 
 
 def test_a_quick_check_reads_from_all_over_the_batch():

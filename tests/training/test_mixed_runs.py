@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.learners import batches, make_learner, parameters, policy_objective, smallest_model, train, write
-from helpers.runs import SHORT, assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
+from helpers.runs import BRIEF, SHORT, assert_same_run, metrics, read_lines, run, run_and_copy, small_config, weights
 from jackpot.config.config import OptimizerConfig
 from jackpot.core.types import Score, ScoredRollout
 from jackpot.training.advantages import response_advantages
@@ -19,8 +19,10 @@ ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
 
 
 def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
-    alone = run(small_config(SHORT, "policy.optimizer.learning_rate=2e-4", arm="on_policy"), tmp_path / "on_policy")
-    share = run(small_config(SHORT, "rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
+    brief = (SHORT, "iterations=2", "evaluation.problems=2")
+    on_policy = small_config(*brief, "policy.optimizer.learning_rate=2e-4", arm="on_policy")
+    alone = run(on_policy, tmp_path / "on_policy")
+    share = run(small_config(*brief, "rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
     ours, theirs = weights(tmp_path / "on_policy", "policy"), weights(tmp_path / "share 0", "policy")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name in (
@@ -33,8 +35,8 @@ def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
     ):
         assert [line.get(name) for line in alone] == [line.get(name) for line in share], name
     held = tmp_path / "held"
-    run(small_config("rollout_model.share={schedule: step, hold: 9}"), held)
-    today = finished_run()
+    run(small_config("iterations=2", "rollout_model.share={schedule: step, hold: 9}"), held)
+    today = finished_run("iterations=2")
     for role in ("policy", "rollout_model"):
         ours, theirs = weights(held, role), weights(today, role)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -43,9 +45,8 @@ def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
         assert {name: ours[name] for name in numbers} == pytest.approx(numbers, rel=1e-12)  # sums of another order
 
 
-@pytest.mark.parametrize("overrides", [(ANNEALED,), (ANNEALED, "batch.mini_batch_size=8", "rollout_model.split=group")])
-def test_a_killed_annealed_run_ends_as_the_whole_run(tmp_path, overrides):
-    config = small_config(SHORT, *overrides)
+def test_a_killed_annealed_run_ends_as_the_whole_run(tmp_path):
+    config = small_config(*BRIEF, ANNEALED, "batch.mini_batch_size=8", "rollout_model.split=group")
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
@@ -56,7 +57,7 @@ def test_a_killed_annealed_run_ends_as_the_whole_run(tmp_path, overrides):
 
 
 def test_every_part_of_a_mixed_run_tells_the_models_apart(tmp_path):
-    config = small_config("rollout_model.share=0.5", "batch.ahead=1", "iterations=2", "rollouts.every=1")
+    config = small_config("rollout_model.share=0.5", "batch.ahead=1", "iterations=1", "evaluation.problems=2")
     run(config, tmp_path)
     events = RunFolder(tmp_path).read("events.jsonl")
     assert {event["model"] for event in events if event["event"] == "engine_check"} == {"policy", "rollout_model"}

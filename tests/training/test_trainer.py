@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers.runs import FinishedRuns, metrics, run, small_config
+from helpers.runs import SHORT, FinishedRuns, metrics, run, small_config
 from jackpot.config.recipes import load_recipe
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
@@ -27,7 +27,8 @@ from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.run_folder.folder import RunFolder
 
-ARMS = list(load_recipe("quickstart")["arms"])
+ARMS = set(load_recipe("quickstart")["arms"]) - {"obrs", "tool", "on_policy", "annealed"}  # which other tests train
+ONE = (SHORT, "iterations=1", "evaluation.problems=2")
 REQUIRED = {
     "iteration",
     "reward/mean",
@@ -55,12 +56,12 @@ def finished(finished_run: FinishedRuns) -> Path:
     return finished_run()
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_every_arm_of_the_quickstart_runs(arm: str, finished_run: FinishedRuns) -> None:
-    lines = metrics(finished_run("iterations=2", arm=arm))
-    assert [line["iteration"] for line in lines] == [0, 1, 2]
-    assert all(line["eval/policy_accuracy"] is not None for line in (lines[0], lines[2]))
-    assert all(math.isfinite(line["policy/grad_norm"]) for line in lines[1:])
+@pytest.mark.parametrize("arm", sorted(ARMS))
+def test_every_arm_of_the_quickstart_runs(arm: str, tmp_path: Path) -> None:
+    lines = run(small_config(*ONE, arm=arm), tmp_path)
+    assert [line["iteration"] for line in lines] == [0, 1]
+    assert all(line["eval/policy_accuracy"] is not None for line in lines)
+    assert math.isfinite(lines[1]["policy/grad_norm"])
 
 
 def test_metrics_have_the_documented_keys(finished: Path) -> None:
@@ -73,8 +74,8 @@ def test_metrics_have_the_documented_keys(finished: Path) -> None:
 
 
 def test_evaluations_and_rollouts_are_due_as_the_settings_say(tmp_path: Path) -> None:
-    overrides = ("iterations=5", "evaluation.every=2", "rollouts.every=3", "evaluation.problems=2", "batch.prompts=1")
-    lines = run(small_config(*overrides), tmp_path)
+    overrides = ("iterations=5", "evaluation.every=2", "rollouts.every=3", "batch.prompts=1")
+    lines = run(small_config(*ONE, *overrides), tmp_path)
     assert [line["iteration"] for line in lines if "eval/policy_accuracy" in line] == [0, 2, 4, 5]
     saved = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     assert saved == [f"iteration-{number:06d}.parquet" for number in (1, 3, 5)]
@@ -84,17 +85,6 @@ def test_the_engine_and_training_agree_on_what_was_sampled(finished: Path) -> No
     """The rollout model re-scored in training is the distribution that the engine sampled from, at every iteration."""
     gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished)[1:]]
     assert len(gaps) == 4 and max(gaps) < 1e-4
-
-
-def test_acceptance_and_ratio_have_their_expected_means(tmp_path: Path) -> None:
-    """mean a - mean Z = 0 and mean ratio = 1 within the standard error, on text that a real engine sampled."""
-    config = small_config(
-        "iterations=1", "batch.prompts=32", "batch.group_size=8", "objective.correction.normalizer=exact"
-    )
-    line = run(config, tmp_path)[1]
-    assert 0 < line["obrs/acceptance_minus_z_stderr"] < 0.01
-    assert abs(line["obrs/acceptance_minus_z"]) < 4 * line["obrs/acceptance_minus_z_stderr"]
-    assert abs(line["mismatch/ratio"] - 1) < 4 * line["mismatch/ratio_stderr"]
 
 
 def test_saved_rollouts_hold_every_token_of_both_sides(finished: Path) -> None:
@@ -121,7 +111,7 @@ def test_saved_rollouts_hold_every_token_of_both_sides(finished: Path) -> None:
 
 
 def test_a_tool_task_trains_on_sampled_tokens_alone(tmp_path: Path) -> None:
-    lines = run(small_config(arm="tool"), tmp_path)
+    lines = run(small_config("iterations=1", arm="tool"), tmp_path)
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
     sampled = [row["sampled_mask"] for row in rows]
     assert lines[1]["response/tokens"] == sum(map(len, sampled)) / len(rows)
@@ -150,7 +140,7 @@ def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeyp
         return aborted + [rollout for rollout in rollouts if not rollout.uid.endswith("#0")]
 
     monkeypatch.setattr(TransformersEngine, "collect", abort_some)
-    line = run(small_config("iterations=1"), tmp_path)[1]
+    line = run(small_config(*ONE), tmp_path)[1]
     assert line["response/aborted"] == 0.25
     events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("aborted_rollout") == 4
@@ -170,7 +160,7 @@ def test_a_run_goes_on_after_only_aborted_rollouts(
         return [replace(one, finish="aborted") if one.uid.startswith(f"{number}/") else one for one in rollouts]
 
     monkeypatch.setattr(TransformersEngine, "collect", abort)
-    lines = run(small_config("iterations=2"), tmp_path)
+    lines = run(small_config(*ONE, "iterations=2"), tmp_path)
     assert [line["iteration"] for line in lines] == [0, 1, 2] and lines[number]["response/aborted"] == 1.0
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == [f"iteration-{3 - number:06d}.parquet"]
     assert (tmp_path / "checkpoints" / "step-2").exists()
@@ -259,7 +249,7 @@ def test_an_evaluation_leaves_out_of_its_gap_what_is_not_finite(
         ]
 
     monkeypatch.setattr(TransformersEngine, "collect", broken)
-    gap = run(small_config("iterations=1"), tmp_path)[0]["eval/policy_engine_gap"]
+    gap = run(small_config(SHORT), tmp_path, kill_after=0)[0]["eval/policy_engine_gap"]
     assert gap is None or math.isnan(gap) if share == "all" else gap < 1e-4
 
 
@@ -273,7 +263,7 @@ def test_ppo_is_reports_the_overlap_of_two_models(tmp_path: Path) -> None:
 def test_a_correction_of_the_protocol_trains_as_its_formula(tmp_path: Path) -> None:
     own = "{name: custom, import_path: helpers.own_correction:Plain, kwargs: {cap: 1.3}}"
     found, wanted = (
-        run(small_config("iterations=1", f"objective.correction={correction}"), tmp_path / name)[1]
+        run(small_config(*ONE, f"objective.correction={correction}"), tmp_path / name)[1]
         for name, correction in (("own", own), ("tis", "{name: tis, cap: 1.3}"))
     )
     measured = [name for name in wanted if name.startswith(("policy/", "rollout_model/", "correction/", "obrs/"))]
@@ -284,10 +274,10 @@ def test_a_correction_of_the_protocol_trains_as_its_formula(tmp_path: Path) -> N
 def test_standard_errors_count_a_token_once_however_many_epochs(tmp_path: Path) -> None:
     once, often = (
         run(
-            small_config("iterations=1", "policy.optimizer.learning_rate=1e-12", f"batch.ppo_epochs={n}"),
+            small_config(*ONE, "policy.optimizer.learning_rate=1e-12", f"batch.ppo_epochs={n}"),
             tmp_path / f"{n}",
         )[1]
-        for n in (1, 4)
+        for n in (1, 2)
     )
     assert often["mismatch/ratio_stderr"] == pytest.approx(once["mismatch/ratio_stderr"], rel=1e-3)
 
@@ -332,7 +322,7 @@ def test_an_empty_data_set_is_refused() -> None:
 
 def test_the_collector_does_not_search_older_objects(tmp_path: Path) -> None:
     frozen: list[int] = []
-    config = small_config("iterations=1", "evaluation.problems=2")
+    config = small_config(*ONE)
     with closing(start.launch(config, tmp_path, lambda line: frozen.append(gc.get_freeze_count()))) as trainer:
         trainer.train()
     assert min(frozen) > 1000 and gc.get_freeze_count() == 0

@@ -6,63 +6,63 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
-from helpers.runs import SHORT, FinishedRuns, assert_same_run, metrics, run, run_and_copy, small_config
+from helpers.runs import BRIEF, SHORT, FinishedRuns, assert_same_run, metrics, run, run_and_copy, small_config, weights
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.start import launch
 from jackpot.models.load import starter_path
 from jackpot.training.run_folder.checkpoint import load_state
 
 REGIMES = {
-    "joint": (SHORT,),
-    "stale": (
-        SHORT,
+    "stale, dynamic": (
         "batch.mini_batch_size=8",
         "batch.ppo_epochs=2",
+        "batch.micro_batch_tokens=128",
+        "batch.filter_groups.max_num_gen_batches=2",
         "objective.correction.target=new",
-        "batch.micro_batch_tokens=64",
+        "objective.overlong_buffer.len=4",
         "rollout_model.distill_control={target: 0.05, horizon: 1}",
     ),
-    "one-pass kappa": (
-        SHORT,
+    "one-pass kappa, iteration": (
+        "batch.mini_batch_size=8",
         "batch.micro_batch_tokens=64",
         "sampling.num_top_log_probs=2",
         "objective.correction={c1: 1.1, kappa_tolerance: 0}",
         "policy.optimizer.schedule=cosine",
+        "rollout_model.update=iteration",
     ),
-    "frozen": (
-        SHORT,
+    "tool, frozen, reference": (
+        "task=tool_arithmetic",
+        "sampling.max_new_tokens=16",
         "rollout_model.optimizer=null",
+        "objective.reference.kl_loss_coef=0.1",
+        "objective.entropy_coeff=0.01",
     ),
     "frozen policy": (
-        *(SHORT, "policy.optimizer=null", "objective.correction=none", "batch.mini_batch_size=4"),
+        *("policy.optimizer=null", "objective.correction=none", "batch.mini_batch_size=4"),
         *("rollout_model.share=0.0", "rollout_model.ppo_weight=0.0"),
     ),
-    "tool": ("task=tool_arithmetic",),
-    "on policy": (SHORT, "rollout_model=null", "objective.correction=none"),
-    "lora": (SHORT, "policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3"),
-    "lora on both": (SHORT, "policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.mini_batch_size=8"),
-    "gae": (SHORT, "objective.advantage=gae", "critic.optimizer.learning_rate=1e-3", "batch.mini_batch_size=8"),
-    "dynamic": (SHORT, "batch.filter_groups.max_num_gen_batches=2", "objective.overlong_buffer.len=4"),
-    "iteration": (SHORT, "rollout_model.update=iteration", "batch.mini_batch_size=4"),
-    "reference": (SHORT, "objective.reference.kl_loss_coef=0.1", "objective.entropy_coeff=0.01"),
-    "quantized": (SHORT, "rollout_model=null", "objective.correction=tis", "engine.quantization=int8_w8a8"),
-    "quantized writer": (
-        *(SHORT, "engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
+    "on policy": ("rollout_model=null", "objective.correction=none"),
+    "lora on both, gae": (
+        *("policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.mini_batch_size=8"),
+        *("objective.advantage=gae", "critic.optimizer.learning_rate=1e-3"),
     ),
-    "lora on policy": (SHORT, "policy.lora.rank=4", "rollout_model=null", "objective.correction=none"),
+    "lora on policy, quantized": (
+        *("policy.lora.rank=4", "rollout_model=null", "objective.correction=tis", "engine.quantization=int8_w8a8"),
+    ),
+    "quantized writer": ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
 }
-
-
-DEAR = ("one-pass kappa", "lora", "lora on policy", "iteration", "quantized", "reference")  # much of them is in others
+DEAR = ("one-pass kappa, iteration", "lora on policy, quantized", "quantized writer")  # much of them is in others
 
 
 @pytest.mark.parametrize(
     "regime", [pytest.param(name, marks=pytest.mark.slow) if name in DEAR else name for name in REGIMES]
 )
 def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
-    config = small_config(*REGIMES[regime])
+    config = small_config(*BRIEF, *REGIMES[regime])
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)  # the checkpoint is that of iteration 2
     assert metrics(tmp_path / "killed")[-1]["iteration"] == 3
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
@@ -75,7 +75,7 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     """One of its models has an adapter, the other one none."""
-    config = small_config(*REGIMES["lora"])
+    config = small_config(*BRIEF, "policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3")
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=1)
     (tmp_path / "killed" / "checkpoints" / "step-2.partial").mkdir()  # it was about to be written
     before = (tmp_path / "killed" / "metrics.jsonl").read_bytes()
@@ -85,12 +85,11 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -
 
 
 def test_training_moves_both_models_and_counts_their_steps(finished_run: FinishedRuns) -> None:
-    checkpoints = finished_run(SHORT, "checkpoint.every=1", "checkpoint.keep=4") / "checkpoints"
+    folder = finished_run()
     for role in ("policy", "rollout_model"):
-        steps = [checkpoints / f"step-{n}" / role for n in (1, 4)]
-        first, last = (step / "model.safetensors" for step in steps)
-        assert first.read_bytes() != last.read_bytes()
-    state = load_state(checkpoints / "last")
+        started, ended = load_file(starter_path(role) / "model.safetensors"), weights(folder, role)
+        assert not any(torch.equal(ended[name], tensor) for name, tensor in started.items())
+    state = load_state(folder / "checkpoints" / "last")
     assert state["version"][1] == 4 and state["version"][0] <= 4
 
 
@@ -103,22 +102,29 @@ def test_a_changed_setting_is_refused_and_named(finished_run: FinishedRuns, tmp_
     assert metrics(tmp_path)[-1]["iteration"] == 3
 
 
-def test_a_partial_checkpoint_is_never_taken_for_one(finished_run: FinishedRuns, tmp_path: Path) -> None:
+def test_a_start_mends_what_a_kill_left_behind(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    """A partial checkpoint is never taken for one, and links are made again."""
     finished_run.copy(tmp_path, kill_after=3)
-    partial = tmp_path / "checkpoints" / "step-3.partial"
+    checkpoints = tmp_path / "checkpoints"
+    links = {name: (checkpoints / name).readlink() for name in ("last", "best")}
+    for name in links:
+        (checkpoints / name).unlink()
+    partial = checkpoints / "step-3.partial"
     partial.mkdir()
     (partial / "state.pt").write_bytes(b"half a file")
-    run(small_config(), tmp_path)
-    assert metrics(tmp_path)[-1]["iteration"] == 4
+
+    with closing(launch(small_config(), tmp_path, lambda line: None)) as trainer:
+        assert trainer.iteration == 2
+    assert {name: (checkpoints / name).readlink() for name in links} == links
     assert not partial.exists()
 
 
 def test_keep_and_best_links(tmp_path: Path) -> None:
-    run(small_config("checkpoint.every=1", "checkpoint.keep=1", "evaluation.every=1"), tmp_path)
+    run(small_config("iterations=3", "checkpoint.every=1", "checkpoint.keep=1", "evaluation.every=1"), tmp_path)
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-4"
+    assert (tmp_path / "checkpoints" / "last").readlink().name == "step-3"
     best = (tmp_path / "checkpoints" / "best").readlink().name
-    assert names == {"last", "best", "step-4", best}
+    assert names == {"last", "best", "step-3", best}
     accuracy = {line["iteration"]: line["eval/policy_accuracy"] for line in metrics(tmp_path) if line["iteration"]}
     assert accuracy[int(best.removeprefix("step-"))] == max(accuracy.values())
 
@@ -139,31 +145,22 @@ def test_a_setting_that_came_later_does_not_stop_an_older_run(finished_run: Fini
     settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
     del settings["rollouts"]  # as if that block had not existed yet
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    run(small_config(), tmp_path)
-    assert metrics(tmp_path)[-1]["iteration"] == 4
+    with closing(launch(small_config(), tmp_path, lambda line: None)) as trainer:
+        assert trainer.iteration == 2
 
 
 def test_a_run_that_has_not_trained_yet_takes_other_settings(finished_run: FinishedRuns, tmp_path: Path) -> None:
     finished_run.copy(tmp_path, kill_after=0)
-    run(small_config("iterations=1"), tmp_path)
+    run(small_config(SHORT, "iterations=1"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 1
 
 
 def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
-    run(small_config("evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path)
+    run(small_config("iterations=2", "evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path)
     lines = [line for line in metrics(tmp_path) if line["iteration"]]
     best = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))["iteration"]
     assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best}"
     assert (tmp_path / "checkpoints" / f"step-{best}" / "policy" / "model.safetensors").is_file()
-
-
-def test_links_that_a_kill_left_behind_are_mended(finished_run: FinishedRuns, tmp_path: Path) -> None:
-    finished_run.copy(tmp_path, kill_after=3)
-    links = {name: (tmp_path / "checkpoints" / name).readlink() for name in ("last", "best")}
-    for name in links:
-        (tmp_path / "checkpoints" / name).unlink()
-    launch(small_config(), tmp_path, lambda line: None).close()
-    assert {name: (tmp_path / "checkpoints" / name).readlink() for name in links} == links
 
 
 def test_ctrl_c_before_the_first_iteration_binds_no_start(tmp_path: Path) -> None:
@@ -177,8 +174,9 @@ def test_ctrl_c_before_the_first_iteration_binds_no_start(tmp_path: Path) -> Non
 def test_a_run_is_not_continued_beside_another_reference(tmp_path: Path) -> None:
     reference = tmp_path / "reference"
     shutil.copytree(starter_path("policy"), reference)
-    config = small_config(SHORT, "objective.reference={kl_loss_coef: 0.1}", f"objective.reference.path={reference}")
-    run(config, tmp_path / "run", kill_after=2)
+    settings = ("objective.reference={kl_loss_coef: 0.1}", f"objective.reference.path={reference}")
+    config = small_config(SHORT, "iterations=1", *settings)
+    run(config, tmp_path / "run")
     shutil.copy(tmp_path / "run" / "checkpoints" / "last" / "policy" / "model.safetensors", reference)
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those that the run began with"):
-        run(config, tmp_path / "run")
+        launch(config, tmp_path / "run", lambda line: None)
