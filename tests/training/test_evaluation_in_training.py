@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.runs import SHORT, FinishedRuns, assert_same_run, read_lines, run, run_and_copy, small_config
+from helpers.runs import BRIEF, SHORT, FinishedRuns, assert_same_run, read_lines, run, run_and_copy, small_config
 from jackpot.analysis.compare.arms import differing_arms
 from jackpot.config.tasks import MathConfig
 from jackpot.config.tools import sets_of
@@ -62,7 +62,7 @@ def test_the_first_of_k_answers_is_the_only_one_of_one(trained, tmp_path: Path) 
 def test_the_problems_of_a_set_are_made_once(tmp_path: Path, monkeypatch) -> None:
     made, prompt = [], Arithmetic.prompt
     monkeypatch.setattr(Arithmetic, "prompt", lambda task, *which: (made.append(which), prompt(task, *which))[1])
-    run(small_config("iterations=2", "batch.prompts=1", "evaluation.benchmarks=arithmetic"), tmp_path)
+    run(small_config(SHORT, "iterations=1", "batch.prompts=1", "evaluation.benchmarks=arithmetic"), tmp_path)
     assert made.count(("test", 7)) == 2  # of the task, and of the benchmark; checks before the run make problem 0
 
 
@@ -73,7 +73,7 @@ def test_the_tokens_of_every_set_count_as_evaluation(trained) -> None:
 
 
 def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
-    config = small_config(SHORT, "evaluation.k=2", *SETS)
+    config = small_config(*BRIEF, "evaluation.k=2", *SETS)
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -49,6 +50,7 @@ def requests(sampling, count=150):
     return [Request(uid=f"{prompt.uid}#", prompt=prompt, seed=n, sampling=sampling) for n, prompt in enumerate(prompts)]
 
 
+@cache
 def written(engine_class, sampling):
     engine = engine_class(
         copy.deepcopy(MODEL), TransformersEngineConfig(max_num_seqs=64), eos_token_ids=(EOS,), version=Version(0, 0)

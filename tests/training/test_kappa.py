@@ -115,9 +115,8 @@ def test_without_a_cap_the_rescaled_gradient_is_exact():
     assert value(result, "obrs/kappa_error") == 0.0 == value(result, "obrs/repaired_sequences")
 
 
-@pytest.mark.parametrize(("c1", "seed"), [(1.3, 0), (3.0, 0)])
-def test_no_more_is_repaired_than_the_tolerance_needs(c1, seed):
-    parts = micro_batches_of(write(ROLLOUT_MODEL, num_top_log_probs=2, seed=seed))
+def test_no_more_is_repaired_than_the_tolerance_needs():
+    c1, parts = 1.3, micro_batches_of(write(ROLLOUT_MODEL, num_top_log_probs=2))
     wanted, prepass = gradient_of_update(learner_of("prepass", c1=c1), parts)
     before = 1.01 * value(prepass, "obrs/kappa")
     found, left = gradient_of_update(learner_of("auto", 0.5, before, c1=c1), parts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
-from helpers.runs import assert_same_run, metrics, run, run_and_copy, small_config
+from helpers.runs import BRIEF, SHORT, assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
 from jackpot.analysis.diagnose.rules import ENGINE_GAP
 from jackpot.config.engines import cache_format
@@ -25,15 +25,14 @@ from jackpot.rollout.engines.transformers.weights import ModelWeights
 from jackpot.training.guards import check_gap
 from jackpot.training.limits import CPU_FP32, LARGEST_GAPS
 
-ALONE = ("rollout_model=null", "objective.correction=tis", "iterations=2", "evaluation.engine=transformers")
+FEW = (SHORT, "iterations=2", "evaluation.problems=2")
+ALONE = ("rollout_model=null", "objective.correction=tis", *FEW, "evaluation.engine=transformers")
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        ("engine.quantization=int8_w8a16",),
         ("engine.quantization=int8_w8a8", "engine.dtype=bf16"),
-        ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8"),
         ("engine.kv_cache_dtype=fp8", "engine.attn_implementation=eager"),
     ],
     ids=" ".join,
@@ -65,23 +64,26 @@ SGLANG = "engine={name: sglang_server, urls: [http://127.0.0.1:8000]}"
     "settings",
     [
         (*ALONE[:2], "engine.kv_cache_dtype=fp8", "fp8_backward=fp8"),
-        ("engine.dtype=bf16",),
         ("engine.dtype=bf16", "head_dtype=fp32", "engine.head_dtype=fp32"),
-        pytest.param(("precision=int8", "engine.quantization=int8_w8a8"), marks=pytest.mark.slow),
         pytest.param(("precision=int8", "engine.quantization=int8_w8a8", "engine.dtype=bf16"), marks=pytest.mark.slow),
-        pytest.param((), marks=pytest.mark.slow),
-        pytest.param(("policy.lora={rank: 4, alpha: 8}",), marks=pytest.mark.slow),
-        pytest.param(("batch.ahead=1", "batch.mini_batch_size=8"), marks=pytest.mark.slow),
-        pytest.param(("activation_checkpointing=true", "batch.micro_batch_tokens=100"), marks=pytest.mark.slow),
-        pytest.param(("objective.reference={kl_loss_coef: 0.1}",), marks=pytest.mark.slow),
-        pytest.param(("engine.dtype=bf16", "policy.lora={rank: 4, alpha: 8}"), marks=pytest.mark.slow),
-        pytest.param(("engine.dtype=bf16", "activation_checkpointing=true"), marks=pytest.mark.slow),
+        pytest.param(
+            ("batch.ahead=1", "batch.mini_batch_size=8", "objective.reference={kl_loss_coef: 0.1}"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("policy.lora={rank: 4, alpha: 8}", "activation_checkpointing=true", "batch.micro_batch_tokens=100"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("engine.dtype=bf16", "policy.lora={rank: 4, alpha: 8}", "activation_checkpointing=true"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param((ALONE[0], "placement.engines=1"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
-    config = small_config(*UNIFIED, *settings, "iterations=2", "evaluation.every=2")
+    config = small_config(*UNIFIED, *FEW, *settings)
     run(config, tmp_path)
     told = events(tmp_path)
     lines = [line for line in metrics(tmp_path) if line.get("mismatch/engine_gap") is not None]
@@ -101,7 +103,7 @@ def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
 def test_equal_codes_in_another_dtype_have_the_quantized_limit(tmp_path):
     """Keys and values are FP8 in both, and only the dtype of the rest differs."""
     bf16 = ("engine.kv_cache_dtype=fp8", "evaluation.engine={dtype: bf16}", "iterations=1")
-    run(small_config(*ALONE[:2], *UNIFIED, *bf16), tmp_path)
+    run(small_config(*ALONE, *UNIFIED, *bf16), tmp_path)
     assert 1e-5 < metrics(tmp_path)[-1]["eval/policy_engine_gap"] < LARGEST_GAPS["quantized"]
 
 
@@ -114,7 +116,7 @@ def test_an_fp8_engine_gets_codes_and_scales(tmp_path, monkeypatch):
         return own(engine, tensors.items(), version)
 
     monkeypatch.setattr(TransformersEngine, "update_weights", listen)
-    run(small_config(*ALONE[:2], "engine.quantization=fp8", "evaluation.engine=transformers", "iterations=1"), tmp_path)
+    run(small_config(*ALONE, "engine.quantization=fp8", "iterations=1"), tmp_path)
     codes = [name for name, dtype in kinds[True].items() if dtype == E4M3]
     assert len(codes) > 20 and all(kinds[True][f"{name}_scale_inv"] == torch.float32 for name in codes)
     assert set(kinds[False].values()) == {torch.float32}
@@ -133,12 +135,12 @@ def test_a_code_or_scale_that_differs_stops_the_run(quantization, tmp_path, monk
 
     monkeypatch.setattr(ModelWeights, "load", flip)
     with pytest.raises(EngineError, match=r"holds codes and scales of digest .* would be training on unknown weights"):
-        run(small_config(*ALONE[:2], f"engine.quantization={quantization}", "iterations=1"), tmp_path)
+        run(small_config(*ALONE[:-1], f"engine.quantization={quantization}", "iterations=1"), tmp_path)
 
 
 @pytest.mark.slow
 def test_a_killed_fp8_run_continues_bit_equal(tmp_path):
-    config = small_config(*UNIFIED, "engine.kv_cache_dtype=fp8")
+    config = small_config(*BRIEF, *UNIFIED, "engine.kv_cache_dtype=fp8")
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
     run(config, tmp_path / "killed")
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
@@ -208,7 +210,7 @@ def test_the_headline_kl_is_that_of_all_engines_that_write():
 
 def test_a_separate_rollout_model_is_quantized_alone(finished_run, tmp_path):
     settings = ("engine.quantization=fp8", "evaluation.engine=transformers")
-    run(small_config(*settings, "iterations=1"), tmp_path / "quantized")
+    run(small_config(*FEW, *settings, "iterations=1"), tmp_path / "quantized")
     quantized, plain = metrics(tmp_path / "quantized")[-1], metrics(finished_run("iterations=2"))[-1]
     assert quantized["mismatch/engine_gap"] > 1e-3 > 1e-5 > plain["mismatch/engine_gap"]
     assert quantized["eval/rollout_model_engine_gap"] > 1e-3 > 1e-5 > quantized["eval/policy_engine_gap"]

@@ -55,8 +55,9 @@ def parts_of(items, aggregate="token-mean", of_states=False):
     return whole - distill, distill
 
 
-@pytest.mark.parametrize("mini_batch_size", [3, 4, 6])
-@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    ("mini_batch_size", "aggregate"), [(3, "token-mean"), (4, "seq-mean-token-mean"), (6, "seq-mean-token-sum-norm")]
+)
 def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
     """While the policy stays where it is, all steps together are one step on everything."""
     learner = make_learner(
@@ -112,9 +113,9 @@ def test_each_rollout_batch_divides_by_its_own_tokens():
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("budget", [10_000, 40])
-@pytest.mark.parametrize("mini_batch_size", [4, 12])
-@pytest.mark.parametrize("each_step", [True, False])
+@pytest.mark.parametrize(
+    ("budget", "mini_batch_size", "each_step"), [(40, 12, True), (40, 4, False), (10_000, 4, True)]
+)
 def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_size, each_step):
     """In every optimizer step, whether the rollout model moves in it or not."""
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=each_step)

@@ -35,6 +35,10 @@ CLIPPED = [f"{role}.optimizer.max_grad_norm=0.01" for role in ("policy", "rollou
 CRITIC = ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
 PREPASS = "objective.correction.kappa=prepass"
 REPAIR = "objective.correction.kappa_tolerance=0"
+ACCEPTED = (
+    *("objective.count=accepted", "objective.correction.target=new"),
+    "rollout_model.distill_control={target: 0.06, horizon: 1}",
+)
 
 
 class Case(NamedTuple):
@@ -46,28 +50,25 @@ class Case(NamedTuple):
     pads: bool = False
 
 
-QUICK = {
-    "three micro-batches": Case(budget=60, micro_batches=3),
-    "three, read again for kappa": Case((REPAIR,), budget=60, micro_batches=3, tolerance=1e-6),
-}
+QUICK = {"three micro-batches": Case((PREPASS, *ACCEPTED), budget=60, micro_batches=3)}
 SLOW = {
-    "one micro-batch": Case(budget=400, micro_batches=1),
-    "four micro-batches": Case(budget=45, micro_batches=4, tolerance=1e-6),
+    "one micro-batch, clipped gradients": Case((PREPASS, *CLIPPED), budget=400, micro_batches=1),
+    "four micro-batches, read again for kappa": Case((REPAIR,), budget=45, micro_batches=4, tolerance=1e-6),
     "one-token responses": Case(budget=30, one_token=12),
     "one-token responses in one of two micro-batches, padded": Case(budget=90, one_token=6, tolerance=3e-6, pads=True),
-    "activations checkpointed": Case((PREPASS, "activation_checkpointing=true")),
-    "bf16": Case((PREPASS, "precision=bf16")),
-    "bf16, output layers in fp32": Case((PREPASS, "precision=bf16", "head_dtype=fp32")),
-    "fp8": Case((PREPASS, "precision=fp8", "engine.quantization=fp8")),
+    "bf16, output layers in fp32, activations checkpointed": Case(
+        (PREPASS, "precision=bf16", "head_dtype=fp32", "activation_checkpointing=true")
+    ),
     "fp8 in bf16": Case((PREPASS, "precision=fp8", "engine.quantization=fp8", "engine.dtype=bf16")),
-    "clipped gradients": Case((PREPASS, *CLIPPED)),
-    "reference": Case((PREPASS, "objective.reference={kl_loss_coef: 0.1}")),
-    "lora": Case((PREPASS, "policy.lora={rank: 4, alpha: 8}")),
-    "critic": Case((PREPASS, *CRITIC)),
-    "update once an iteration": Case((PREPASS, "rollout_model.update=iteration", "batch.mini_batch_size=6")),
-    "two epochs, dealt anew": Case(("batch.ppo_epochs=2", "batch.mini_batch_size=6"), budget=40, micro_batches=4),
-    "offload": Case((PREPASS, "placement.offload=true")),
-    "frozen rollout model": Case((PREPASS, "rollout_model.optimizer=null")),
+    "reference, lora and critic": Case(
+        (PREPASS, "objective.reference={kl_loss_coef: 0.1}", "policy.lora={rank: 4, alpha: 8}", *CRITIC)
+    ),
+    "update once an iteration, offload": Case(
+        (PREPASS, "rollout_model.update=iteration", "batch.mini_batch_size=6", "placement.offload=true")
+    ),
+    "frozen rollout model, two epochs, dealt anew": Case(
+        ("rollout_model.optimizer=null", "batch.ppo_epochs=2", "batch.mini_batch_size=6"), budget=40, micro_batches=4
+    ),
     "frozen policy": Case(("policy.optimizer=null", "objective.correction=none")),
     "policy alone": Case(("rollout_model=null", "objective.correction=none")),
 }
@@ -118,7 +119,7 @@ def test_two_ranks_take_the_steps_of_one_with(name, folder, tmp_path):
 
 @pytest.mark.slow
 def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
-    case, config, samples = SLOW["four micro-batches"], config_of(folder, PREPASS), samples_of(folder)
+    case, config, samples = SLOW["four micro-batches, read again for kappa"], config_of(folder, REPAIR), samples_of(folder)
 
     def work(rank):
         return train(learner_of(config, True), config, samples, case.budget, rank, RANKS)
@@ -214,7 +215,7 @@ def test_what_two_ranks_save_continues_in_one_process(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved_by", "ranks"), [(2, (1, 2, 3)), (1, (1, 2))])
+@pytest.mark.parametrize(("saved_by", "ranks"), [(2, (2, 3)), (1, (2,))])
 def test_any_number_of_ranks_continues_what_any_number_has_saved(saved_by, ranks, folder, tmp_path):
     """An adapter, a whole model and a critic."""
     check_continued(ADAPTED, saved_by, ranks, folder, tmp_path)
