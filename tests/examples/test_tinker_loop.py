@@ -111,9 +111,9 @@ def test_both_gradients_are_those_of_the_papers_objective(loop, clients):
 def test_both_models_move_and_the_next_step_samples_them(loop, clients):
     policy, rollout_model = clients
     before = [[one.detach().clone() for one in client.model.parameters()] for client in clients]
-    prompts, reward = problems(4)
+    prompts, reward = problems(2)
     settings = {"group_size": 4, "max_tokens": 12, "learning_rate": 3e-3}
-    lines = [loop.step(policy, rollout_model, prompts, reward, seed=1, **settings) for _ in range(3)]
+    lines = [loop.step(policy, rollout_model, prompts, reward, seed=1, **settings) for _ in range(2)]
     for client, start in zip(clients, before, strict=True):
         assert all(bool((one != other).any()) for one, other in zip(client.model.parameters(), start, strict=True))
     first, second = (rollout_model.seen[place][1] for place in (0, 2))  # PPO's of two steps, with the same seed

@@ -16,7 +16,7 @@ import torch
 
 from helpers.engines.hosts import fork_engines
 from helpers.led import run_ranks
-from helpers.runs import FinishedRuns, assert_same_run, metrics, read_lines, small_config, weights
+from helpers.runs import BRIEF, SHORT, FinishedRuns, assert_same_run, metrics, read_lines, small_config, weights
 from jackpot.config.config import PlacementConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Version
@@ -53,7 +53,7 @@ def assert_close(one: Path, other: Path) -> None:
 
 
 def test_both_engines_generate_what_they_do_in_one_process(forked: list[ProcessLink]) -> None:
-    config = small_config("placement.engines=2", "engine.draft={lam: 0.3}", "rollout_model.share=0.5")
+    config = small_config(SHORT, "placement.engines=2", "engine.draft={lam: 0.3}", "rollout_model.share=0.5")
     here = config.model_copy(update={"placement": PlacementConfig()})
     paths = config.model_paths()
     with ExitStack() as undo:
@@ -73,11 +73,11 @@ def test_both_engines_generate_what_they_do_in_one_process(forked: list[ProcessL
 @pytest.mark.slow
 def test_a_run_does_not_depend_on_killed_or_more_engines(forked, finished_run: FinishedRuns, tmp_path: Path) -> None:
     for number, at in ((1, {}), (2, {1: 0, 3: 1})):
-        config = small_config(f"placement.engines={number}", "placement.chunk=4")
+        config = small_config(*BRIEF, f"placement.engines={number}", "placement.chunk=4")
         assert train_run(config, tmp_path / f"{number}", killing(forked, at))
         forked.clear()
     assert_same_run(tmp_path / "1", tmp_path / "2", ["policy", "rollout_model"])
-    assert_close(tmp_path / "2", finished_run())
+    assert_close(tmp_path / "2", finished_run(*BRIEF))
     events = [json.loads(line) for line in (tmp_path / "2" / "events.jsonl").read_text().splitlines()]
     told = [(one["event"], one["peer"]) for one in events if one["event"].startswith("peer_")]
     lost = [("peer_lost", "engine process 1"), ("peer_lost", "engine process 2")]
@@ -85,10 +85,9 @@ def test_a_run_does_not_depend_on_killed_or_more_engines(forked, finished_run: F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("drafts", [(), ("engine.draft={}", "rollout_model.share=0.25")])
+@pytest.mark.parametrize(("ahead", "drafts"), [(0, ("engine.draft={}", "rollout_model.share=0.25")), (1, ())])
 def test_a_share_and_drafts_go_through_ranks_and_engines(ahead: int, drafts: tuple, forked, finished_run, tmp_path):
-    overrides = ("rollout_model.share=0.5", *drafts, f"batch.ahead={ahead}")
+    overrides = (*BRIEF, "rollout_model.share=0.5", *drafts, f"batch.ahead={ahead}")
     config = small_config(*overrides, "placement.engines=2")
     ended = run_ranks(2, config, tmp_path / "run", killing(forked, {2: 1}))
     assert ended.codes == [0, 0], ended.printed
@@ -125,7 +124,7 @@ def noting(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 def test_engines_that_share_sleep_while_two_ranks_train(transfer, forked, tmp_path, monkeypatch) -> None:
     """Both ranks train between the sleep of both processes and the next weights, before which both release memory. The
     run is that of engines which never sleep, bit for bit."""
-    overrides = ("placement.engines=2", "placement.chunk=4")
+    overrides = (*BRIEF, "placement.engines=2", "placement.chunk=4")
     sleeping = ("engine.enable_sleep_mode=true", f"placement.weight_transfer={transfer}")
     assert run_ranks(2, small_config(*overrides), tmp_path / "awake").codes == [0, 0]
     noting(monkeypatch, tmp_path / "notes")
@@ -155,11 +154,11 @@ def test_engines_that_share_sleep_while_two_ranks_train(transfer, forked, tmp_pa
 @pytest.mark.slow
 def test_a_run_goes_on_with_engine_processes_and_without(forked, finished_run: FinishedRuns, tmp_path) -> None:
     """The processes read the models of the settings, and get the weights of the checkpoint before they generate."""
-    run = finished_run.copy(tmp_path / "run", kill_after=2)
-    assert train_run(small_config("placement.engines=2"), run, lambda line: None)
-    assert_close(run, finished_run())
+    run, whole = finished_run.copy(tmp_path / "run", *BRIEF, kill_after=2), finished_run(*BRIEF)
+    assert train_run(small_config(*BRIEF, "placement.engines=2"), run, lambda line: None)
+    assert_close(run, whole)
     for role in ("policy", "rollout_model"):
-        ours, theirs = weights(run, role), weights(finished_run(), role)
+        ours, theirs = weights(run, role), weights(whole, role)
         assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in ours)
 
 

@@ -18,7 +18,6 @@ from jackpot.core.process_rank import ProcessRank
 from jackpot.launch.ranks import BACKENDS, _own_device
 from training.test_rollback import COLLAPSES, GUARD
 
-
 REGIMES = {
     "critic and lora": (
         *("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}"),
@@ -44,7 +43,7 @@ def test_two_ranks_train_what_one_trains_with(regime: str, tmp_path: Path) -> No
     assert first.keys() == same.keys() and first["tokens/rollout"] == same["tokens/rollout"]
 
 
-@pytest.mark.parametrize(("lost", "ranks"), [(1, 3), pytest.param(0, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lost", "ranks"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all_and_other_ranks_continue(
     lost: int, ranks: int, finished_run: FinishedRuns, tmp_path: Path
 ) -> None:
@@ -56,12 +55,15 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     """
     run, heard, config = tmp_path / "run", tmp_path / "listening", small_config(*BRIEF, "placement.timeout=20")
 
+    kill = sending(signal.SIGKILL, lost, run, after=3)
+
     def look(line: dict) -> None:
         all_ranks = [psutil.Process(), *psutil.Process(os.getppid()).children()]
         open_ports = [one for rank in all_ranks for one in rank.net_connections() if one.status == psutil.CONN_LISTEN]
         heard.write_text(" ".join(one.laddr.ip for one in open_ports))
+        kill(line)
 
-    ended = run_ranks(2, config, run, sending(signal.SIGKILL, lost, run, after=3))
+    ended = run_ranks(2, config, run, look)
     assert ended.codes[lost] == -signal.SIGKILL and ended.codes[1 - lost] == 2
     error = ended.printed[1 - lost]
     assert f"error: rank {1 - lost} lost another rank in " in error
@@ -69,9 +71,9 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     assert f"rank {lost} (process {last['pid']} on " in error
     assert f"command {last['number']} ({last['command']})" in error
     assert (run / "checkpoints" / "last").readlink() == Path("step-2")
-    ended = run_ranks(ranks, config, run, look)
-    assert ended.codes == [0] * ranks, ended.printed
     assert set(heard.read_text().split()) == {"127.0.0.1"}
+    ended = run_ranks(ranks, config, run)
+    assert ended.codes == [0] * ranks, ended.printed
     assert_close_runs(finished_run(*BRIEF), run)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     states = [json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -79,16 +81,16 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     assert len({state["number"] for state in states}) == 1
     assert [start["ranks"] for start in json.loads((run / "environment.json").read_text())["starts"]] == [2, ranks]
     changed = [one["ranks"] for one in events if one["event"] == "environment_changed"]
-    assert changed == ([] if ranks == 2 else [f"ranks 2 -> {ranks}"])
+    assert changed == [f"ranks 2 -> {ranks}"]
 
 
 @pytest.mark.slow
 def test_two_ranks_go_back_to_a_checkpoint_as_one_does(tmp_path: Path) -> None:
     """The followers build their learners anew, from the checkpoint and with smaller steps."""
-    config = small_config(*COLLAPSES, GUARD, "iterations=3")
+    config = small_config(*COLLAPSES, GUARD, "iterations=2")
     ended = run_ranks(2, config, tmp_path / "two")
     assert ended.codes == [0, 0], ended.printed
-    assert [line["iteration"] for line in run(config, tmp_path / "one")] == [0, 1, 2, 1, 2, 3]
+    assert [line["iteration"] for line in run(config, tmp_path / "one")] == [0, 1, 2, 1, 2]
     assert_close_runs(tmp_path / "one", tmp_path / "two")
     assert metrics(tmp_path / "two")[-1]["health/rollbacks"] == 1.0
 

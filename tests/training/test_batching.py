@@ -14,7 +14,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample, Version
 from jackpot.training.batching import collate, micro_batches, mini_batches, regroup
 
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 K = 3
 lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=14)
 

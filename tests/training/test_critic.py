@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.learners import LINEAR, batches, make_learner, smallest_model, write
-from helpers.runs import run, small_config
+from helpers.runs import SHORT, run, small_config
 from jackpot.config.config import CriticConfig, OptimizerConfig
 from jackpot.core.types import Score
 from jackpot.launch.build import load_critic, make_critic
@@ -217,9 +217,15 @@ def test_the_critic_learns_what_a_prompt_is_worth(fresh):
 
 
 def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
-    overrides = ("iterations=2", "objective.advantage=gae", "critic.optimizer.learning_rate=1e-3")
+    overrides = (
+        SHORT,
+        "iterations=1",
+        "evaluation.problems=2",
+        "objective.advantage=gae",
+        "critic.optimizer.learning_rate=1e-3",
+    )
     lines = run(small_config(*overrides), tmp_path)
-    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clip_frac"} <= lines[2].keys()
+    assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clip_frac"} <= lines[1].keys()
     saved = load_value_model(tmp_path / "checkpoints" / "last" / "critic", torch.float32)
     assert saved.score.weight.abs().max() > 0.0
 

@@ -21,7 +21,7 @@ def test_all_tokens_give_the_exact_z_and_more_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"sampling.num_top_log_probs is 20, .* at most 10.*; lower it"):
         run(small_config(*ten, "iterations=1"), tmp_path / "refused")
     run(
-        small_config(*ten, "iterations=2", f"sampling.num_top_log_probs={len(TOKENS)}", "sampling.top_k=20"),
+        small_config(*ten, "iterations=1", f"sampling.num_top_log_probs={len(TOKENS)}", "sampling.top_k=20"),
         tmp_path / "run",
     )
     for line in metrics(tmp_path / "run")[1:]:
@@ -38,12 +38,12 @@ def weights(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "iterations", [6, pytest.param(500, marks=pytest.mark.slow)], ids=lambda count: f"{count} iterations"
+    "iterations", [6, pytest.param(100, marks=pytest.mark.slow)], ids=lambda count: f"{count} iterations"
 )
 def test_equal_rewards_leave_the_policy_to_distillation(iterations: int, tmp_path: Path) -> None:
     rewards = settings(tmp_path, reward=0.1 + 0.2)
     every = (f"iterations={iterations}", "evaluation.every=1000", "checkpoint.every=1000", "rollouts.every=1000")
-    few = ("batch.prompts=2", "batch.group_size=3", "sampling.max_new_tokens=3") if iterations > 100 else ()
+    few = ("batch.prompts=2", "batch.group_size=3", "sampling.max_new_tokens=3") if iterations > 6 else ()
     run(small_config(*rewards, "sampling.num_top_log_probs=10", *few, *every), tmp_path / "run")
     _, *lines = metrics(tmp_path / "run")
     assert len(lines) == iterations

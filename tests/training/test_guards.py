@@ -419,15 +419,13 @@ def test_gradients_that_are_not_finite_skip_and_stop_a_run(tmp_path, monkeypatch
     assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
 
 
-@pytest.mark.parametrize(("settings", "last"), [((), 3), (("batch.mini_batch_size=8",), 2)], ids=["1 step", "2 steps"])
-def test_steps_that_are_not_finite_send_a_run_back_before_them(settings, last, tmp_path, monkeypatch):
+def test_steps_that_are_not_finite_send_a_run_back_before_them(tmp_path, monkeypatch):
     poison(monkeypatch, first=2)  # for good, so that the second time stops the run
-    with pytest.raises(TrainingError, match=f"last 2 optimizer steps, up to iteration {last}"):
-        run(small_config(*POISONED, *settings, "guard.rollback.times=1"), tmp_path)
+    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
+        run(small_config(*POISONED, "guard.rollback.times=1"), tmp_path)
     (back,) = [event for event in events(tmp_path) if event["event"] == "rollback"]
-    assert (back["iteration"], back["back_from"], back["back_to"]) == (1, last, 1) and "non-finite" in back["why"]
-    if last == 3:  # iteration 2 has a line
-        assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
+    assert (back["iteration"], back["back_from"], back["back_to"]) == (1, 3, 1) and "non-finite" in back["why"]
+    assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
 
 
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):

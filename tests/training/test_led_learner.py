@@ -31,7 +31,9 @@ ROLES = ("policy", "rollout_model")
 
 
 def one_learner(part: object = None) -> JointLearner:
-    return make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="prepass", target="new", count="accepted"))
+    return make_learner(
+        POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa="prepass", target="new", count="accepted")
+    )
 
 
 def two_ranks(

@@ -35,8 +35,8 @@ def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
     ):
         assert [line.get(name) for line in alone] == [line.get(name) for line in share], name
     held = tmp_path / "held"
-    run(small_config("iterations=2", "rollout_model.share={schedule: step, hold: 9}"), held)
-    today = finished_run("iterations=2")
+    run(small_config(*brief, "rollout_model.share={schedule: step, hold: 9}"), held)
+    today = finished_run(*brief)
     for role in ("policy", "rollout_model"):
         ours, theirs = weights(held, role), weights(today, role)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)

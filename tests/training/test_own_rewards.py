@@ -126,7 +126,9 @@ def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> No
 def test_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: FinishedRuns) -> None:
     folder = finished_run(*WITH_VERDICT)
     lines = read_lines(folder)
-    assert [line["eval/policy_reward"] for line in lines] == [line["eval/policy_reward"] for line in read_lines(own)[:2]]
+    assert [line["eval/policy_reward"] for line in lines] == [
+        line["eval/policy_reward"] for line in read_lines(own)[:2]
+    ]
     assert all(0.0 < line["eval/policy_accuracy"] < 1.0 for line in lines)
     assert 0.0 < lines[1]["reward/correct"] < 1.0
     assert "Accuracy on 8 held-out problems, sampled" in table(folder, *WITH_VERDICT)

@@ -45,14 +45,14 @@ def test_a_run_that_collapses_goes_back_and_ends_good(tmp_path: Path) -> None:
     left = tmp_path / "superseded" / "1"
     assert accuracies(left) == [0.0, 0.0]
     assert sorted(path.name for path in (left / "checkpoints").iterdir()) == ["step-1", "step-2"]
-    assert {path.name for path in (left / "rollouts").iterdir()} == {"iteration-000001.parquet"}
+    rollouts = [f"iteration-{number:06d}.parquet" for number in (1, 2)]
+    assert sorted(path.name for path in (left / "rollouts").iterdir()) == rollouts
     assert run_config(tmp_path) == config  # the settings are what they were
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_a_kill_around_a_rollback_leaves_the_run_bit_equal(ahead: int, tmp_path: Path) -> None:
-    config = small_config(*COLLAPSES, GUARD, f"batch.ahead={ahead}")
+def test_a_kill_around_a_rollback_leaves_the_run_bit_equal(tmp_path: Path) -> None:
+    config = small_config(*COLLAPSES, GUARD, "batch.ahead=3")
     run_and_copy(config, tmp_path / "whole", tmp_path / "after", after=3)
 
     def interrupt(line: MetricsLine) -> None:

@@ -110,7 +110,9 @@ def test_a_folder_in_use_is_refused_and_one_that_was_left_is_not(tmp_path: Path)
             launch(config, tmp_path, lambda line: None)
         assert trainer.train()
     with pytest.raises(CheckpointError, match="other settings"):
-        launch(small_config(SHORT, "iterations=1", "evaluation.problems=2", "batch.prompts=8"), tmp_path, lambda line: None)
+        launch(
+            small_config(SHORT, "iterations=1", "evaluation.problems=2", "batch.prompts=8"), tmp_path, lambda line: None
+        )
     launch(config, tmp_path, lambda line: None).close()  # a start that failed holds nothing
 
 

@@ -18,7 +18,8 @@ from jackpot.training.run_folder.checkpoint import load_state
 
 REGIMES = {
     "stale, dynamic": (
-        "batch.mini_batch_size=8",
+        "batch.group_size=2",
+        "batch.mini_batch_size=4",
         "batch.ppo_epochs=2",
         "batch.micro_batch_tokens=128",
         "batch.filter_groups.max_num_gen_batches=2",
@@ -42,12 +43,12 @@ REGIMES = {
         "objective.entropy_coeff=0.01",
     ),
     "frozen policy": (
-        *("policy.optimizer=null", "objective.correction=none", "batch.mini_batch_size=4"),
+        *("policy.optimizer=null", "objective.correction=none", "batch.mini_batch_size=8"),
         *("rollout_model.share=0.0", "rollout_model.ppo_weight=0.0"),
     ),
     "on policy": ("rollout_model=null", "objective.correction=none"),
     "lora on both, gae": (
-        *("policy.lora.rank=4", "rollout_model.lora.rank=2", "batch.mini_batch_size=8"),
+        *("policy.lora.rank=4", "rollout_model.lora.rank=2"),
         *("objective.advantage=gae", "critic.optimizer.learning_rate=1e-3"),
     ),
     "lora on policy, quantized": (
@@ -75,7 +76,7 @@ def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
     """One of its models has an adapter, the other one none."""
-    config = small_config(*BRIEF, "policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3")
+    config = small_config(*BRIEF, "iterations=2", "policy.lora.rank=4", "policy.optimizer.learning_rate=1e-3")
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=1)
     (tmp_path / "killed" / "checkpoints" / "step-2.partial").mkdir()  # it was about to be written
     before = (tmp_path / "killed" / "metrics.jsonl").read_bytes()
@@ -156,7 +157,9 @@ def test_a_run_that_has_not_trained_yet_takes_other_settings(finished_run: Finis
 
 
 def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
-    run(small_config("iterations=2", "evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path)
+    run(
+        small_config(SHORT, "iterations=2", "evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path
+    )
     lines = [line for line in metrics(tmp_path) if line["iteration"]]
     best = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))["iteration"]
     assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best}"
@@ -164,7 +167,7 @@ def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_before_the_first_iteration_binds_no_start(tmp_path: Path) -> None:
-    with closing(launch(small_config(), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
+    with closing(launch(small_config(SHORT), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
         assert not trainer.train() and trainer.iteration == 0
     assert not list((tmp_path / "checkpoints").iterdir())
     run(small_config(SHORT, "iterations=1", "rollout_model.optimizer=null"), tmp_path)

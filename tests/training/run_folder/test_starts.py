@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from helpers.runs import FinishedRuns, assert_same_run, contents, metrics, run, small_config, weights
+from helpers.runs import SHORT, FinishedRuns, assert_same_run, contents, metrics, run, small_config, weights
 from jackpot.config.changes import changeable
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError
@@ -125,7 +125,7 @@ def test_a_process_without_its_folder_ends_and_writes_nothing(replaced: bool, tm
         if replaced:
             RunFolder(folder).lock()
 
-    trainer = launch(small_config("iterations=2"), folder, listen)
+    trainer = launch(small_config(SHORT, "iterations=2"), folder, listen)
     with pytest.raises(CheckpointError, match="was removed or replaced while this process trained in it"):
         trainer.train()
     trainer.close()
