@@ -733,25 +733,26 @@ def test_a_default_is_written_once():
         for name, field in block.model_fields.items()
         if isinstance(field.default, int | float | str | bool) and name not in ("name", "seed")
     }
+    names = {name for name, _ in defaults}
     repeated = [
         f"{path.relative_to(PACKAGE)}:{line} {name} = {value}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if "config" not in path.relative_to(PACKAGE).parts
-        for line, name, value in parameter_defaults(ast.parse(path.read_text()))
+        for line, name, value in parameter_defaults(ast.parse(path.read_text()), names)
         if (name, value) in defaults
     ]
     assert repeated == []
 
 
-def parameter_defaults(tree):
-    """(line, name, source of the default) of every parameter that has one."""
+def parameter_defaults(tree, names):
+    """(line, name, source of the default) of every parameter with one of these names that has one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             positional = [*node.args.posonlyargs, *node.args.args]
             given = zip(positional[::-1], node.args.defaults[::-1], strict=False)
             named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             for parameter, default in [*given, *named]:
-                if default is not None:
+                if default is not None and parameter.arg in names:
                     yield node.lineno, parameter.arg, ast.unparse(default)
 
 

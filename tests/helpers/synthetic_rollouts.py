@@ -31,7 +31,7 @@ def discovered(share: float, lift: float) -> Gap:
 
 
 def records(
-    gap: Gap, *, responses: int = 100, length: int = 20, seed: int = 0, stale: bool = False, lists: bool = True
+    gap: Gap, *, responses: int = 60, length: int = 20, seed: int = 0, stale: bool = False, lists: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield one record for each response. `stale`: an older version of the policy sampled it, else another model."""
     generator = torch.Generator().manual_seed(seed)

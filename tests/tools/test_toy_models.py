@@ -103,9 +103,9 @@ def test_the_packaged_policy_has_the_skill_but_does_not_show_it():
     """Most sums are right when it decodes greedily: what reinforcement learning has to bring out is there."""
     model = AutoModelForCausalLM.from_pretrained(starter_path("policy"))
     task = Arithmetic(make_tokenizer(), ArithmeticConfig())
-    prompts = [task.prompt("test", index) for index in range(32)]
+    prompts = [task.prompt("test", index) for index in range(16)]
     right = sum(task.score(prompt, greedy_answer(model, prompt.text), True).correct for prompt in prompts)
-    assert right >= 24
+    assert right >= 12
 
 
 def test_the_tokenizer_gives_every_character_back():
@@ -190,9 +190,8 @@ def test_a_mixture_writes_each_kind_as_often_as_it_says():
     assert kinds["47#47"] / 4000 == pytest.approx(0.3, abs=0.03)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["rollout_model", "text_rollout_model"])  # one of each lesson
 def test_making_a_starter_twice_gives_the_same_weights(name):
-    torch.manual_seed(1)
     first = make_toy_model(name, SHORT[name], seed=7).state_dict()
     torch.manual_seed(2)
     second = make_toy_model(name, SHORT[name], seed=7).state_dict()
@@ -249,7 +248,7 @@ def model_settings(folder: Path) -> dict[str, object]:
 
 def test_supervision_lowers_the_loss():
     losses = []
-    spec = replace(TOY_MODELS["rollout_model"], steps=60, batch_size=32)
+    spec = replace(TOY_MODELS["rollout_model"], steps=40, batch_size=16)
     make_toy_model("rollout_model", spec, progress=lambda _name, _step, _steps, loss: losses.append(loss))
     assert losses[-1] < 0.7 * losses[0]
 

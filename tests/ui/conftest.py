@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from helpers.folders import run_folder, save_tokens
-from helpers.runs import run, small_config
+from helpers.folders import run_folder, save_tokens, write_lines
+from helpers.runs import FinishedRuns, read_lines
 from jackpot.ui.report.report import write_report
 
 if TYPE_CHECKING:
@@ -64,11 +65,20 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two arms that have trained, one of them with two seeds."""
+def trained(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two arms that have trained, one of them with two seeds, of which the second is made up."""
     folder = tmp_path_factory.mktemp("runs")
-    for arm, seed in (("obrs", 0), ("obrs", 1), ("none", 0)):
-        run(small_config(f"seed={seed}", arm=arm), folder / f"{arm}-seed{seed}")
+    finished_run.copy(folder / "none-seed0", "iterations=2", arm="none")
+    first = finished_run.copy(folder / "obrs-seed0")
+
+    second = shutil.copytree(first, folder / "obrs-seed1", symlinks=True)
+    settings = (first / "config.yaml").read_text()
+    (second / "config.yaml").write_text(re.sub(r"^seed: 0$", "seed: 1", settings, flags=re.MULTILINE))
+    others = [
+        {name: value * 0.75 if isinstance(value, float) else value for name, value in line.items()}
+        for line in read_lines(first)
+    ]
+    write_lines(second, others)
     return folder
 
 

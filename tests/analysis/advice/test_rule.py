@@ -73,7 +73,7 @@ def test_a_share_is_worth_the_sums_of_both_models_rollouts():
 
 def test_the_share_elsewhere_is_the_variation_of_later_states(tmp_path: Path):
     """Responses of two tokens: no prefix differs at the first, and at the second those of one token do."""
-    path = write(tmp_path / "two.jsonl", records(noise(0.8), responses=1500, length=2))
+    path = write(tmp_path / "two.jsonl", records(noise(0.8), responses=1100, length=2))
     found = replay(path, names=["none", "prefix"])
     none = next(one for one in found.answer.candidates if one.label == "none")
     expected = estimate(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import FinishedRuns, run, small_config
+from helpers.runs import FinishedRuns, read_lines, small_config
 from jackpot.analysis.compare.summary import points_of, summarize
 from jackpot.core.errors import CheckpointError
 from research.study import read_summary
@@ -57,15 +57,15 @@ def test_means_are_over_the_iterations_since_an_evaluation() -> None:
     assert [point.kl for point in points] == [None, 0.1, 0.3]
 
 
-def test_a_real_run_is_summed_up_and_survives_as_text(tmp_path: Path) -> None:
-    lines = run(small_config("iterations=2", "evaluation.every=1", "seed=7"), tmp_path)
-    found = summarize(tmp_path, "obrs")
-    assert (found.arm, found.seed, found.iterations, found.problems) == ("obrs", 7, 2, 8)
-    assert [point.iteration for point in found.points] == [0, 1, 2]
+def test_a_real_run_is_summed_up_and_survives_as_text(finished_run: FinishedRuns) -> None:
+    folder = finished_run("iterations=2")
+    lines, found = read_lines(folder), summarize(folder, "obrs")
+    assert (found.arm, found.seed, found.iterations, found.problems) == ("obrs", 0, 2, 8)
+    assert [point.iteration for point in found.points] == [0, 2]
     assert found.last.tokens == lines[1]["tokens/rollout"] + lines[2]["tokens/rollout"]
     assert found.last.policy_accuracy == lines[2]["eval/policy_accuracy"]
     assert found.is_done and found.collapse is None
-    assert found.settings["seed"] == 7 and found.environment["threads"] == 1
+    assert found.settings["iterations"] == 2 and found.environment["threads"] == 1
     assert found.last.rollout_model_accuracy == lines[2]["eval/rollout_model_accuracy"]
     assert read_summary(found.to_json()) == found
     assert json.loads(found.to_json())["points"][0]["iteration"] == 0

@@ -79,7 +79,7 @@ def test_other_kernels_are_refused_and_so_are_unnamed_ones(finished: Path) -> No
 
 
 def test_another_engine_keeps_the_number_format_of_the_run(tmp_path: Path) -> None:
-    run(small_config("engine.dtype=bf16", "precision=bf16"), tmp_path, kill_after=0)
+    run(small_config("engine.dtype=bf16", "precision=bf16", "evaluation.problems=1"), tmp_path, kill_after=0)
     model, named = str(tmp_path), {"benchmarks": "arithmetic"}
     for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_num_seqs": 3}}]):
         assert evaluation_config(model, [named, *changes]).engine.dtype == "bf16"
@@ -183,7 +183,7 @@ def test_a_broken_record_is_an_error_that_says_what_to_do(record: str, finished:
     assert (finished / "config.yaml").read_bytes() == content
 
 
-@pytest.mark.parametrize("kept", [0, 3, 500, -1])
+@pytest.mark.parametrize("kept", [0, 500])
 def test_a_table_that_was_cut_short_says_what_to_do(kept: int, finished: Path) -> None:
     table = finished / "arithmetic.parquet"
     table.write_bytes(table.read_bytes()[:kept])
@@ -199,18 +199,18 @@ DAMAGE = {"number": "0", "sample": True, "response": None, "correct": 1, "reward
 DAMAGE |= {"finish": 3, "reward_error": 0}
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_line_with_nonsense_in_it_is_asked_again(name, whole, tmp_path: Path, caplog) -> None:
+def test_lines_with_nonsense_in_them_are_asked_again(whole: Path, tmp_path: Path, caplog) -> None:
     shutil.copy(whole / "config.yaml", tmp_path)
-    lacking = {field: value for field, value in LINE.items() if field != name}
-    lines = (lacking, LINE | {name: DAMAGE[name]}, LINE | {"number": 1})
+    lacking = [{field: value for field, value in LINE.items() if field != name} for name in DAMAGE]
+    damaged = [LINE | {name: value} for name, value in DAMAGE.items()]
+    lines = [*lacking, *damaged, LINE | {"number": 1}]
     (tmp_path / "arithmetic.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     evaluation(tmp_path)
     found, expected = (pq.read_table(one / "arithmetic.parquet").to_pylist() for one in (tmp_path, whole))
     assert found[2]["response"] == "2#4"  # the whole line was taken
     del found[2], expected[2]
     assert found == expected
-    assert "2 lines cannot be read" in caplog.text
+    assert "16 lines cannot be read" in caplog.text
 
 
 OWN_FILE = [{"question": f"{number}+1=", "gold": [str(number + 1)]} for number in range(3)]
@@ -238,7 +238,7 @@ def test_a_file_of_ones_own_is_a_benchmark_with_its_columns(tmp_path: Path) -> N
 def test_own_is_the_held_out_problems_of_the_run(tmp_path: Path) -> None:
     data = write_problems(tmp_path / "a.jsonl", range(5), problem=[f"{number}+1=" for number in range(5)])
     task = {"name": "math", "train": str(data), "test": {"source": str(data), "limit": 3}}
-    config = small_config().model_copy(
+    config = small_config("evaluation.problems=1").model_copy(
         update={"task": MathConfig.model_validate(task | {"template": "plain", "instruction": ""})}
     )
     run(config, tmp_path / "run", kill_after=0)

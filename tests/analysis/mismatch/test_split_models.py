@@ -15,6 +15,7 @@ from helpers.engines.architectures import VOCAB_SIZE, make_model
 from jackpot.core.errors import ModelError
 
 RANKS, PROMPT = 2, 4
+NAMES = ("qwen3", "qwen3_moe")
 SIZES = {"num_hidden_layers": 2, "num_key_value_heads": 2}
 
 
@@ -22,9 +23,16 @@ def tokens() -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(0))  # 11 are read: not even
 
 
-def _rank(rank: int, folder: Path, model: PreTrainedModel) -> None:
+def _rank(rank: int, folder: Path, models: dict[str, PreTrainedModel]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    with pytest.raises(ModelError, match=r"2 ranks cannot share out .*num_key_value_heads.: 1"):
+        split_tensors(make_model("qwen3", num_key_value_heads=1, num_hidden_layers=1))
+    torch.save({name: _numbers(model) for name, model in models.items()}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _numbers(model: PreTrainedModel) -> dict[str, Any]:
     ids, found = tokens(), {}
     for split in ("heads", "keys"):
         found[f"read {split}"] = read(model, ids, split)
@@ -35,19 +43,26 @@ def _rank(rank: int, folder: Path, model: PreTrainedModel) -> None:
     sizes = {name: weight.to_local().numel() for name, weight in part.named_parameters() if hasattr(weight, "to_local")}
     sizes |= {name: weight.numel() for name, weight in part.named_parameters() if "experts" in name}
     found |= {"read tensor": read(part, ids, "tensor"), "decode tensor": decode(part, ids, PROMPT, "tensor")}
-    with pytest.raises(ModelError, match=r"2 ranks cannot share out .*num_key_value_heads.: 1"):
-        split_tensors(make_model("qwen3", num_key_value_heads=1, num_hidden_layers=1))
-    torch.save({"found": found, "sizes": sizes}, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    return {"found": found, "sizes": sizes}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_ranks_compute_what_one_process_does_up_to_rounding(name: str, tmp_path: Path) -> None:
-    model = make_model(name, **SIZES).eval()
-    mp.start_processes(_rank, args=(tmp_path, model), nprocs=RANKS, start_method="fork")  # nothing is imported again
-    ids = tokens()
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {name: make_model(name, **SIZES).eval() for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def split(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(_rank, args=(folder, models), nprocs=RANKS, start_method="fork")  # nothing is imported again
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_compute_what_one_process_does_up_to_rounding(name: str, models, split) -> None:
+    model, each, ids = models[name], [of_rank[name] for of_rank in split], tokens()
     alone = {"read": read(model, ids, None), "decode": decode(model, ids, PROMPT, None)}
-    each: list[dict[str, Any]] = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
     with torch.no_grad():
         exact = model(ids).logits[:, :-1].double().log_softmax(-1)
     for log_probs, _ in alone.values():

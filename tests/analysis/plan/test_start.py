@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,9 @@ from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import load_recipe, recipe_names, recipe_notes, resolve
 from jackpot.core.errors import CheckpointError, ConfigError, EngineError, JackpotError, ModelError
+from jackpot.launch import checks
 from jackpot.launch.checks import check_start
+from jackpot.models.load import load_meta_model
 from jackpot.ui.commands import train as train_command
 from jackpot.ui.commands.train import train
 
@@ -54,7 +57,8 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, [], fewest, [], FlopShares(1.0, 1.0))
 
 
-def test_what_is_printed_for_every_gpu_recipe_starts() -> None:
+def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "load_meta_model", cache(load_meta_model))  # many recipes have the same models
     assert len(ON_GPUS) == 16
     for name in ON_GPUS:
         gpus, paths = STATED[name], resolve(name, None, []).model_paths()

@@ -20,6 +20,7 @@ from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.config.tasks import ColumnsConfig
 from jackpot.core.errors import CheckpointError, DataError, ModelError
 from jackpot.models.load import check_same_tokenizer, load_config, load_tokenizer
+from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math
 
@@ -226,33 +227,21 @@ def test_a_small_model_is_replaced_beside_a_large_one(tmp_path: Path) -> None:
 # Runs
 
 
-def lines_of(made: TinyRun, folder: Path) -> list[dict]:
-    """Run all iterations; check that each generated responses, scored them and trained on them."""
-    lines = run(made.config, folder)
-    assert [line["iteration"] for line in lines] == [0, 1, 2]
-    for line in lines[1:]:
-        learned(line)
-    return lines
-
-
-@pytest.mark.parametrize(
-    ("path", "other"),
-    [
-        ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base"),
-        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-3B"),
-    ],
-)
-def test_every_architecture_loads_generates_and_trains(path: str, other: str, tmp_path: Path) -> None:
+def test_other_architectures_load_generate_and_train(tmp_path: Path) -> None:
+    """Qwen3; the recipe below has Qwen2."""
+    path, other = "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base"
     rollout_model = {"path": other, "optimizer": {"learning_rate": 1.0e-3}}
-    config = own(policy={"path": path}, rollout_model=rollout_model, task={"template": "chat"})
+    config = own(policy={"path": path}, rollout_model=rollout_model, task={"template": "chat"}, iterations=1)
     made = make_tiny(config, tmp_path / "tiny")
     before = AutoModelForCausalLM.from_pretrained(made.config.policy.path)
     small_one = AutoModelForCausalLM.from_pretrained(made.config.rollout_model.path)
     assert before.config.model_type == small_one.config.model_type == load_config(path).model_type
     assert before.config.tie_word_embeddings == load_config(path).tie_word_embeddings
     assert small_one.num_parameters() < before.num_parameters() / 2
-    lines = lines_of(made, tmp_path / "run")
-    assert lines[1]["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < lines[1]["obrs/acceptance"] < 0.99
+
+    _, line = run(made.config, tmp_path / "run")
+    learned(line)
+    assert line["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < line["obrs/acceptance"] < 0.99
     after = weights(tmp_path / "run", "policy")
     moved = [not torch.equal(after[name], value) for name, value in before.state_dict().items() if name in after]
     assert len(moved) == len(after) and all(moved)
@@ -263,18 +252,19 @@ def test_every_architecture_loads_generates_and_trains(path: str, other: str, tm
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyRun, list[dict]]:
     folder = tmp_path_factory.mktemp("joint")
-    config = resolve("joint_3b", "jackpot", ["policy.optimizer.learning_rate=1e-3"])
+    config = resolve("joint_3b", "jackpot", ["policy.optimizer.learning_rate=1e-3", "evaluation.benchmarks=[gsm8k]"])
     made = make_tiny(config, folder / "tiny")
-    return folder, config, made, lines_of(made, folder)
+    return folder, config, made, run(made.config, folder)
 
 
 def test_a_recipe_runs_without_hub_or_data(joint) -> None:
-    folder, config, made, lines = joint
-    for benchmark in config.evaluation.benchmark_names:
-        assert math.isfinite(lines[2][f"eval/{benchmark}/mean_at_k"])
-        rows = (folder / "eval" / f"iteration-000002-{benchmark}.jsonl").read_text().splitlines()
-        assert len(rows) == 4 * 2
-    assert len(made.data) == 5 and all("made up in place of" in line for line in made.data)
+    folder, _, made, lines = joint
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        learned(line)
+    assert math.isfinite(lines[2]["eval/gsm8k/mean_at_k"])
+    assert len((folder / "eval" / "iteration-000002-gsm8k.jsonl").read_text().splitlines()) == 4 * 2
+    assert len(made.data) == 3 and all("made up in place of" in line for line in made.data)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     shown = {(one["split"], one["source"], one["rows"]) for one in events if one["event"] == "data"}
     assert shown >= {("train", "math", 4), ("test", "math500", 4)}
@@ -330,12 +320,12 @@ def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
     data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}, "streaming": True}
     config = own(task={"train": data, "test": data | {"streaming": False}}, evaluation={"benchmarks": [str(path)]})
     made = make_tiny(config, tmp_path / "tiny")
-    lines = lines_of(made, tmp_path / "run")
     files = ("train/mine.jsonl", "test/mine.jsonl", "benchmarks/mine.jsonl")
     first, *others = (rows_of(made, file) for file in files)
     assert all(rows == first for rows in others) and made.config.task.train.streaming
     assert first[3] == {"id": "3", "problem": "what is 3?", "answer": ["3"]}
-    assert math.isfinite(lines[2]["eval/mine/mean_at_k"])
+    prompts = PromptStream(Math(own_tokenizer(BYTES), made.config.task), "train", seed=0).next(4)
+    assert {prompt.answer for prompt in prompts} == {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])

@@ -69,9 +69,9 @@ def test_answers_come_after_all_tokens_and_long_ones_do_not(tmp_path: Path) -> N
 
 
 def test_a_folders_tokenizer_is_taken_and_answers_occur(tmp_path: Path) -> None:
-    """A tokenizer of 20,000 tokens: of 12 answer tokens, each in a hundred samples has one."""
+    """A tokenizer of 5,000 tokens: of 12 answer tokens, each in a hundred samples has one."""
     tokenizer = own_tokenizer(BYTES)
-    tokenizer.add_tokens([f"word{number}" for number in range(20_000)])
+    tokenizer.add_tokens([f"word{number}" for number in range(5_000)])
     tokenizer.save_pretrained(tmp_path / "large")
     like = load_config("Qwen/Qwen3-8B-Base")
     like.save_pretrained(tmp_path / "large")

@@ -351,7 +351,7 @@ def test_a_stray_file_among_a_dump_is_told(tmp_path):
 
 
 def test_responses_without_a_policy_are_left_out_and_told(tmp_path):
-    lines = list(records(noise(0.3), responses=60))
+    lines = list(records(noise(0.3)))
     for name in ("old_log_probs", "log_probs"):
         del lines[4][name]
     found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
@@ -379,7 +379,7 @@ def test_files_are_read_in_the_order_of_their_steps(tmp_path):
 
 
 def test_damaged_lines_are_named_and_the_rest_is_replayed(tmp_path):
-    lines = [json.dumps(line) for line in records(noise(0.3), responses=60)]
+    lines = [json.dumps(line) for line in records(noise(0.3))]
     short = json.loads(lines[1]) | {"rollout_log_probs": [-1.0]}
     nan = json.loads(lines[2]) | {"old_log_probs": [float("nan")] * 20}
     above = json.loads(lines[3]) | {"rollout_log_probs": [0.5] * 20}
@@ -463,7 +463,7 @@ def test_experiences_of_unequal_columns_cost_some_rows(tmp_path):
 
 
 def test_lines_nested_without_end_are_named_and_counted(tmp_path):
-    lines = [json.dumps(line) for line in records(noise(0.3), responses=60)]
+    lines = [json.dumps(line) for line in records(noise(0.3))]
     deep = "[" * 100_000
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*lines, *[deep] * 25]))

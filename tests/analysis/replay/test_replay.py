@@ -18,6 +18,7 @@ from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.ui.views.replay import corrections, facts
 
 SIMPLE = ("none", "tis")  # enough where what is asked does not depend on the other corrections
+WITH_MASK = (*SIMPLE, "obrs")
 BY_TOKEN = sorted({one.name for one in settings_of(None, ()) if not one.weighs_whole_responses})
 
 
@@ -40,13 +41,13 @@ def candidates(found: ReplayResult, label: str):
 
 
 def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
-    found = of(tmp_path, noise(0.02))
+    found = of(tmp_path, noise(0.02), names=WITH_MASK)
     assert (found.answer.verdict, found.answer.correction) == ("none needed", "none")
-    assert "No correction is needed" in found.answer.sentence and "Judged on 2,000 tokens" in found.answer.sentence
+    assert "No correction is needed" in found.answer.sentence and "Judged on 1,200 tokens" in found.answer.sentence
 
 
 def test_of_one_distribution_no_variation_is_left(tmp_path):
-    found = of(tmp_path, noise(0.0), responses=60)
+    found = of(tmp_path, noise(0.0), responses=20)
     for one in found.answer.candidates:
         assert one.tv_after_correction.value == pytest.approx(0.0, abs=1e-9)
         assert one.effective.value == pytest.approx(1.0)
@@ -70,7 +71,7 @@ def test_weights_of_a_heavy_tail_cost_more_than_they_correct(tmp_path):
 
 
 def test_the_sampled_mask_of_obrs_is_never_recommended(tmp_path):
-    found = of(tmp_path, noise(0.8), names=[*SIMPLE, "obrs"], responses=100)
+    found = of(tmp_path, noise(0.8), names=WITH_MASK)
     sampled, expected = candidates(found, "obrs"), candidates(found, "obrs expected")
     assert sampled.tv_after_correction.value == pytest.approx(expected.tv_after_correction.value)
     assert sampled.effective.value < 0.95 * expected.effective.value
@@ -96,9 +97,9 @@ def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
 
 
 def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
-    found = of(tmp_path, noise(0.4), responses=60, stale=True)
+    found = of(tmp_path, noise(0.4), names=WITH_MASK, stale=True)
     assert found.answer.settings == {"name": "tis", "proximal": "new"}
-    heavy = of(tmp_path, discovered(share=0.1, lift=8.0), responses=100, stale=True)
+    heavy = of(tmp_path, discovered(share=0.1, lift=8.0), names=WITH_MASK, stale=True)
     assert heavy.answer.settings == {"name": "tis", "proximal": "new"}
     assert (
         candidates(found, "none").tv_after_correction.value > 0.05
@@ -106,12 +107,12 @@ def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
 
 
 def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
-    found = of(tmp_path, noise(0.05), responses=60, stale=True)
+    found = of(tmp_path, noise(0.05), names=SIMPLE, stale=True)
     assert found.answer.verdict == "none needed"
 
 
 def test_no_correction_closes_the_gap_of_far_models(tmp_path):
-    found = of(tmp_path, noise(5.0), responses=60)
+    found = of(tmp_path, noise(5.0), names=[*WITH_MASK, "prefix"])
     assert (found.answer.verdict, found.answer.correction) == ("too far", None)
     assert "closer rollout model" in found.answer.sentence
 
@@ -161,7 +162,7 @@ def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
 def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
     assert {one.setting.name for one in mild.corrections} == set(CORRECTIONS)
     assert mild.left_out == ()
-    bare = of(tmp_path, noise(0.3), responses=60, lists=False)
+    bare = of(tmp_path, noise(0.3), lists=False)
     assert set(CORRECTIONS) - {one.setting.name for one in bare.corrections} == {"obrs", "reweight_only", "z_only"}
     assert any("obrs" in text and "top-k lists" in text for text in bare.left_out)
     assert "Sampled, not summed" in bare.answer.sentence
@@ -170,7 +171,7 @@ def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
 @pytest.mark.parametrize("size", [0.3, 1.0])
 def test_the_sampled_variation_is_never_far_too_small(tmp_path, size):
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
-    found = of(tmp_path, noise(size), names=BY_TOKEN, responses=200)
+    found = of(tmp_path, noise(size), names=BY_TOKEN, responses=40, length=100)
     for one in found.corrections:
         label, means = one.setting.label, {name: float(entry.value) for name, entry in one.sums.items()}
         if size == 0.3:
@@ -234,13 +235,13 @@ def test_wrong_log_probs_are_noticed_beside_lists_that_hold_most(tmp_path):
 
 def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
     """In half of the responses the policy had moved, and Z of the old policy is not known there."""
-    monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
-    fresh = list(records(noise(0.3), responses=60))
-    stale = list(records(noise(0.3), responses=60, seed=1))
+    monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 1_200)
+    fresh = list(records(noise(0.3)))
+    stale = list(records(noise(0.3), seed=1))
     for line in stale:
         line["uid"] += " stale"
         line["old_log_probs"] = [value - 0.05 for value in line["log_probs"]]
-    found = replayed(tmp_path, fresh + stale, names=[*SIMPLE, "obrs"])
+    found = replayed(tmp_path, fresh + stale, names=WITH_MASK)
     labels = {one.label for one in found.answer.candidates}
     assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
     assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis new").known == 1.0
@@ -267,7 +268,7 @@ def test_the_stale_variation_is_between_old_and_new_policy(tmp_path):
 
 
 def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypatch):
-    path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=50))
+    path = write(tmp_path / "synthetic.jsonl", records(noise(0.3)))
     whole = replay(path, names=["tis", "icepop", "is"])
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     small = replay(path, names=["tis", "icepop", "is"])
@@ -278,7 +279,7 @@ def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypa
 
 def test_the_gaps_of_the_first_and_the_last_file_are_given(tmp_path):
     for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
-        write(tmp_path / f"{step}.jsonl", records(noise(size), responses=60, seed=step, lists=False))
+        write(tmp_path / f"{step}.jsonl", records(noise(size), seed=step, lists=False))
     found = dict(replay(tmp_path, names=["none"]).ends)
     alone = replay(tmp_path / "10.jsonl", names=["none"])
     assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["total_variation"].value))}
@@ -296,38 +297,43 @@ def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
     assert replayed(tmp_path, lines, names=SIMPLE).answer.verdict == "none needed"
 
 
-@pytest.mark.parametrize("why", ["name a token twice", "hold 1.5 of all", "not of the same shape"])
-def test_a_list_that_no_distribution_has_costs_its_response(tmp_path, why):
-    lines = list(records(noise(0.3), responses=60))
-    lines[3] = json.loads(json.dumps(lines[3]))  # records share their lists of ids
-    ids, log_probs = lines[3]["rollout_top_ids"][5], lines[3]["rollout_top_log_probs"][5]
-    if why == "name a token twice":  # as a top 20 of a vocabulary of 10
-        ids[1] = ids[0]
-        log_probs[1] = -30.0
-    elif why == "hold 1.5 of all":
-        log_probs[:] = [math.log(1.5 / len(log_probs))] * len(log_probs)
-    else:
-        lines[3]["rollout_top_log_probs"] = [row[:2] for row in lines[3]["rollout_top_log_probs"]]
+def test_a_list_that_no_distribution_has_costs_its_response(tmp_path):
+    lines = list(records(noise(0.3), responses=10))
+    lines[3:6] = [json.loads(json.dumps(line)) for line in lines[3:6]]  # records share their lists of ids
+    twice, too_much, short = lines[3:6]
+    ids, log_probs = twice["rollout_top_ids"][5], twice["rollout_top_log_probs"][5]
+    ids[1], log_probs[1] = ids[0], -30.0  # as a top 20 of a vocabulary of 10
+    held = too_much["rollout_top_log_probs"][5]
+    held[:] = [math.log(1.5 / len(held))] * len(held)
+    short["rollout_top_log_probs"] = [row[:2] for row in short["rollout_top_log_probs"]]
+
     found = replayed(tmp_path, lines, names=["none"])
-    assert found.unreadable == 1 and why in found.problems[0] and float(found.run["responses"].value) == 59
-    if why == "name a token twice":
-        log_probs[1] = -math.inf  # padding
-        assert replayed(tmp_path, lines, names=["none"]).unreadable == 0
+    assert found.unreadable == 3 and float(found.run["responses"].value) == 7
+    for why in ("name a token twice", "hold 1.5 of all", "not of the same shape"):
+        assert any(why in problem for problem in found.problems), why
+
+    log_probs[1] = -math.inf  # padding
+    assert replayed(tmp_path, lines, names=["none"]).unreadable == 2
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("old_log_probs", -math.inf), ("advantages", math.nan), ("rollout_log_probs", -9999.0), ("log_probs", math.nan)],
-)
-def test_one_value_that_is_no_number_decides_nothing(tmp_path, column, value):
+NO_NUMBERS = {"old_log_probs": -math.inf, "advantages": math.nan, "rollout_log_probs": -9999.0, "log_probs": math.nan}
+
+
+def test_values_that_are_no_numbers_decide_nothing(tmp_path):
     lines = list(records(noise(0.3), lists=False))
-    lines[3] |= {"advantages": [1.0] * 20, "log_probs": list(lines[3]["log_probs"])}
-    without = replayed(tmp_path, lines[:3] + lines[4:], names=SIMPLE)
-    lines[3][column][5] = value
+    without = replayed(tmp_path, lines[4:], names=SIMPLE)
+    for line, (column, value) in zip(lines, NO_NUMBERS.items(), strict=False):
+        line |= {"advantages": [1.0] * 20, "log_probs": list(line["log_probs"])}
+        line[column][5] = value
+
     found = replayed(tmp_path, lines, names=SIMPLE)
-    assert found.unreadable == 1 and f"response 4: {column} has {value:g}" in found.problems[0]
-    assert "sampled_mask" in found.problems[0] and found.answer.sentence == without.answer.sentence
-    lines[3]["sampled_mask"] = [position != 5 for position in range(20)]
+    assert found.unreadable == 4 and found.answer.sentence == without.answer.sentence
+    for response, (column, value) in enumerate(NO_NUMBERS.items(), start=1):
+        [problem] = [one for one in found.problems if f"{column} has {value:g}" in one]
+        assert f"response {response}: " in problem and "sampled_mask" in problem
+
+    for line in lines[:4]:
+        line["sampled_mask"] = [position != 5 for position in range(20)]
     assert replayed(tmp_path, lines, names=["none"]).unreadable == 0
 
 
@@ -340,15 +346,15 @@ def test_numbers_that_overflow_give_no_answer(tmp_path):
 
 def test_what_has_no_sampled_token_or_is_no_object_is_counted(tmp_path):
     lines = list(records(noise(0.3)))
-    for line in lines[:70]:
+    for line in lines[:40]:
         line["sampled_mask"] = [False] * 20
     path = write(tmp_path / "synthetic.jsonl", iter(lines))
     path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
     found = replay(path, names=["none"])
-    assert float(found.run["responses"].value) == 30 and any("70 responses" in text for text in found.left_out)
-    assert found.unreadable == 31 and "line 101 is no JSON object" in found.problems[0]
-    with pytest.raises(DataError, match="70 responses: they have no sampled token"):
-        replayed(tmp_path, lines[:70])
+    assert float(found.run["responses"].value) == 20 and any("40 responses" in text for text in found.left_out)
+    assert found.unreadable == 31 and "line 61 is no JSON object" in found.problems[0]
+    with pytest.raises(DataError, match="40 responses: they have no sampled token"):
+        replayed(tmp_path, lines[:40])
 
 
 def test_the_run_has_tables_without_any_correction(tmp_path):
@@ -373,9 +379,9 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
     lines = list(records(noise(0.3)))
     for name in [name for name in lines[0] if "top" in name]:
         del lines[0][name]
-    found = replayed(tmp_path, lines, names=[*SIMPLE, "obrs"])
-    assert candidates(found, "tis").known == pytest.approx(99 / 100) and found.answer.correction == "tis"
-    assert any("obrs" in text and "1,980 of 2,000 tokens" in text for text in found.left_out)
+    found = replayed(tmp_path, lines, names=WITH_MASK)
+    assert candidates(found, "tis").known == pytest.approx(59 / 60) and found.answer.correction == "tis"
+    assert any("obrs" in text and "1,180 of 1,200 tokens" in text for text in found.left_out)
 
 
 def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
