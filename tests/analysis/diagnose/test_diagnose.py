@@ -10,7 +10,8 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from helpers.runs import FinishedRuns, small_config
+from helpers.folders import write_lines
+from helpers.runs import FinishedRuns, read_lines, small_config
 from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
@@ -529,9 +530,14 @@ def test_what_to_try_are_settings_that_exist() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(finished_run: FinishedRuns) -> Path:
-    """A small run that is not finished."""
-    return finished_run("iterations=8", "evaluation.every=8", "checkpoint.every=8", kill_after=6)
+def folder(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run that is not finished: two of its four iterations stand in for the fifth and the sixth."""
+    folder = finished_run.copy(tmp_path_factory.mktemp("unfinished"))
+    lines = read_lines(folder)
+    lines += [line | {"iteration": line["iteration"] + 2} for line in lines[3:]]
+    write_lines(folder, lines)
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("iterations: 4", "iterations: 8"))
+    return folder
 
 
 def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:

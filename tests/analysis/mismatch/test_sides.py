@@ -1,5 +1,6 @@
 """Two sides made of real models: what they are, and how far apart."""
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from helpers.engines.architectures import make_model
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.learners import batches, make_learner, smallest_model, write
-from helpers.runs import FinishedRuns, run, small_config
+from helpers.runs import FinishedRuns, small_config
 from jackpot.analysis.mismatch import learner
 from jackpot.analysis.mismatch.learner import learner_model, learner_scores
 from jackpot.analysis.mismatch.mismatch import MismatchPair, measure_mismatch
@@ -282,9 +284,10 @@ def test_sets_of_problems_take_the_place_of_the_task():
 
 
 def test_a_runs_engine_writes_and_its_policy_reads(finished_run: FinishedRuns, tmp_path: Path):
-    short = ("iterations=1", "batch.prompts=1", "evaluation.problems=1", "sampling.temperature=0.9")
+    finished_run.copy(tmp_path, "iterations=2")
     heads = ("head_dtype=fp32", "engine.head_dtype=fp32")
-    run(small_config(*short, *heads, "engine.dtype=bf16", "precision=bf16"), tmp_path)
+    written = small_config("sampling.temperature=0.9", *heads, "engine.dtype=bf16", "precision=bf16")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(written.model_dump_json())))
     config = mismatch_config(str(tmp_path), [], [[{"dtype": "fp32"}]], [])
     [sampler], [learner] = config.samplers, config.learners
     assert (Path(sampler.path).name, Path(learner.path).name) == ("rollout_model", "policy")

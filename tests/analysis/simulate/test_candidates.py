@@ -26,7 +26,11 @@ TEMPERATURE = 0.8
 @pytest.fixture
 def few_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge two corrections, where what is asked does not depend on the others."""
-    monkeypatch.setattr(candidates, "settings_of", lambda config, names: settings_of(config, ("none", "tis")))
+    judge_only(monkeypatch, "none", "tis")
+
+
+def judge_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(candidates, "settings_of", lambda config, _: settings_of(config, names))
 
 
 def log_probs(model, prompt: list[int], response: list[int], temperature: float) -> np.ndarray:
@@ -73,7 +77,7 @@ def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pyte
 @pytest.mark.usefixtures("few_corrections")
 def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     config = small_config()
-    bench = PairBench(config, "starter:policy", ["starter:rollout_model"], prompts=20, seed=4)
+    bench = PairBench(config, "starter:policy", ["starter:rollout_model"], prompts=8, seed=4)
     written = bench.answers("starter:rollout_model")
     found = bench.measure("starter:policy", "starter:rollout_model")
     models = [
@@ -89,7 +93,7 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     kept = np.minimum(p, q)
     z = kept.sum(1)
     near = {"rel": 1e-4, "abs": 1e-6}
-    assert found.states == len(z) == written.tokens and found.responses == 20
+    assert found.states == len(z) == written.tokens and found.responses == 8
     assert found.kl_policy_rollout == pytest.approx((p * (target - rollout)).sum(1).mean(), **near)
     assert found.kl_rollout_policy == pytest.approx((q * (rollout - target)).sum(1).mean(), **near)
     assert found.kl_after == pytest.approx((p * (target - np.log(kept / z[:, None]))).sum(1).mean(), **near)
@@ -102,14 +106,14 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
         ]
     )
     assert found.sequence_log_ratio == pytest.approx(ratios.mean(), **near)
-    assert found.sequence_ess == pytest.approx(np.exp(ratios).sum() ** 2 / (20 * np.exp(2 * ratios).sum()), **near)
+    assert found.sequence_ess == pytest.approx(np.exp(ratios).sum() ** 2 / (8 * np.exp(2 * ratios).sum()), **near)
     assert found.accuracy == written.accuracy and found.policy_accuracy == bench.answers("starter:policy").accuracy
     assert (found.parameters, found.policy_parameters) == (88_512, 280_416)
 
 
 @pytest.mark.usefixtures("few_corrections")
 def test_a_closer_candidate_has_a_smaller_gap() -> None:
-    same, other = simulate_candidates(small_config(), ["starter:policy", "starter:rollout_model"], prompts=12, seed=0)
+    same, other = simulate_candidates(small_config(), ["starter:policy", "starter:rollout_model"], prompts=4, seed=0)
     assert (same.name, other.name) == ("starter:policy", "starter:rollout_model")
     assert same.kl_policy_rollout < 1e-9 and same.acceptance == pytest.approx(1.0) and same.size_share == 1.0
     assert same.sequence_ess == pytest.approx(1.0) and same.answer["verdict"] == "cannot tell"
@@ -126,7 +130,8 @@ def test_a_model_that_knows_nothing_is_too_far_away(tmp_path: Path) -> None:
 
 def test_simulate_advises_what_replay_advises(tmp_path: Path, monkeypatch) -> None:
     """The rollouts of a simulation as a dump, without the columns of any run."""
-    kept = []
+    kept, names = [], ("none", "tis", "prefix", "dppo", "obrs")
+    judge_only(monkeypatch, *names)
 
     def keep(*arguments):
         kept.extend(saved_responses(*arguments))
@@ -137,7 +142,7 @@ def test_simulate_advises_what_replay_advises(tmp_path: Path, monkeypatch) -> No
     rows = [{name: _plain(getattr(row, name)) for name in row.__dataclass_fields__} for row in kept]
     path = tmp_path / "dump.jsonl"
     path.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
-    replayed = replay(path).answer.numbers()
+    replayed = replay(path, names=names).answer.numbers()
     assert replayed["correction"] == one.answer["correction"] == "tis"
     found, expected = ({row["label"]: row["worth"] for row in part["candidates"]} for part in (one.answer, replayed))
     for label in ("none", "tis", "obrs expected", "prefix low=1 high=1", "dppo"):

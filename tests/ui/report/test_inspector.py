@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -132,15 +132,15 @@ def test_long_responses_leave_fewer_iterations(tmp_path: Path) -> None:
     for run in ("a", "b", "c"):
         run_folder(tmp_path / run, [{"a/b": 1.0}])
         for iteration in range(10, 80, 10):
-            save_tokens(tmp_path / run, iteration, [["x"] * 100] * 5)
-    # 400 tokens a run: no room for 4 responses at two iterations, so both ends have what fits
-    tokens, _ = inspector_data(of(tmp_path), max_tokens=1200)
+            save_tokens(tmp_path / run, iteration, [["x"] * 10] * 5)
+    # 40 tokens a run: no room for 4 responses at two iterations, so both ends have what fits
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=120)
     assert listed(tokens) == {run: {10: 2, 70: 2} for run in "abc"}
     assert tokens.left_out.rows[0] == ("a", "2 of 7", "4 of 35")
-    tokens, _ = inspector_data(of(tmp_path), max_tokens=3600)  # 12 responses a run
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=360)  # 12 responses a run
     assert listed(tokens) == {run: {10: 4, 40: 4, 70: 4} for run in "abc"}
     assert tokens.left_out.rows[2] == ("c", "3 of 7", "12 of 35")
-    tokens, _ = inspector_data(of(tmp_path), max_tokens=250)  # less than one response a run
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=25)  # less than one response a run
     assert listed(tokens) == {"a": {70: 1}, "b": {70: 1}}
     assert [row[0] for row in tokens.left_out.rows] == ["a", "b", "c"] and "longer" not in tokens.left_out.note
 
@@ -163,12 +163,12 @@ def test_a_response_longer_than_all_the_room_is_there_once(tmp_path: Path) -> No
 def test_lengths_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
     run_folder(tmp_path, [{"a/b": 1.0}])
     for iteration in (1, 2, 3):
-        save_tokens(tmp_path, iteration, [["x"] * (200 if row % 2 else 2) for row in range(64)])
-    tokens, _ = inspector_data(of(tmp_path), max_tokens=6000)
+        save_tokens(tmp_path, iteration, [["x"] * (40 if row % 2 else 2) for row in range(32)])
+    tokens, _ = inspector_data(of(tmp_path), max_tokens=720)
     lengths = [unpacked(tokens.packs[one["pack"]])["lengths"] for one in tokens.index["runs"][0]["iterations"]]
-    assert len(lengths) == 3 and sum(map(sum, lengths)) <= 6000
+    assert len(lengths) == 3 and sum(map(sum, lengths)) <= 720
     for of_iteration in lengths:
-        assert 0.35 <= sum(length == 200 for length in of_iteration) / len(of_iteration) <= 0.65
+        assert 0.35 <= sum(length == 40 for length in of_iteration) / len(of_iteration) <= 0.65
 
 
 @given(st.lists(st.integers(0, 50), max_size=200), st.integers(0, 2000))
@@ -188,7 +188,8 @@ def test_chosen_rows_come_from_all_over_the_file() -> None:
     assert len(counts) == 10 and set(counts.values()) <= {9, 10, 11}
 
 
-@given(st.lists(st.floats(-1e30, 1e30) | st.sampled_from([np.inf, -np.inf, np.nan]), max_size=50), st.integers(2, 6))
+@given(st.lists(st.floats(-1e30, 1e30) | st.sampled_from([np.inf, -np.inf, np.nan]), max_size=20), st.integers(2, 6))
+@settings(max_examples=40)
 def test_rounding_keeps_significant_digits(values: list[float], digits: int) -> None:
     ours = significant(np.array(values), digits)
     for one, value in zip(ours, values, strict=True):
