@@ -161,7 +161,8 @@ def test_tensors_are_counted_while_they_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [ALONE, pytest.param(("policy.lora.rank=4",), marks=pytest.mark.slow)]  # of two, one without a gradient
+    "settings",
+    [ALONE, pytest.param(("policy.lora.rank=4",), marks=pytest.mark.slow)],  # of two, one without a gradient
 )
 def test_later_tiles_are_not_run_and_the_peak_is_the_same(
     settings: tuple[str, ...], paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -262,8 +262,7 @@ def test_a_recipe_runs_without_hub_or_data(joint) -> None:
 def test_small_models_train_whole_with_the_architecture_of_large_ones(joint) -> None:
     folder, config, made, _ = joint
     before, small_one = (
-        AutoModelForCausalLM.from_pretrained(path)
-        for path in (made.config.policy.path, made.config.rollout_model.path)
+        AutoModelForCausalLM.from_pretrained(path) for path in (made.config.policy.path, made.config.rollout_model.path)
     )
     like = load_config(config.policy.path)
     assert before.config.model_type == small_one.config.model_type == like.model_type
