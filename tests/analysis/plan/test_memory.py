@@ -103,6 +103,7 @@ def test_logits_that_forward_keeps_are_counted(plan) -> None:
     assert plan().training - plan("head_logits_memory=0").training == 2 * tokens * V * 4
 
 
+@pytest.mark.slow
 def test_a_critic_is_planned_too(paths: tuple[str, str], plan) -> None:
     settings = (*paths, *ALONE, "objective.advantage=gae", "critic.optimizer.learning_rate=1e-4")
     config = small_config(*settings)
