@@ -70,6 +70,13 @@ def test_sample_shows_both_models_before_and_after(trained: tuple[Path, str]) ->
     assert "policy" in result.stdout and "rollout model" in result.stdout and "answer:" in result.stdout
 
 
+@pytest.fixture
+def quick_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without the step on fake tensors, which takes seconds and says only how much memory is needed."""
+    monkeypatch.setattr("jackpot.analysis.plan.memory.dry_step", lambda config, shape: 2**20)
+
+
+@pytest.mark.usefixtures("quick_plan")
 def test_a_dry_run_says_how_many_ranks_train(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     plan = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
@@ -96,6 +103,7 @@ def plan_of(*arguments: str, cwd: Path) -> str:
     return " ".join(result.stdout.replace("│", " ").split())
 
 
+@pytest.mark.usefixtures("quick_plan")
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     plan = plan_of("--arm", "tis", "seed=3", cwd=tmp_path)
     for text in ("sequences", "correction", "tis", "run folder", "runs/quickstart-tis-seed3", "memory"):
@@ -104,6 +112,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert "H100" not in plan
 
 
+@pytest.mark.usefixtures("quick_plan")
 def test_the_command_behind_a_plan_trains_into_its_folder(tmp_path: Path) -> None:
     frozen = "rollout_model.optimizer=null"
     plan = plan_of("--arm", "none", frozen, "--run", "my run", cwd=tmp_path)
@@ -112,12 +121,14 @@ def test_the_command_behind_a_plan_trains_into_its_folder(tmp_path: Path) -> Non
     assert "policy 280,416, rollout model 0 parameters" in plan
 
 
+@pytest.mark.usefixtures("quick_plan")
 def test_the_plan_names_the_engines(tmp_path: Path) -> None:
     plan = plan_of(*SERVERS, "evaluation.engine=transformers", cwd=tmp_path)
     for text in ("vllm_server in fp32", "http://127.0.0.1:1", "evaluation of the policy", "transformers"):
         assert text in plan
 
 
+@pytest.mark.usefixtures("quick_plan")
 def test_the_plan_says_what_engines_compute_with(tmp_path: Path) -> None:
     engine = ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "engine.attn_implementation=eager")
     plan = plan_of(*engine, "evaluation.engine=transformers", "policy.lora.rank=8", cwd=tmp_path)
@@ -126,6 +137,7 @@ def test_the_plan_says_what_engines_compute_with(tmp_path: Path) -> None:
     assert "policy 39,168 (LoRA of rank 8), rollout model 88,512 parameters" in plan
 
 
+@pytest.mark.usefixtures("quick_plan")
 def test_the_plan_of_a_large_model_says_what_is_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_hub(monkeypatch, tmp_path / "nothing")
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
@@ -335,6 +347,7 @@ def test_starter_copies_a_pair_and_overwrites_nothing(options, names, tmp_path: 
     assert isinstance(again.exception, ConfigError) and "exists already" in str(again.exception)
 
 
+@pytest.mark.usefixtures("quick_plan")
 def test_every_answer_fits_80_columns(finished_run: FinishedRuns, tmp_path: Path) -> None:
     """All but lines with commands and names of files, which are copied and never broken."""
     run = str(finished_run())

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.commands import jackpot
+from jackpot.analysis.plan import tiny
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.ui import cli
 
@@ -24,8 +25,11 @@ arms:
 
 @pytest.fixture(autouse=True, scope="module")
 def without_data() -> Iterator[None]:
+    """No data on this disk, and a smaller run than a user gets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(DATA_FOLDER, raising=False)
+        patch.setattr(tiny, "SEQUENCES", 8)
+        patch.setattr(tiny, "GROUP", 2)
         yield
 
 
