@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jackpot
 from helpers.paths import ROOT
-from helpers.programs import run, without
 
 PACKAGE = Path(jackpot.__file__).parent
 
@@ -22,9 +21,3 @@ def test_the_package_names_what_it_has():
     assert set(jackpot.__all__) <= set(dir(jackpot)) and jackpot.__version__
     assert {*jackpot._MODULES, "obrs"} == set(jackpot.__all__)
     assert (PACKAGE / "py.typed").is_file()
-
-
-def test_a_name_that_needs_an_extra_says_how_it_is_installed():
-    done = run(without(["transformers"]) + "import jackpot\njackpot.train")
-    assert "ImportError: jackpot.train needs the extra `train`: pip install -c constraints.txt" in done.stderr
-    assert "'.[train]' in a clone" in done.stderr

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 RTOL = 1e-12
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 lams = st.one_of(st.sampled_from([0.2, 1.0, 3.0]), st.floats(1e-3, 1e3))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from helpers.runs import run, small_config, weights
+from helpers.runs import SHORT, run, small_config, weights
 from jackpot.core.errors import ModelError
 from jackpot.launch.build import load_critic, load_trained
 from jackpot.models.forward import backbone, can_share_prompts, checkpoint_activations, pad_tokens, predicting_hidden
@@ -89,7 +89,7 @@ def test_a_run_learns_the_same_with_checkpointed_activations(tmp_path) -> None:
     """Up to rounding: a group's prompt is read once without, and with each response with it. The policy has an adapter,
     the rollout model has none."""
     for name in ("false", "true"):
-        settings = (f"activation_checkpointing={name}", "iterations=1", "policy.lora.rank=2")
+        settings = (f"activation_checkpointing={name}", "iterations=1", "policy.lora.rank=2", "batch.prompts=2", SHORT)
         run(small_config(*settings), tmp_path / name)
     for role in ("policy", "rollout_model"):
         kept, computed_again = (weights(tmp_path / name, role) for name in ("false", "true"))

@@ -89,9 +89,9 @@ def test_no_model_attends_by_cudnn(original, read):
 
 
 def test_weights_lie_where_torch_puts_its_own(tmp_path):
-    critic = load.load_value_model("starter:rollout_model", torch.float32)
+    critic = load_value_model("starter:rollout_model", torch.float32)
     critic.save_pretrained(tmp_path)  # its bias of 4 bytes comes first, and moves the others
-    again = load.load_value_model(tmp_path, torch.float32)
+    again = load_value_model(tmp_path, torch.float32)
     assert {weight.data_ptr() % 64 for one in (critic, again) for weight in one.parameters()} == {0}
     tied = load_model("starter:rollout_model", torch.float32)
     assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
@@ -113,8 +113,8 @@ def maps() -> list[str]:
     return Path("/proc/self/maps").read_text().splitlines()
 
 
-@pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, "1MB"), (torch.bfloat16, "1MB"), (torch.float32, "10KB")])
+@pytest.mark.parametrize("load_it", [load_model, load_value_model])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, "1MB"), (torch.float32, "10KB")])
 def test_weights_that_stay_in_files_are_those_that_are_loaded(folder, tmp_path, dtype, size, load_it):
     model = qwen(tie_word_embeddings=False).to(dtype)
     model.generation_config = GenerationConfig(eos_token_id=[3, 4])
@@ -210,7 +210,7 @@ def test_json_of_strange_content_is_no_traceback(folder, file, content, place):
 
 
 @PLACES
-@pytest.mark.parametrize("keep", [0.5, 0.999, 0.0])
+@pytest.mark.parametrize("keep", [0.999, 0.0])
 def test_truncated_weights_are_refused(folder, keep, place):
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
@@ -226,9 +226,16 @@ def test_corrupt_weights_are_refused(folder):
 
 
 @PLACES
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, -2e6])
-@pytest.mark.parametrize("load_it", [load_model, load.load_value_model])
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize(
+    ("value", "load_it", "name"),
+    [
+        (math.nan, load_model, "model.embed_tokens.weight"),
+        (math.inf, load_value_model, "model.embed_tokens.weight"),
+        (-math.inf, load_model, "model.layers.1.mlp.down_proj.weight"),
+        (1e38, load_model, "model.embed_tokens.weight"),
+        (-2e6, load_value_model, "model.layers.1.mlp.down_proj.weight"),
+    ],
+)
 def test_weights_that_are_no_numbers_are_refused_by_name(folder, value, load_it, name, place):
     file = folder / "model.safetensors"
     weights = load_file(file)

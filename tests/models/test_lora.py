@@ -109,7 +109,7 @@ def test_all_linear_is_every_linear_layer_but_the_head(folder: Path) -> None:
     assert names == {"q_proj", "v_proj"}
 
 
-@pytest.mark.parametrize("wrong", ["q_pro", "lm_head", "embed_tokens", "mlp"])
+@pytest.mark.parametrize("wrong", ["q_pro", "lm_head"])
 def test_an_unknown_target_module_is_refused_with_the_valid_ones(folder: Path, wrong: str) -> None:
     with pytest.raises(ModelError) as error:
         adapted(folder, LoraConfig(target_modules=("v_proj", wrong)))

@@ -102,8 +102,7 @@ def test_the_enumeration_itself_is_complete():
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-@pytest.mark.parametrize("lam", [0.4, 1.0, 2.5])
-@pytest.mark.parametrize(("horizon", "seed"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("horizon", "seed", "lam"), [(2, 0, 0.4), (2, 0, 2.5), (3, 1, 1.0)])
 def test_the_pipeline_follows_the_target_up_to_z(horizon, seed, lam, mask):
     setting = Setting(horizon, seed)
     gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, mask=mask))
@@ -169,7 +168,7 @@ def test_the_second_factor_carries_new_over_to_old():
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
-@pytest.mark.parametrize("lam", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("lam", [0.5, 2.0])
 def test_a_finite_c1_truncates_z_times_the_ratio_whatever_lam(lam, mask):
     """Expected OBRS is TIS on Z rho: sum_a p_inf min(Z rho, c1) A grad log p."""
     setting, c1 = Setting(2, seed=5), 1.2

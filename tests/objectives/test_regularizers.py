@@ -73,8 +73,7 @@ def unpulled(items):
     return reference_losses(now, models, items, temperature=TEMPERATURE)[0], now["policy"]
 
 
-@pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
-@pytest.mark.parametrize("budget", [10_000, 40])
+@pytest.mark.parametrize(("estimate", "budget"), [("exact", 40), ("k2", 40), ("k3", 40), ("k3", 10_000)])
 def test_the_loss_and_gradient_hold_the_kl_to_the_reference(estimate, budget):
     learner, frozen = learner_with(estimate, kl_loss_coef=0.7)
     (result,) = train(learner, batches(WRITTEN, budget=budget))

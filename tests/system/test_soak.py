@@ -1,5 +1,5 @@
 """A run that was killed at random moments ends as one that was not: every arm of `regimes`, PPO, dynamic sampling,
-adapters on both models, a tool. `make soak` deals 100 kills out among them; `make test-all` kills eight once, chosen
+adapters on both models, a tool. `make soak` deals 100 kills out among them; `make test-all` kills four once, chosen
 anew every time."""
 
 import functools
@@ -23,7 +23,7 @@ from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
 
 pytestmark = pytest.mark.slow
-KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "8"))  # of all scenarios together
+KILLS = int(os.environ.get("JACKPOT_SOAK_KILLS", "4"))  # of all scenarios together
 ONE_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # the same in all of pytest's processes
 SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.Random(ONE_RUN).randrange(2**32)))
 SHUFFLED = random.Random(SEED).sample(list(SCENARIOS), len(SCENARIOS))

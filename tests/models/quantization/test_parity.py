@@ -58,7 +58,7 @@ def test_the_same_precision_is_the_same_bit_for_bit(scheme, fp8_cache):
     assert torch.equal(logits(learner), whole)
     if not torch.equal(logits(side(), 1), logits(side())):
         pytest.skip("torch's own product in bfloat16, of attention and output layer, depends on the batch here")
-    for batch in (5, 2, 1):
+    for batch in (5, 1):
         assert torch.equal(logits(learner, batch), whole)
 
 
@@ -69,8 +69,8 @@ def test_an_engine_scores_what_a_converted_copy_computes():
     learner = side(FP8, fp8_cache=True)
     task = make_task(ArithmeticConfig(), load_tokenizer(PATH))
     requests = [
-        Request(uid=f"{n}", prompt=task.prompt("test", n), seed=n, sampling=Sampling(max_new_tokens=20))
-        for n in range(12)
+        Request(uid=f"{n}", prompt=task.prompt("test", n), seed=n, sampling=Sampling(max_new_tokens=10))
+        for n in range(4)
     ]
     with closing(make_engine(settings, PATH, torch.device("cpu"), Version(0, 0))) as engine:
         rollouts = engine.generate(requests)

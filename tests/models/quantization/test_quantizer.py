@@ -52,10 +52,10 @@ def test_numbers_go_to_the_nearest_code_ties_to_even():
 
 
 def test_a_power_of_two_is_that_of_the_divided_maximum():
-    """Of every mantissa, though nothing is divided."""
+    """Of every mantissa, though nothing is divided, and near the ends of the exponents."""
     mantissas = torch.arange(2**23, dtype=torch.int32)
-    for exponent in (100, 127, 254):
-        largest = (mantissas + (exponent << 23)).view(torch.float32)
+    for exponent, every in ((100, 101), (127, 1), (254, 101)):
+        largest = (mantissas[::every] + (exponent << 23)).view(torch.float32)
         assert torch.equal(block_scales(largest, FP8_BLOCKS), next_power_of_two(largest / 448.0))
 
 
@@ -87,7 +87,7 @@ def test_the_next_power_of_two_is_exact_at_and_beside_powers():
     ("grid", "kind", "rows", "columns"),
     [(FP8_BLOCKS, "fp8", 128, 128), (FP8_TOKEN_BLOCKS, "fp8", 1, 128), (INT8_CHANNELS, "int8", 1, 10_000)],
 )
-@pytest.mark.parametrize("shape", [(130, 256), (37, 200), (1, 1)])
+@pytest.mark.parametrize("shape", [(130, 140), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix_of_any_shape_is_rounded_block_by_block(grid, kind, rows, columns, shape, dtype):
     values = matrix(*shape, dtype=dtype)

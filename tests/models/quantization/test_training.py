@@ -37,7 +37,7 @@ from jackpot.training.old_policy import KeptWeights
 from jackpot.training.optimizer import ModelOptimizer
 from models.quantization.test_quantizer import matrix
 
-SHAPES = [(37, 200, 300), (256, 192, 96), (1, 64, 200), (0, 64, 64)]  # M, N, K
+SHAPES = [(37, 200, 300), (1, 64, 200), (0, 64, 64)]  # M, N, K
 
 
 CODED = ["fp8", "int8_w8a8"]
@@ -173,7 +173,7 @@ def written(request):
     model = tiny_model(0).eval()
     settings = TransformersEngineConfig(quantization=kind, kv_cache_dtype=cache, dtype=dtype)
     sampling = Sampling(max_new_tokens=12, num_top_log_probs=0)
-    requests = [Request(uid=f"{n}", prompt=tiny_prompt(4 + n // 3), seed=n, sampling=sampling) for n in range(12)]
+    requests = [Request(uid=f"{n}", prompt=tiny_prompt(4 + n // 2), seed=n, sampling=sampling) for n in range(8)]
     args = {"eos_token_ids": (1,), "version": Version(0, 0)}
     twin = copy.deepcopy(model)
     for weight in twin.parameters():  # not buffers: rotary frequencies are float32 in every dtype
@@ -196,7 +196,7 @@ def hidden_of(model: nn.Module, rollouts: list, budget: int, padded: bool = Fals
 def test_a_token_has_the_same_bits_in_any_micro_batch(written):
     model, rollouts = written
     whole = hidden_of(model, rollouts, 10_000)
-    others = [hidden_of(model, rollouts, 60), hidden_of(model, rollouts, 10_000, padded=True)]
+    others = [hidden_of(model, rollouts, 30), hidden_of(model, rollouts, 10_000, padded=True)]
     others += [hidden_of(model, [one], 10_000) for one in rollouts]
     for other in others:
         assert all(torch.equal(states, whole[uid]) for uid, states in other.items())

@@ -26,7 +26,6 @@ from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.objectives.kernels.linear_head import Head, LinearHead, joint_linear_head, linear_head
 
 TILES = [(1, 1), (3, 4), (N, 6), (2, V), (N + 5, V + 5), None]
-KINDS = ["plain", "bias", "soft_cap"]
 AGAIN, KEPT = HeadOptions(logits_memory=0), HeadOptions(logits_memory=2**20)  # logits formed twice, and once
 
 
@@ -35,8 +34,7 @@ AGAIN, KEPT = HeadOptions(logits_memory=0), HeadOptions(logits_memory=2**20)  # 
 
 @pytest.mark.parametrize("options", [AGAIN, KEPT])
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "temperature"), [("plain", 1.0), ("bias", 0.6), ("soft_cap", 0.6)])
 def test_one_head_is_the_full_softmax(kind, temperature, tile, options):
     head, ids, gather_ids = random_head(1, kind), random_ids(N), random_ids(N, 4)
     rest = dict(num_top=3, gather_ids=gather_ids, tile=tile, options=options)
@@ -48,8 +46,7 @@ def test_one_head_is_the_full_softmax(kind, temperature, tile, options):
 
 @pytest.mark.parametrize("options", [AGAIN, KEPT])
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("lam", [1.0, 0.4, 2.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lam"), [("plain", 1.0), ("bias", 0.4), ("soft_cap", 2.5)])
 def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile, options):
     policy, rollout_model = random_head(1, kind), random_head(2, "bias", h=H - 2)
     ids, gather_ids = random_ids(N), random_ids(N, 4)
@@ -60,7 +57,7 @@ def test_two_heads_are_the_two_full_softmaxes(kind, lam, tile, options):
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, rollout_model))
 
 
-@pytest.mark.parametrize("tile", [(40, 64), (40, 100), (16, 37), (7, 256), (40, 257)])
+@pytest.mark.parametrize("tile", [(40, 100), (16, 37), (7, 256)])
 @pytest.mark.parametrize("num_top", [5, 70])
 def test_a_top_in_several_tiles_of_different_widths(num_top, tile):
     n, v = 40, 257
@@ -103,7 +100,7 @@ def test_a_weight_that_both_heads_share_gets_both_gradients():
     assert_same_gradients(loss_of(output), loss_of(expected), leaves(policy, tied))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap"])
 def test_gradcheck_of_one_head(kind):
     head, ids = random_head(1, kind, n=3, v=4, h=2), random_ids(3, v=4)
 
