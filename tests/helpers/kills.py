@@ -30,12 +30,9 @@ COMMANDS = {
     "replay": ["replay", "{run}", "--json"],
 }
 KILLS = (  # signal, and its moment as a share of the time that the whole command takes
-    ("SIGKILL", 0.1),
-    ("SIGKILL", 0.3),
-    ("SIGKILL", 0.5),
-    ("SIGKILL", 0.7),
+    ("SIGKILL", 0.2),
+    ("SIGKILL", 0.6),
     ("SIGTERM", 0.3),
-    ("SIGHUP", 0.3),
     ("SIGINT", 0.3),
 )
 

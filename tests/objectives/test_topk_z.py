@@ -90,7 +90,7 @@ def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, 
 
 
 @pytest.mark.seconds
-@settings(few, max_examples=300)
+@settings(few, max_examples=150)
 @given(topk_cases())
 def test_topk_bounds_are_the_documented_ones_around_z(case):
     lower, upper, rollout_mass, target_mass = expected_estimate(*case)

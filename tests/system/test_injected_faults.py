@@ -33,7 +33,7 @@ from jackpot.rollout.engines.process import ProcessLink
 from jackpot.training.run_folder.folder import RunFolder
 
 pytestmark = pytest.mark.slow
-ITERATIONS = int(os.environ.get("JACKPOT_FAULT_ITERATIONS", "10"))
+ITERATIONS = int(os.environ.get("JACKPOT_FAULT_ITERATIONS", "7"))
 EVERY = int(os.environ.get("JACKPOT_FAULT_EVERY", "3"))  # iterations between two faults, on average
 SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
 TIMEOUT = float(os.environ.get("JACKPOT_FAULT_TIMEOUT", "20"))  # seconds, placement.timeout

@@ -17,7 +17,7 @@ from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
 
 pytestmark = pytest.mark.slow
-KILLS = int(os.environ.get("JACKPOT_RANK_KILLS", "4"))
+KILLS = int(os.environ.get("JACKPOT_RANK_KILLS", "2"))
 SEED = int(os.environ.get("JACKPOT_SOAK_SEED", random.randrange(2**32)))
 RANKS = 2
 REGIME = Scenario("regimes", "ahead", ("batch.micro_batch_tokens=64",))  # several micro-batches in each rank
