@@ -109,10 +109,11 @@ def test_no_module_imports_the_package_inside_a_function():
     for name, tree in modules().items():
         blocks = [node for node in tree.body if isinstance(node, ast.If | ast.With)]  # TYPE_CHECKING and lazy()
         outside = {node for block in (tree, *blocks) for node in block.body}
-        inside = [
-            node for node in nodes()[name] if isinstance(node, ast.Import | ast.ImportFrom) and node not in outside
+        found += [
+            f"{name}:{node.lineno}"
+            for node in nodes()[name]
+            if isinstance(node, ast.Import | ast.ImportFrom) and node not in outside and folders(imports([node]))
         ]
-        found += [f"{name}:{node.lineno}" for node in inside if folders(imports([node]))]
     assert found == []
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs, joined, measure_states
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs, measure_states
 from research import families
-from research.families import EXAMPLE_KL, FAMILIES, GapFamily, sample_states, synthetic_measurements
-from research.figure2 import curve_by_kl, gap_curve, mean_point, measure_pair, token_ratios
+from research.families import FAMILIES, GapFamily, sample_states
+from research.figure2 import gap_curve, mean_point, measure_pair, token_ratios
 
 NAMES = [family.name for family in FAMILIES]
 SMALL = 400  # tokens
@@ -43,15 +43,6 @@ def test_the_gap_of_a_family_grows_from_nothing(name: str) -> None:
     found = states(name, 0.5)
     for part in (found.rollout, found.target):
         np.testing.assert_allclose(part.exp().sum(-1).numpy(), 1.0, rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_gives_the_same_states(name: str) -> None:
-    first, again = states(name, 0.5), states(name, 0.5)
-    assert first.rollout.equal(again.rollout) and first.target.equal(again.target)
-    assert first.token_ids.equal(again.token_ids)
-    other = sample_states(family(name), 0.5, 6, seed=3, part=1, vocabulary=SMALL)
-    assert not first.rollout.equal(other.rollout)
 
 
 def test_the_families_are_what_they_say() -> None:
@@ -87,14 +78,6 @@ def test_the_kl_falls_by_no_more_than_minus_log_z() -> None:
             assert mean.kl - mean.kl_after[RECIPE_LAM] <= mean.log_acceptance + 1e-12
 
 
-def test_a_measurement_does_not_depend_on_the_chunks() -> None:
-    one = states("noise", 1.0, count=40)
-    whole = measure_pair("a", [one], 40)
-    parts = measure_pair("a", [one.pick(torch.arange(start, min(start + 6, 40))) for start in range(0, 40, 6)], 40)
-    assert whole.numbers.kl.equal(parts.numbers.kl) and whole.kept.rollout.equal(parts.kept.rollout)
-    assert len(whole.kept) == 20 and whole.kept.rollout.equal(one.rollout[::2])
-
-
 def test_ratios_below_lam_are_lifted_to_z() -> None:
     one = measure_pair("noise", [states("noise", 1.0, count=3)], 3)
     found = token_ratios(one)
@@ -117,24 +100,6 @@ def test_a_curve_is_read_off_between_its_points_and_not_beyond() -> None:
     assert first.factor < found.marks[0].factor < second.factor or first.factor > found.marks[0].factor > second.factor
     assert found.marks[2].acceptance is None and found.marks[2].factor is None
     assert first.acceptance[1] > 0.95 > second.acceptance[1] and first.kl < found.kl_at_high_acceptance < second.kl
-
-
-def test_states_of_like_kl_share_a_bin() -> None:
-    parts = [measure_states(states("noise", gap, count=20)) for gap in (0.05, 0.5, 2.0)]
-    numbers = joined([*parts, measure_states(of([[0.5, 0.5]], [[0.5, 0.5]]))])
-    found = curve_by_kl("a", numbers, bins=6, least=8)
-    logs = np.log(numbers.kl.numpy()[numbers.kl.numpy() > 1e-5])
-    counts = np.histogram(logs, bins=6)[0]
-    assert [one.states for one in found.points] == [count for count in counts if count >= 8]
-    assert curve_by_kl("same", parts[0], smallest=10.0).points == ()
-
-
-def test_every_family_has_a_curve_and_an_example() -> None:
-    curves, pairs = synthetic_measurements(1, vocabulary=1_024)
-    ratios = [token_ratios(pair) for pair in pairs]
-    assert [one.name for one in curves] == [one.name for one in ratios] == NAMES
-    assert all(abs(math.log(example.kl / EXAMPLE_KL)) < 0.6 for example in ratios)
-    assert curves == synthetic_measurements(1, vocabulary=1_024)[0]
 
 
 @pytest.mark.parametrize("source", [(), ("quickstart", "sampling.max_new_tokens=1", "--prompts", "1")])

@@ -1,6 +1,5 @@
 """Placements of whole runs on GPUs. Expectations: docs/cost.md, sums by hand."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,20 +79,6 @@ def test_engines_on_gpus_of_their_own_take_nine_tenths() -> None:
     assert without_learner(needs) == needs
 
 
-def test_two_models_take_turns_and_both_are_sent() -> None:
-    alone, half = (split_hours(plan, GPU, 4, 4, 0) for plan in (joint_8b(), joint_8b("rollout_model.share=0.5")))
-    assert half.generation > alone.generation and half.sending > alone.sending
-
-
-def test_drafts_make_the_policy_faster() -> None:
-    transformers = ("engine=transformers", "evaluation.engine=transformers", "rollout_model.share=0.0")
-    plain, drafted = (
-        split_hours(joint_8b(*transformers, *more), GPU, 512, 4, 0).generation  # a response each: memory decides
-        for more in ((), ("evaluation.engine.draft.tokens=3",))
-    )
-    assert drafted < plain
-
-
 def placed(config: Config, gpus: int, response: float = 20.0) -> list[PlacedRun]:
     return placed_runs(config, estimator(config, response), "H100", gpus)
 
@@ -107,12 +92,6 @@ def test_the_cheapest_is_the_least_of_all_that_is_tried() -> None:
     assert best.by_ahead[ahead].all == min(hours) and best.by_ahead[ahead].evaluating > 0
 
 
-def test_of_many_gpus_splits_are_tried_in_equal_steps() -> None:
-    splits = [run.placement for run in placed(small_config(), 64)]
-    assert [split.generating for split in splits] == [64, *range(4, 64, 4)]
-    assert all(split.generating + split.training == 64 for split in splits[1:])
-
-
 @pytest.mark.slow
 def test_a_placement_without_the_room_has_no_hours() -> None:
     config = resolve("joint_8b", None, [])
@@ -122,13 +101,6 @@ def test_a_placement_without_the_room_has_no_hours() -> None:
     assert evaluating == sorted(evaluating)
     with pytest.raises(ConfigError, match="fits on no placement"):
         placed(config, 2)
-
-
-def test_a_learner_that_offloads_has_no_weights_on_gpus() -> None:
-    kept, offloaded = (
-        placed(small_config(*overrides), 3)[1].training for overrides in ((), ("placement.offload=true",))
-    )
-    assert kept.weights > 0 and offloaded == replace(kept, weights=0.0, optimizer=0.0, gradients=0.0)
 
 
 @pytest.mark.parametrize(("ahead", "batches"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (7, 4)])

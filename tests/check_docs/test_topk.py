@@ -9,9 +9,7 @@ import torch
 from jackpot.analysis.simulate.distributions import RECIPE_LAM, StatePairs, measure_states
 from research.families import FAMILIES, sample_states
 from research.topk import (
-    TopKNumbers,
     acceptance_variance,
-    sampled_acceptance,
     topk_numbers,
     topk_section,
     topk_sizes,
@@ -80,15 +78,6 @@ def test_a_summary_has_kappa_with_its_error() -> None:
     assert row.corrected == pytest.approx(kappas[-1] * z_k.mean() / z.mean(), rel=1e-12)
     assert np.mean(kappas) == pytest.approx(row.kappa_exact, abs=4 * row.kappa_error / math.sqrt(1_500))
     assert np.std(kappas) == pytest.approx(row.kappa_error, rel=0.1)
-
-
-def test_a_state_outside_its_bounds_is_counted() -> None:
-    one = states("noise", 1.0)
-    numbers, exact = topk_numbers(one, True), measure_states(one)
-    wrong = TopKNumbers(value=numbers.value, lower=numbers.lower, upper=numbers.lower, captured=numbers.captured)
-    drawn = exact, acceptance_variance(one), sampled_acceptance(one)
-    assert [row.outside for row in topk_summary(numbers, *drawn, SMALL, True)] == [0] * 6
-    assert [row.outside for row in topk_summary(wrong, *drawn, SMALL, True)] == [6] * 6
 
 
 def test_the_variance_of_the_acceptance_is_a_sum_over_tokens() -> None:

@@ -90,11 +90,6 @@ def test_parts_add_up_to_the_whole():
         assert [x.item() for x in parts] == pytest.approx([x.item() for x in whole], rel=1e-13)
 
 
-def test_shares_of_a_bool_count_as_means():
-    entry = Mean.of(torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False]))
-    assert entry.value.item() == pytest.approx(2 / 3, rel=1e-15)
-
-
 def test_nothing_counted_is_nan_or_minus_infinity():
     for shape in ((2, 3), (2, 0)):
         values, mask = torch.ones(shape), torch.zeros(shape, dtype=torch.bool)

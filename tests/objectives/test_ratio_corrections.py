@@ -225,11 +225,3 @@ def test_a_band_that_is_upside_down_is_refused(name):
 def test_a_cap_that_is_not_above_zero_is_refused(name, cap):
     with pytest.raises(ConfigError, match=f"correction {name}: cap: {cap} was given. Input should be greater than 0"):
         make_correction(name, cap=cap)
-
-
-@pytest.mark.parametrize("name", ["icepop", "seq_mask", "geo_mask"])
-def test_a_lower_end_above_the_upper_one_is_refused(name):
-    with pytest.raises(ConfigError, match=rf"correction {name}: low is 9\.0 and high is"):
-        make_correction(name, low=9.0)
-    with pytest.raises(ConfigError, match=f"correction {name}: low"):
-        make_correction(name, low=-0.5)
