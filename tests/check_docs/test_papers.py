@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from decimal import Decimal
+from functools import cache
 
 import pytest
 import yaml
@@ -35,13 +36,16 @@ TABLES = {
 }
 
 
-def published() -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Yield recipe, paper, table, row, column and number, the number as text."""
-    for name in PAPERS:
-        for table in yaml.load(recipe_files(name)[0].read_text(), yaml.BaseLoader)["published"]:
-            for row in table["rows"]:
-                for column, number in zip(table.get("columns", ()), row.get("numbers", ()), strict=False):
-                    yield name, table["paper"], table["table"], row["row"], column, number
+@cache
+def published() -> list[tuple[str, str, str, str, str, str]]:
+    """Return recipe, paper, table, row, column and number of each number, which is text."""
+    return [
+        (name, table["paper"], table["table"], row["row"], column, number)
+        for name in PAPERS
+        for table in yaml.load(recipe_files(name)[0].read_text(), yaml.BaseLoader)["published"]
+        for row in table["rows"]
+        for column, number in zip(table.get("columns", ()), row.get("numbers", ()), strict=False)
+    ]
 
 
 def test_every_row_of_every_table_is_there_once() -> None:

@@ -181,9 +181,10 @@ def test_a_whole_study_has_ten_findings_and_every_panel(whole: "study.Study") ->
             assert f"| `{arm}` |" in text, cell.name
 
 
-def test_a_first_panel_says_which_others_have_not_run(tmp_path: Path) -> None:
+def test_a_first_panel_says_which_others_have_not_run(whole: "study.Study", tmp_path: Path) -> None:
     one = empty_study(tmp_path)
-    fill(one, "first")
+    for name in ("tuning", "first"):
+        write(one, name, whole.read(name))
     text = study_page.page(one)
     assert "not run yet across the gap" in text and "\nNot run yet\n" in text
     assert not one.is_complete("gap") and one.is_complete("first")
