@@ -1,8 +1,10 @@
 """Two sides made of real models: what they are, and how far apart."""
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from helpers.engines.architectures import make_model
 from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
 from helpers.learners import batches, make_learner, smallest_model, write
 from helpers.runs import FinishedRuns, small_config
-from jackpot.analysis.mismatch import learner
+from jackpot.analysis.mismatch import learner, mismatch
 from jackpot.analysis.mismatch.learner import learner_model, learner_scores
 from jackpot.analysis.mismatch.mismatch import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config, side_name, verdict
@@ -28,11 +30,19 @@ from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models import scoring
-from jackpot.models.load import load_tokenizer, starter_path
+from jackpot.models.load import load_meta_model, load_tokenizer, starter_path
 
 POLICY = "starter:policy"
 BFLOAT16 = {"dtype": "bf16"}
 INT8 = {"quantization": "int8_w8a8"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _outlines() -> Iterator[None]:
+    """Read the shapes of each model once, where a comparison reads them four times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mismatch, "load_meta_model", cache(load_meta_model))
+        yield
 
 
 def apart(

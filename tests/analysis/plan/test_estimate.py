@@ -78,7 +78,7 @@ TRACED: dict[str, int | None] = {}  # what a step takes, by what that depends on
 
 def trace_once(config: Config, shape: MicroBatchShape) -> int | None:
     roles = [config.policy, config.rollout_model, config.critic]
-    models = [one and (one.path, one.lora, one.optimizer is None) for one in roles]
+    models = [one and (one.path, getattr(one, "lora", None), one.optimizer is None) for one in roles]
     step = (config.precision, config.fp8_backward, config.activation_checkpointing, config.head_logits_memory)
     sampling = (config.sampling.top_k, config.sampling.top_p, config.sampling.num_top_log_probs)
     is_whole = shape.rows >= (config.batch.mini_batch_size or config.batch.rollouts)
@@ -120,9 +120,8 @@ def arms_to_look_at(name: str) -> list[str]:
     """Those of a recipe that need something that no arm before them needed, whichever recipe that was of."""
     gpus, found = recipe_notes(name, load_recipe(name)).gpus, []
     for arm in list_recipe(name).arms:
-        if arm in SMALLER.get(name, ()):
-            continue
-        if FITS.setdefault((gpus, *weight(resolve(name, arm, []))), (name, arm)) == (name, arm):
+        is_first = FITS.setdefault((gpus, *weight(resolve(name, arm, []))), (name, arm)) == (name, arm)
+        if is_first and arm not in SMALLER.get(name, ()):
             found.append(arm)
     return found
 
