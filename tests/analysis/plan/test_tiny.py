@@ -259,7 +259,7 @@ def test_a_recipe_runs_without_hub_or_data(joint) -> None:
     assert shown >= {("train", "math", 4), ("test", "math500", 4)}
 
 
-def test_small_models_train_whole_with_the_architecture_of_large_ones(joint) -> None:
+def test_small_models_have_the_architecture_and_train_whole(joint) -> None:
     folder, config, made, _ = joint
     before, small_one = (
         AutoModelForCausalLM.from_pretrained(path) for path in (made.config.policy.path, made.config.rollout_model.path)
