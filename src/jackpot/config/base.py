@@ -1,8 +1,9 @@
 """The base class of every block of settings, and the types of numbers and names that the blocks share."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -71,12 +72,15 @@ def model_classes(annotation: Any) -> list[type[BaseModel]]:
     return list(dict.fromkeys(cls for part in parts for cls in model_classes(part)))
 
 
-def fields_below(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted key of every setting and block below a class of settings, with its field."""
+@cache
+def fields_below(kind: type[BaseModel], above: str = "") -> tuple[tuple[str, FieldInfo], ...]:
+    """Return the dotted key of every setting and block below a class of settings, with its field."""
+    fields: list[tuple[str, FieldInfo]] = []
     for name, field in kind.model_fields.items():
-        yield above + name, field
+        fields.append((above + name, field))
         for cls in model_classes(field.annotation):
-            yield from fields_below(cls, f"{above}{name}.")
+            fields += fields_below(cls, f"{above}{name}.")
+    return tuple(fields)
 
 
 def by_name(default: str) -> BeforeValidator:
