@@ -21,7 +21,7 @@ from training.test_sharded import QUICK, SLOW, check
 
 pytestmark = pytest.mark.mutants
 NOTICED = (AssertionError, ProcessRaisedException, ProcessExitedException)
-THREE, REPAIRED = QUICK.values()
+THREE, REPAIRED = QUICK["three micro-batches"], SLOW["three, read again for kappa"]
 Patch = Callable[[pytest.MonkeyPatch], Any]
 
 
@@ -70,7 +70,7 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
     "backward names the sharded parameters": (THREE, backward_of_parameters),
     "one micro-batch less on a rank": (THREE, lambda patch: patch.setattr(sharded, "deal", one_less)),
     "the norm of a rank's own shards": (
-        SLOW["clipped gradients"],
+        SLOW["one micro-batch, clipped gradients"],
         lambda patch: patch.setattr(optimizer, "norm", norm_of_own_shards),
     ),
     "kappa from a rank's own micro-batches": (
@@ -82,11 +82,11 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
         lambda patch: patch.setattr(kappa, "max_over_ranks", lambda number: number),
     ),
     "old log-probs of a rank's own rollouts": (
-        SLOW["two epochs, dealt anew"],
+        SLOW["frozen rollout model, two epochs, dealt anew"],
         lambda patch: patch.setattr(OldPolicySnapshot, "fetch", lambda self, batches: None),
     ),
     "old log-probs where a rank itself lacks them": (
-        SLOW["two epochs, dealt anew"],
+        SLOW["frozen rollout model, two epochs, dealt anew"],
         lambda patch: patch.setattr(joint_learner, "first_readings", new_to_this_rank),
     ),
     "two passes where a rank's prompts are shared": (
@@ -94,7 +94,7 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
         lambda patch: patch.setattr(forward, "FSDPModule", ()),
     ),
     "a base that is merged with a shard of its adapter": (
-        SLOW["lora"],
+        SLOW["reference, lora and critic"],
         lambda patch: patch.setattr(lora, "_delta", lambda layer: shards.local(layer.get_delta_weight("default"))),
     ),
 }

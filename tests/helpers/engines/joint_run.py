@@ -19,7 +19,7 @@ from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.training.batching import mini_batches
 
-ITERATIONS, PROMPTS, GROUP = 3, 4, 8
+ITERATIONS, PROMPTS, GROUP = 4, 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path
 
 
 def _config(engine: Engine) -> Config:
-    optimizer = {"learning_rate": 4e-3}
+    optimizer = {"learning_rate": 5e-3}
     return build_config(
         {
             "iterations": ITERATIONS,
