@@ -164,6 +164,16 @@ def test_the_ratio_is_described_by_mean_tails_and_kls():
     assert 0.0 < found["mismatch/ratio_above_10"].value < 1.0 and 0.0 < found["mismatch/ratio_below_0.1"].value < 1.0
 
 
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.95, 0.999])
+def test_quantiles_of_the_log_ratio_are_numpys_within_bins(share):
+    draw = torch.Generator().manual_seed(1)
+    values = 0.3 * torch.randn(50, 400, generator=draw, dtype=torch.float64)
+    mask = torch.rand(50, 400, generator=draw) < 0.5
+    found = mismatch(torch.where(mask, values, 0.0), mask)["mismatch/log_ratio"].quantile(share).item()
+    wanted = np.quantile(values[mask].numpy(), share, method="inverted_cdf")
+    assert found == pytest.approx(wanted, rel=0.015, abs=2e-6)
+
+
 def test_sums_of_two_micro_batches_are_those_of_both_together():
     parts = [scene(seed=seed) for seed in (3, 4)]
     ratios, masks = zip(*((log_ratios(inputs), inputs.response_mask) for inputs, *_ in parts), strict=True)
