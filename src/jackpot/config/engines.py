@@ -113,6 +113,7 @@ class VLLMEngineConfig(_Engine):
 
     def conflicts(self) -> Conflicts:
         draft = self.draft or DraftConfig()
+
         return [
             (
                 draft.tokens == "auto",

@@ -268,6 +268,7 @@ class Recommendation:
     def numbers(self) -> dict[str, Any]:
         """Return the advice as plain values."""
         names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
+
         return {
             "verdict": self.verdict,
             "correction": self.correction,

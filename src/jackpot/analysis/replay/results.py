@@ -98,6 +98,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
 def result_numbers(result: ReplayResult) -> dict[str, Any]:
     """Return all numbers of a replay as plain values; those that are not finite must become null in JSON."""
     run = result.run
+
     return {
         "path": str(result.path),
         "format": result.format,

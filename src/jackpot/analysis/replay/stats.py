@@ -112,6 +112,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         "capped": factors.capped,
         "clipped": factors.clipped,
     }
+
     return {
         "log_weight": Histogram.of(factors.weight.log(), mask),
         "weight_max": Max.of(factors.weight, mask),

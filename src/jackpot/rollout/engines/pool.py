@@ -274,6 +274,7 @@ class Pool(Generic[AnyPeer]):
         try:
             while True:
                 was_lost, newest = peer.is_lost, self.newest
+
                 try:
                     await peer.sync(newest)
                     peer.weights, peer.error, peer.lost_since = newest, None, None

@@ -132,6 +132,7 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
     for path in files:
         suffix, file = kind_of(path) or "", _OpenFile()
         kind = _KINDS[suffix.removesuffix(GZIP)]
+
         try:
             with gzip.open(path) if suffix.endswith(GZIP) else path.open("rb") as file.content:
                 for row in kind.rows(file):
