@@ -53,7 +53,8 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     listen on is the loopback interface. Gloo nearly always sees at once that a rank has died; where it misses the
     moment the time limit ends the wait.
     """
-    run, heard, config = tmp_path / "run", tmp_path / "listening", small_config(*BRIEF, "placement.timeout=20")
+    run, heard = tmp_path / "run", tmp_path / "listening"
+    config = small_config(*BRIEF, "placement.timeout=20")
 
     kill = sending(signal.SIGKILL, lost, run, after=3)
 

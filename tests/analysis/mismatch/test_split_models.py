@@ -61,7 +61,8 @@ def split(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_compute_what_one_process_does_up_to_rounding(name: str, models, split) -> None:
-    model, each, ids = models[name], [of_rank[name] for of_rank in split], tokens()
+    model, ids = models[name], tokens()
+    each = [of_rank[name] for of_rank in split]
     alone = {"read": read(model, ids, None), "decode": decode(model, ids, PROMPT, None)}
     with torch.no_grad():
         exact = model(ids).logits[:, :-1].double().log_softmax(-1)

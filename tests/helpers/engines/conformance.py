@@ -130,7 +130,8 @@ class Conformance(ABC):
 
     def _moved_tokens(self, rollout: Rollout, reference: Reference, sampling: Sampling) -> np.ndarray:
         """Compare all tokens with their distributions; True [T] where the support is another one: not compared."""
-        tokens, ids, values = rollout.token_ids, rollout.top_ids.numpy(), rollout.top_log_probs.double().numpy()
+        tokens = rollout.token_ids
+        ids, values = rollout.top_ids.numpy(), rollout.top_log_probs.double().numpy()
         assert ids.shape == values.shape == (len(tokens), min(sampling.num_top_log_probs, VOCAB_SIZE))
         assert (np.diff(np.sort(ids)) > 0).all() and (values[:, :-1] >= values[:, 1:]).all()
 
