@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,8 +26,7 @@ from jackpot.rollout.tasks.base import PromptSource, Split, Task
 from jackpot.rollout.tasks.templates import Template
 
 TEST_SHARE = 0.1  # share of questions in the test split
-PROBLEMS = 20_000  # problems that a data set is asked for, the most that all of them generate
-_SCORER = f"{__name__}:score_answer"
+_SCORER = "jackpot.rollout.tasks.gym_scorer:score_answer"
 _EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -89,7 +88,7 @@ class ReasoningGym(Task):
         """Return problem `index` of a split of one data set."""
         attempt, problem, number = 0, None, 0
         while problem is None or _split_of(problem) != split:
-            number = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
+            number = fold_in("reasoning_gym", split, index, attempt) % len(self._data[source])
             attempt, problem = attempt + 1, self._data[source][number]
 
         text = self._template.text(problem["question"])
@@ -117,15 +116,11 @@ class ReasoningGym(Task):
         )
 
 
-def score_answer(*, name: str, kwargs: Mapping[str, Any], number: int, answer: str) -> float:
-    """Return the library's score of an answer to problem `number` of a data set; called in worker processes."""
-    data = _made(name, json.dumps(kwargs, sort_keys=True))
-    return float(data.score_answer(answer, data[number]))
-
-
 def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Make a data set, and refuse one that cannot be made or that scores by executing answers."""
     from reasoning_gym.factory import DATASETS
+
+    from jackpot.rollout.tasks.gym_scorer import data_set
 
     if name not in DATASETS:
         raise DataError(unknown_name("data set of reasoning-gym", name, DATASETS))
@@ -135,17 +130,9 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
             f"score its problems by a reward of your own (docs/rewards.md)"
         )
     try:
-        return _made(name, json.dumps(kwargs, sort_keys=True))
+        return data_set(name, json.dumps(kwargs, sort_keys=True))
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"reasoning-gym does not make {name} with {dict(kwargs)}: {error}; see its kwargs") from error
-
-
-@cache
-def _made(name: str, kwargs: str) -> Any:
-    """Make a data set from its settings as JSON, once in a process."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, **{"seed": 0, "size": PROBLEMS, **json.loads(kwargs)})
 
 
 def _split_of(problem: Mapping[str, Any]) -> Split:
