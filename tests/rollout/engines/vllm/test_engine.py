@@ -99,6 +99,11 @@ def test_vllm_makes_no_python_object_of_a_top_log_prob(plain, monkeypatch):
     assert rollout.top_ids.shape == rollout.top_log_probs.shape == (len(rollout.token_ids), 2)
 
 
+def test_an_engine_that_ends_leaves_the_others_of_its_process(plain, folder):
+    make(folder).close()
+    assert len(plain.generate([tiny_request("one")])) == 1
+
+
 def test_the_number_of_threads_stays_the_learners(folder):
     before = torch.get_num_threads()
     engine = make(folder)

@@ -14,9 +14,11 @@ Status: experimental. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -45,6 +47,7 @@ from jackpot.rollout.engines.vllm.library import (
     check_device,
     import_vllm,
     in_one_process,
+    keep_process_groups,
     keep_scales,
     pack_tied_head,
     register_loader,
@@ -54,6 +57,7 @@ from jackpot.rollout.engines.vllm.protocol import check_temperature, log_prob_pa
 from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
 _TURNS = threading.Lock()  # engines of one process step in turn: two at once abort in vLLM's kernels for CPUs
+_LOADED: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()  # engines of this process whose vLLM has not been shut down
 _CPU_CACHE_BYTES = 2**30  # of keys and values, where `kv_cache_memory_bytes` is null on a CPU
 
 
@@ -220,8 +224,12 @@ class VLLMEngine(ThreadEngine):
         return self._llm is not None and self._llm.has_unfinished_requests()
 
     def _shut_down(self) -> None:
-        if self._llm is not None:
-            self._llm.engine_core.shutdown()
+        if self._llm is None:
+            return
+        with _TURNS:
+            _LOADED.discard(self)
+            with keep_process_groups() if _LOADED else nullcontext():
+                self._llm.engine_core.shutdown()
         self._llm = None
 
     def _load(self, weights: Sequence[tuple[str, Tensor]]) -> Capabilities:
@@ -240,6 +248,7 @@ class VLLMEngine(ThreadEngine):
             arguments = self._engine_arguments(vllm, weights, enforce_eager)
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
+            _LOADED.add(self)
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
         except Exception as error:

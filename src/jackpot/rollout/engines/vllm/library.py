@@ -6,8 +6,12 @@ Repaired is what vLLM 0.32 does otherwise on a CPU:
 - `reload_weights` frees the scales of INT8 weights, which oneDNN still reads (`keep_scales`), and leaves its packed
   copy of a tied output layer as it was (`pack_tied_head`);
 - what drafts need: `drafts.py`.
+
+On every device, an engine that ends takes the process groups with it, which others of the process use
+(`keep_process_groups`).
 """
 
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -111,6 +115,25 @@ def in_one_process() -> Iterator[None]:
             del os.environ[_MULTIPROCESSING]
         else:
             os.environ[_MULTIPROCESSING] = before
+
+
+@contextmanager
+def keep_process_groups() -> Iterator[None]:
+    """Have a vLLM engine that ends inside the block leave what the others of this process use too.
+
+    Otherwise it destroys vLLM's process groups and forgets the scratch memory of kernels.
+    """
+    from vllm.v1.engine import core
+    from vllm.v1.worker import workspace
+
+    destroy_groups, forget_workspace = core.cleanup_dist_env_and_memory, workspace.reset_workspace_manager
+    core.cleanup_dist_env_and_memory = gc.collect
+    workspace.reset_workspace_manager = lambda: None
+    try:
+        yield
+    finally:
+        core.cleanup_dist_env_and_memory = destroy_groups
+        workspace.reset_workspace_manager = forget_workspace
 
 
 def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
