@@ -11,7 +11,7 @@ FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs check-docs test-all environments test-slow test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -51,7 +51,12 @@ environments: $(VENV)/ready  # of the last three targets of test-all: downloads,
 	-$(VLLM_IS_FOR_THIS) && $(MAKE) --no-print-directory $(VENV)-vllm/ready
 
 test-slow: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and not vllm and not sweep' --numprocesses 2 --dist loadfile $(ARGS)
+
+sweeps: $(VENV)/ready  # further cases of the slow tests and of vLLM's: every recipe, every kind of kill, whole runs that learn
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and sweep and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
+	if $(VLLM_IS_FOR_THIS); then $(MAKE) --no-print-directory $(VENV)-vllm/ready && \
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m 'vllm and sweep' --numprocesses 2 --dist loadfile $(ARGS); fi
 
 test-peers: $(VENV)/ready $(VENV)-peers/ready  # verl, TRL and AReaL still answer what tests/peers has recorded of them; `make test` compares with the record
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/peers $(ARGS)
@@ -87,7 +92,7 @@ test-vllm:  # a real vLLM on the CPU, where its package is for this machine
 	else echo "vLLM's CPU package is for Linux x86-64 and Python 3.11: skipped"; fi
 
 test-vllm-here: $(VENV)-vllm/ready
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m vllm --numprocesses 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m 'vllm and not sweep' --numprocesses 2 --dist loadfile $(ARGS)
 
 test-sglang: $(VENV)-sglang/ready  # a real server of SGLang on the CPU; its torch is another one, of some gigabytes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/rollout/engines/sglang $(ARGS)

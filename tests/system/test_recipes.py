@@ -23,6 +23,12 @@ STUDY_ARMS = (  # of 42, which combine what these have: two minutes for all
 )
 MANY_STEPS = 16
 RECIPES = [*recipe_names(), STUDY]
+ALWAYS_TRAINED = ("jet_rl", "joint_3b", "stale_8b")  # of the papers' recipes; `make sweeps` trains the others too
+MARKS = {
+    name: [pytest.mark.sweep]
+    for name in recipe_names()
+    if "published" in load_recipe(name) and name not in ALWAYS_TRAINED
+}
 
 
 def test_every_arm_of_every_recipe_resolves() -> None:
@@ -60,7 +66,9 @@ def distinct_arms(recipe: str) -> list[str | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: Path(recipe).name)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, id=Path(recipe).name, marks=MARKS.get(recipe, [])) for recipe in RECIPES]
+)
 def test_every_recipe_trains_in_this_process(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "SEQUENCES", 16)  # half of what --tiny generates, and of half the length
     monkeypatch.setattr(tiny, "NEW_TOKENS", 16)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.vllm
 JACKPOT = Path(sys.executable).with_name("jackpot")
 
 
+@pytest.mark.sweep
 def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
     """80 of its 250 iterations; docs/vllm.md has three whole seeds."""
     settings = ["iterations=80", "evaluation.every=80", "threads=1", "seed=7"]
@@ -36,7 +37,12 @@ def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "draft"), [("1.0", "null"), ("{schedule: linear, hold: 1, until: 4}", "null"), ("0.0", "{tokens: 3}")]
+    ("share", "draft"),
+    [
+        pytest.param("1.0", "null", marks=pytest.mark.sweep),
+        ("{schedule: linear, hold: 1, until: 4}", "null"),
+        pytest.param("0.0", "{tokens: 3}", marks=pytest.mark.sweep),
+    ],
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path, share: str, draft: str) -> None:
     """Also where the rollouts pass from one model's vLLM to the other's, or where one drafts for the other."""

@@ -74,6 +74,7 @@ def test_two_families_train_jointly_with_engines_beside_ranks(tmp_path: Path) ->
     assert last["mismatch/engine_gap"] < 1e-5
 
 
+@pytest.mark.sweep
 def test_a_kill_of_each_kind_of_process_changes_nothing(tmp_path: Path) -> None:
     model = tiny(tmp_path, "HuggingFaceTB/SmolLM2-135M-Instruct", 3)
     alone = ("rollout_model=null", "objective.correction=none")  # one engine a process
@@ -96,6 +97,7 @@ def test_a_kill_of_each_kind_of_process_changes_nothing(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy"])
 
 
+@pytest.mark.sweep
 def test_ranks_train_from_a_server(tmp_path: Path) -> None:
     server = VLLMServer(save_untied(Path(resolve_path("starter:rollout_model")), tmp_path / "untied"))
     settings = ["engine=vllm_server", f"engine.urls={server.url}", f"engine.weights_folder={tmp_path / 'weights'}"]

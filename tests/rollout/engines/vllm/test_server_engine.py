@@ -140,6 +140,7 @@ def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder,
     assert "POST /v1/completions" in victim.log().split("Application startup complete")[-1]
 
 
+@pytest.mark.sweep
 def test_a_joint_run_outlives_the_death_of_its_only_server(mortals, folder, new_folder, tmp_path):
     """A restarted server has the weights of its command line; its next responses must come from the newest ones."""
     [server] = mortals[1:]
