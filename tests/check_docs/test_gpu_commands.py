@@ -65,7 +65,9 @@ def test_a_published_command_starts_on_enough_gpus(command: str, tmp_path: Path)
 
 
 @pytest.mark.slow  # tracing a step takes seconds
-@pytest.mark.parametrize("command", [*STARTS, kubernetes()])
+@pytest.mark.parametrize(
+    "command", [STARTS[0], *(pytest.param(command, marks=pytest.mark.sweep) for command in STARTS[1:]), kubernetes()]
+)
 def test_a_published_command_fits_the_gpus_of_its_recipe(command: str, tmp_path: Path) -> None:
     config, recipe, ranks = started(command, tmp_path)
     memory = Estimator(config, model_sizes(config), prompt_lengths(config)).shard(GPUS[recipe].kind, ranks)
@@ -73,7 +75,13 @@ def test_a_published_command_fits_the_gpus_of_its_recipe(command: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", list_recipe("one_gpu").arms)
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(arm, marks=[] if arm in ("obrs", "on_policy", "lora") else pytest.mark.sweep)
+        for arm in list_recipe("one_gpu").arms
+    ],
+)
 def test_one_gpu_takes_every_arm(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpus = "1x4090" if arm.startswith("lora") else None  # else that of the recipe
     train("one_gpu", [], arm, None, dry_run=True, gpus=gpus, tiny=False)

@@ -96,8 +96,11 @@ def test_a_learner_sharded_over_one_rank_takes_the_same_steps(gpu, tmp_path, mon
     assert not compared["right"] and not compared["equal"]
 
 
+SWEPT = pytest.param("fp8", marks=pytest.mark.sweep)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["check", "runs", "head", "step", "attention", "decode", "sync", "fsdp", "fp8"])
+@pytest.mark.parametrize("part", ["check", "runs", "head", "step", "attention", "decode", "sync", "fsdp", SWEPT])
 def test_every_part_runs_with_tiny_shapes(gpu, part, tmp_path):
     path = tmp_path / "gpu.jsonl"
     assert gpu.main([part, "--tiny", "--results", str(path), "--commit", "abc"]) == 0
