@@ -21,6 +21,7 @@ PATIENCE = 240.0
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_eval_report_and_replay_leave_nothing_half_done(finished_run: FinishedRuns, tmp_path: Path) -> None:
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

@@ -99,6 +99,7 @@ def test_without_extras_commands_say_what_to_install(environment: Environment, t
         assert advice in " ".join(refused.stderr.replace("commands need", "command needs").split())
 
 
+@pytest.mark.sweep
 def test_the_quickstart_trains_from_the_wheel(environment: Environment, tmp_path: Path) -> None:
     programs = environment("[train]")
     done = run(programs / "jackpot", "train", "quickstart", *SHORT, "--run", "run", cwd=tmp_path)

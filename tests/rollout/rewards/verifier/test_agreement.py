@@ -104,6 +104,7 @@ def test_the_page_is_of_the_math_verify_that_is_installed_here():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_page_says_what_the_verifier_says(agreement):
     lines = "\n".join(agreement.report(data_folder(), workers=1))
     assert lines in PAGE
