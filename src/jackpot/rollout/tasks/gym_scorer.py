@@ -11,16 +11,14 @@ from typing import Any
 
 import reasoning_gym
 
-PROBLEMS = 20_000  # problems that a data set is asked for, the most that all of them generate
 
-
-def score_answer(*, name: str, kwargs: Mapping[str, Any], number: int, answer: str) -> float:
-    """Return the library's score of an answer to problem `number` of a data set."""
-    data = data_set(name, json.dumps(kwargs, sort_keys=True))
+def score_answer(*, name: str, arguments: Mapping[str, Any], number: int, answer: str) -> float:
+    """Return the library's score of an answer to problem `number` of the data set that these arguments make."""
+    data = _data_set(name, json.dumps(arguments, sort_keys=True))
     return float(data.score_answer(answer, data[number]))
 
 
 @cache
-def data_set(name: str, kwargs: str) -> Any:
-    """Make a data set from its settings as JSON, once in a process."""
-    return reasoning_gym.create_dataset(name, **{"seed": 0, "size": PROBLEMS, **json.loads(kwargs)})
+def _data_set(name: str, arguments: str) -> Any:
+    """Make a data set from its arguments as JSON, once in a process."""
+    return reasoning_gym.create_dataset(name, **json.loads(arguments))

@@ -6,7 +6,6 @@ processes with a time limit; a data set whose scorer would execute what a model 
 """
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from jackpot.rollout.tasks.base import PromptSource, Split, Task
 from jackpot.rollout.tasks.templates import Template
 
 TEST_SHARE = 0.1  # share of questions in the test split
+PROBLEMS = 20_000  # problems that a data set is asked for, the most that all of them generate
 _SCORER = "jackpot.rollout.tasks.gym_scorer:score_answer"
 _EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -88,7 +88,7 @@ class ReasoningGym(Task):
         """Return problem `index` of a split of one data set."""
         attempt, problem, number = 0, None, 0
         while problem is None or _split_of(problem) != split:
-            number = fold_in("reasoning_gym", split, index, attempt) % len(self._data[source])
+            number = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
             attempt, problem = attempt + 1, self._data[source][number]
 
         text = self._template.text(problem["question"])
@@ -100,12 +100,12 @@ class ReasoningGym(Task):
         )
 
     def _item(self, response: DecodedResponse) -> dict[str, Any]:
-        """Return the arguments of `score_answer`."""
+        """Return the arguments of `gym_scorer.score_answer`."""
         _, source, number = response.prompt.uid.partition("@")[0].rsplit("/", 2)
         data = self._settings.dataset[int(source)]
         tagged = _TAGGED.findall(response.text)
         answer = (tagged[-1] if tagged else response.text).strip()
-        return {"name": data.name, "kwargs": data.kwargs, "number": int(number), "answer": answer}
+        return {"name": data.name, "arguments": _arguments(data.kwargs), "number": int(number), "answer": answer}
 
     def _score(self, result: RewardResult) -> Score:
         return Score(
@@ -118,9 +118,7 @@ class ReasoningGym(Task):
 
 def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Make a data set, and refuse one that cannot be made or that scores by executing answers."""
-    from reasoning_gym.factory import DATASETS
-
-    from jackpot.rollout.tasks.gym_scorer import data_set
+    from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
         raise DataError(unknown_name("data set of reasoning-gym", name, DATASETS))
@@ -130,9 +128,14 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
             f"score its problems by a reward of your own (docs/rewards.md)"
         )
     try:
-        return data_set(name, json.dumps(kwargs, sort_keys=True))
+        return create_dataset(name, **_arguments(kwargs))
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"reasoning-gym does not make {name} with {dict(kwargs)}: {error}; see its kwargs") from error
+
+
+def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a data set is made with, here and in the workers."""
+    return {"seed": 0, "size": PROBLEMS, **kwargs}
 
 
 def _split_of(problem: Mapping[str, Any]) -> Split:
