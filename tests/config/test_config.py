@@ -258,6 +258,24 @@ def test_terms_of_all_tokens_are_not_divided_by_accepted(pull):
     assert "count: proposed" in message({"objective.count": "accepted"} | pull)
 
 
+def test_oapl_takes_its_advantage_its_reference_and_no_lengths():
+    oapl = {
+        "objective.surrogate": "oapl",
+        "objective.advantage": "oapl",
+        "objective.correction": {"name": "none", "proximal": "rollout"},
+    }
+    assert build(oapl).objective.oapl_beta == 1.0
+    build(oapl, {"objective.loss_agg_mode": "seq-mean-token-sum-norm"})
+    for changes, said in (
+        ({"objective.advantage": "grpo"}, "advantage is 'grpo'; set advantage to oapl"),
+        ({"objective.correction.proximal": "old"}, "correction is 'none' with proximal 'old'; set correction to"),
+        ({"objective.correction": {"name": "tis"}}, "correction is 'tis' with proximal 'old'; set correction to"),
+        ({"objective.loss_agg_mode": "seq-mean-token-mean"}, "divides each response by its length; use token-mean"),
+        ({"objective.oapl_beta": 0.0}, "greater than 0"),
+    ):
+        assert said in message(oapl, changes)
+
+
 def test_a_constant_denominator_with_accepted_counts_is_refused():
     changes = {"objective.loss_agg_mode": "seq-mean-token-sum-norm", "objective.count": "accepted"}
     assert "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean" in message(changes)
@@ -709,6 +727,7 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
 
     assert allowed(config_objective.ObjectiveConfig, "advantage") == advantages.ADVANTAGES.keys() | {"gae"}
     assert allowed(config_objective.ReferenceConfig, "kl_loss_type") == losses.SAMPLED_KL.keys() | {"exact"}
+    assert allowed(config_objective.ObjectiveConfig, "surrogate") == losses.SURROGATES.keys()
     assert allowed(config_objective.ObjectiveConfig, "loss_agg_mode") == losses.LOSS_AGG_MODES.keys()
     assert allowed(config_objective.ObjectiveConfig, "count") == joint.COUNTS.keys()
     assert allowed(config_corrections.OBRSCorrection, "mask") == MASKS.keys()

@@ -95,7 +95,7 @@ FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [
             f"objectives/losses.py::{name}"
-            for name in ("_clipped", "_is_clipped", "clipped_surrogate", "_gspo", "_gmpo", "_cispo")
+            for name in ("_clipped", "_is_clipped", "clipped_surrogate", "_gspo", "_gmpo", "_cispo", "oapl")
         ],
         ("objectives/test_losses.py",),
     ),
@@ -105,11 +105,14 @@ FORMULAS = {  # "file::function": tests
     "objectives/losses.py::k2": ("objectives/test_regularizers.py",),
     "objectives/losses.py::k3": ("objectives/test_regularizers.py",),
     **dict.fromkeys(
-        [f"objectives/advantages.py::{name}" for name in ("grpo", "dr_grpo", "rloo", "opo", "gae")],
+        [f"objectives/advantages.py::{name}" for name in ("grpo", "dr_grpo", "rloo", "opo", "oapl", "gae")],
         ("objectives/test_advantages.py",),
     ),
     **dict.fromkeys(
-        [f"objectives/corrections/ratios.py::{name}" for name in ("tis", "icepop", "seq_mask", "min_prefix")],
+        [
+            f"objectives/corrections/ratios.py::{name}"
+            for name in ("tis", "icepop", "ipo", "difference", "seq_mask", "min_prefix")
+        ],
         CORRECTIONS,
     ),
     **dict.fromkeys(

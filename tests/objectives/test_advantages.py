@@ -1,5 +1,7 @@
 """Advantages against numpy, group by group."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -64,6 +66,26 @@ def test_rewards_that_differ_by_more_than_rounding_are_not_equal(name):
         assert found.sign().tolist() == [1.0, -1.0] if rewards[0] > rewards[1] else [-1.0, 1.0]
 
 
+@few
+@given(batches, st.sampled_from([0.05, 1.0, 20.0]))
+def test_oapl_subtracts_the_log_of_the_mean_of_exponentials(batch, beta):
+    rewards, groups = (np.array(one) for one in zip(*batch, strict=True))
+    found = compute_advantages("oapl", torch.from_numpy(rewards), torch.from_numpy(groups), beta=beta)
+    for group in set(groups):
+        own = rewards[groups == group]
+        highest = own.max()
+        value = highest + beta * math.log(np.exp((own - highest) / beta).mean())
+        assert found[groups == group].numpy() == pytest.approx(own - value, rel=1e-9, abs=1e-7)
+
+
+def test_oapls_value_is_between_the_mean_and_the_best_reward():
+    """By beta: the largest keeps the mean, the smallest the best, beneath which every other response lies."""
+    rewards = torch.tensor([0.0, 0.0, 1.0, 3.0], dtype=torch.float64)
+    found = [compute_advantages("oapl", rewards, torch.zeros(4, dtype=torch.int64), beta=beta) for beta in (1e4, 1e-4)]
+    assert found[0].tolist() == pytest.approx([-1.0, -1.0, 0.0, 2.0], abs=1e-3)
+    assert found[1].tolist() == pytest.approx([-3.0, -3.0, -2.0, 0.0], abs=1e-3)
+
+
 def test_a_standardised_group_has_mean_0_and_deviation_1():
     found = compute_advantages("grpo", torch.tensor([0.0, 0.0, 1.0, 3.0], dtype=torch.float64), torch.tensor([0] * 4))
     assert found.mean().item() == pytest.approx(0.0, abs=1e-15)
@@ -89,7 +111,7 @@ def test_no_response_has_no_advantage():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo, opo, reinforce_pp"):
+    with pytest.raises(ValueError, match=r"'gpro'; did you mean 'grpo'.*dr_grpo, grpo, oapl, opo, reinforce_pp"):
         compute_advantages("gpro", torch.zeros(1), torch.zeros(1, dtype=torch.int64))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from jackpot.corrections import make_correction
 from jackpot.objectives.advantages import compute_advantages
 from jackpot.objectives.corrections import CorrectionInputs
+from jackpot.objectives.losses import oapl
 from jackpot.objectives.obrs import known_z
 
 VOCABULARY, LENGTH = 3, 4
@@ -135,6 +136,80 @@ def test_dppo_is_unbiased_for_tokens_inside_the_region():
     assert torch.equal(mask == 0.0, dropped) and 0 < dropped.sum() < outside.sum()
     given_prefix = models.rollout.exp() * weights * mask
     torch.testing.assert_close(given_prefix, torch.where(dropped, 0.0, models.target.exp()))
+
+
+def test_ipo_is_unbiased_for_tokens_inside_the_region():
+    """As `dppo`, but all tokens outside are lost: those that would move the policy back as well."""
+    models = enumeration()
+    weights, mask = models.apply("ipo", max_tv=0.15)
+    outside = (models.target.exp() - models.rollout.exp()).abs() > 0.15
+    moves_back = models.rewards[:, None] * (models.target - models.rollout) < 0
+    assert torch.equal(mask == 0.0, outside) and 0 < (outside & moves_back).sum() < outside.sum()
+    given_prefix = models.rollout.exp() * weights * mask
+    torch.testing.assert_close(given_prefix, torch.where(outside, 0.0, models.target.exp()))
+
+
+# OAPL
+
+
+BETAS = [0.2, 1.0, 3.0]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Every response of two tokens as often as a sampler writes it: log-probs and rewards, with OAPL's advantages."""
+
+    sampler: Tensor  # [16, 2], log-probs of its tokens, 1 / 4 or 3 / 4 whatever stands before
+    rewards: Tensor  # [16]
+    advantages: Tensor  # [16]
+
+
+def group_of(beta: float) -> Group:
+    tokens = torch.tensor([0, 1, 1, 1])
+    responses = torch.cartesian_prod(tokens, tokens)
+    sampler = torch.tensor([0.25, 0.75], dtype=torch.float64).log()[responses]
+    rewards = torch.tensor([[0.5, -1.0], [0.0, 2.0]], dtype=torch.float64)[responses[:, 0], responses[:, 1]]
+    groups = torch.zeros(16, dtype=torch.int64)
+    return Group(sampler, rewards, compute_advantages("oapl", rewards, groups, beta=beta))
+
+
+def surrogate_of(group: Group, log_probs: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return S and its gradient, [16, 2] each."""
+    log_probs = log_probs.detach().requires_grad_()
+    mask = torch.ones_like(group.sampler, dtype=torch.bool)
+    advantages = group.advantages[:, None].expand(mask.shape)
+    value = oapl(log_probs, group.sampler, advantages, mask, 0.2, 0.2, beta=beta).value
+    return value.detach(), torch.autograd.grad(value.sum(), log_probs)[0]
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_oapl_ends_at_the_sampler_tilted_by_the_reward(beta):
+    """p_inf e^(r / beta) over its sum, the best of reward minus beta KL(policy || p_inf), has no loss left. A policy
+    that writes a good response more often than that is pulled back."""
+    group = group_of(beta)
+    tilted = (group.rewards / beta).exp()
+    best = (
+        group.sampler.sum(-1).exp() * tilted / tilted.mean()
+    )  # the mean over the group is the sum of p_inf e^(r / beta)
+    halves = 0.5 * best.log()[:, None].expand(group.sampler.shape)  # a response's parts, whichever tokens have them
+    value, gradient = surrogate_of(group, halves, beta)
+    assert value.abs().max() < 1e-14 and gradient.abs().max() < 1e-12
+    _, gradient = surrogate_of(group, halves + 0.1, beta)
+    assert gradient.max() < 0.0
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_oapl_has_the_papers_gradient_over_two_beta(beta):
+    """Its loss: the sum of (beta log p_new / p_inf - (r - V))^2 over responses, V the log of the mean of e^(r / beta)
+    over the group, times beta; the parts of a response add up to it."""
+    group, models = group_of(beta), enumeration()
+    log_probs = models.target[:16, :2].clone().requires_grad_()
+    best_value = beta * (group.rewards / beta).exp().mean().log()
+    errors = beta * (log_probs - group.sampler).sum(-1) - (group.rewards - best_value)
+    (wanted,) = torch.autograd.grad(errors.square().sum(), log_probs)
+    value, gradient = surrogate_of(group, log_probs, beta)
+    torch.testing.assert_close(gradient, -wanted / (2.0 * beta), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(value.sum(-1), -errors.detach().square() / (2.0 * beta), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("advantage", "share"), [("rloo", 1.0), ("dr_grpo", 0.5)])

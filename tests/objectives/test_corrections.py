@@ -28,6 +28,7 @@ EVERY = [
     ("tis", {"cap": 1.5}),
     ("icepop", {"low": 0.5, "high": 2.0}),
     ("drop", {"cap": 1.5}),
+    ("ipo", {"max_tv": 0.1}),
     ("seq_tis", {"cap": 1.5}),
     ("seq_mask", {"low": 0.2, "high": 3.0}),
     ("geo_mask", {"low": 0.7, "high": 1.4}),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackpot.objectives.losses import LOSS_AGG_MODES, SURROGATES, clip_share, clipped_surrogate
+from jackpot.objectives.losses import LOSS_AGG_MODES, SURROGATES, clip_share, clipped_surrogate, oapl
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 RTOL = 1e-12
@@ -147,6 +147,20 @@ def test_every_surrogate_is_reinforce_at_the_proximal_point(name):
     value = SURROGATES[name](log_probs, log_probs.detach(), advantages, MASK, 0.0, 0.0).value
     (gradient,) = torch.autograd.grad(value.sum(), log_probs)
     assert torch.equal(gradient, advantages)
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_oapl_regresses_whole_responses_and_no_tools_tokens(beta):
+    log_probs, proximal, advantages = responses()
+    found = oapl(log_probs, proximal, advantages, MASK, 0.2, 0.2, beta=beta)
+    (gradient,) = torch.autograd.grad(found.value[MASK].sum(), log_probs)
+    for row, here in enumerate(MASK):
+        if here.any():
+            ratio = math.fsum((log_probs - proximal)[row, here].tolist())
+            missing = advantages[row, 0].item() - beta * ratio
+            assert found.value[row, here].sum().item() == pytest.approx(-(missing**2) / (2.0 * beta), rel=RTOL)
+            assert gradient[row, here].tolist() == pytest.approx([missing] * int(here.sum()), rel=RTOL)
+    assert gradient[~MASK].abs().max() == 0.0 and not found.clipped.any()
 
 
 # Aggregates

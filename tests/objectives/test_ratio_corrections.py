@@ -99,6 +99,28 @@ def test_drop_removes_tokens_above_the_cap(cap):
     assert {kept for _, kept, _ in wanted.values()} == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("max_tv", [0.02, 0.1, math.inf])
+def test_ipo_weighs_by_the_ratio_where_the_probability_moved_little(max_tv):
+    inputs, wanted = spread_inputs(), {}
+    for at, log_ratio in (pair for row in rows_of(inputs) for pair in row):
+        far = abs(math.exp(log_ratio - 1.5) - math.exp(-1.5)) > max_tv
+        wanted[at] = (0.0, 0.0, True) if far else (math.exp(log_ratio), 1.0, False)
+    assert_is(make_correction("ipo", max_tv=max_tv).apply(inputs, {}), wanted)
+    assert {kept for _, kept, _ in wanted.values()} == ({1.0} if max_tv == math.inf else {0.0, 1.0})
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_ipo_has_the_gradient_of_prime_rls_loss(advantage):
+    """Its loss: minus the sum of keep * A * p_train / p_infer, whose mask reads the probabilities as they are."""
+    inputs = spread_inputs()
+    log_probs = inputs.target_log_probs.clone().requires_grad_()
+    keep = MASK & ((log_probs.detach().exp() - inputs.rollout_log_probs.exp()).abs() <= 0.1)
+    loss = -(keep * advantage * (log_probs - inputs.rollout_log_probs).exp()).sum()
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    found = make_correction("ipo", max_tv=0.1).apply(inputs, {})  # PPO's ratio is 1, at the current policy
+    torch.testing.assert_close(-advantage * found.weights * found.accept_mask, gradient)
+
+
 def test_a_ratio_on_the_edge_of_the_band_is_inside():
     edges = torch.tensor([[math.log(0.5), 0.0, math.log(2.0)]], dtype=torch.float64)
     inputs = replace(inputs_of(edges, torch.ones(1, 3, dtype=torch.bool)), rollout_log_probs=torch.zeros(1, 3).double())

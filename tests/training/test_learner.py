@@ -35,8 +35,10 @@ from helpers.learners import (
 )
 from helpers.sums import assert_equal_sums
 from jackpot.config.config import OptimizerConfig
-from jackpot.core.types import Version
+from jackpot.config.objective import ObjectiveConfig
+from jackpot.core.types import Score, Version
 from jackpot.objectives.kernels import linear_head
+from jackpot.training import objectives
 from jackpot.training.batching import collate
 from jackpot.training.old_policy import MicroBatch
 
@@ -307,6 +309,31 @@ def test_equal_rewards_skip_the_policy_alone():
     assert learner.version == Version(0, 1)
     assert value(result, "policy/skipped_steps") == 1.0 and value(result, "rollout_model/skipped_steps") == 0.0
     assert result.metrics["policy/loss"].count == sum(len(item.rollout.token_ids) for item in WRITTEN)
+
+
+def test_oapl_pulls_to_the_sampler_where_rewards_are_equal():
+    """Its advantage is 0 there, and beta log of the ratio to the sampler is not; beta of the settings reaches both."""
+    none = {"name": "none", "proximal": "rollout"}
+    config = ObjectiveConfig(surrogate="oapl", advantage="oapl", oapl_beta=0.5, correction=none)
+    learner = make_learner(
+        POLICY, ROLLOUT_MODEL, objective=objectives.policy_objective(config), advantage="oapl", beta=0.5
+    )
+    equal = [replace(item, score=Score(reward=1.0)) for item in WRITTEN]
+    result = one_step(learner, learner.compute_advantages(equal), budget=60)
+    assert why(result) == {}
+
+    policy, total, count = double(POLICY), 0.0, 0
+    for item in WRITTEN:
+        mask = item.rollout.sampled_mask
+        ratio = (sampled_log_probs(policy, item.rollout, 1.0) - item.rollout.rollout_log_probs)[mask].sum().item()
+        total, count = total + (0.5 * ratio) ** 2 / (2.0 * 0.5), count + int(mask.sum())
+    assert value(result, "policy/loss") == pytest.approx(total / count, rel=1e-4)
+
+    rewards = [replace(item, score=Score(reward=float(number % 2))) for number, item in enumerate(WRITTEN)]
+    found = learner.compute_advantages(rewards)
+    own = [item.score.reward for item in rewards if item.rollout.prompt.uid == WRITTEN[0].rollout.prompt.uid]
+    best_value = 0.5 * math.log(sum(math.exp(one / 0.5) for one in own) / len(own))
+    assert found[0].advantages[0].item() == pytest.approx(own[0] - best_value, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["response", "token"])

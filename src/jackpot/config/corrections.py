@@ -103,6 +103,16 @@ class DropCorrection(Strict):
     """Largest rho of a token that is kept; null or .inf: no bound."""
 
 
+class IPOCorrection(Strict):
+    """Tokens with |p_target - p_inf| <= max_tv are weighted by rho, the others are dropped (IPO, prime-rl)."""
+
+    name: Literal["ipo"] = "ipo"
+    proximal: Proximal = "new"
+    max_tv: Bound = 0.3
+    """Largest difference of the sampled token's two probabilities, at most 1, at which it is kept; null or .inf: no
+    bound."""
+
+
 class SequenceTISCorrection(Strict):
     """Every token of a response is weighted by min(R, cap) (verl's `rollout_is: sequence`)."""
 
@@ -312,6 +322,7 @@ RatioCorrection = (
     | TISCorrection
     | IcePopCorrection
     | DropCorrection
+    | IPOCorrection
     | SequenceTISCorrection
     | SequenceMaskCorrection
     | GeometricMaskCorrection

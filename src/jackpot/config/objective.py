@@ -32,12 +32,19 @@ class ObjectiveConfig(Strict):
 
     correction: PolicyCorrection = OBRSCorrection()
     """Correction of the mismatch between the engine that sampled the rollouts and the policy."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = "grpo"
-    """Advantage estimator; `gae` needs a critic."""
-    surrogate: Literal["ppo", "gspo", "gmpo", "cispo"] = "ppo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "opo", "oapl", "reinforce_pp", "reinforce_pp_baseline", "gae"] = (
+        "grpo"
+    )
+    """Advantage estimator; `gae` needs a critic, and `oapl` is made for the surrogate of that name."""
+    surrogate: Literal["ppo", "gspo", "gmpo", "cispo", "oapl"] = "ppo"
     """What is maximized of a token: PPO's clipped ratio times advantage; the same with the response's geometric mean of
     ratios, clipped as a whole (gspo) or token by token before the mean (gmpo); or the log-prob times the advantage and
-    the clipped ratio, which carries no gradient (cispo). The correction's weights multiply each of them."""
+    the clipped ratio, which carries no gradient (cispo). The correction's weights multiply each of them. oapl has no
+    ratio and no clip: minus the squared distance of `oapl_beta` times the log-ratio of the response to the advantage,
+    with correction {name: none, proximal: rollout} and advantage: oapl."""
+    oapl_beta: Finite = 1.0
+    """beta of OAPL, the weight of the KL divergence to whoever sampled, in units of reward: only of `advantage` and
+    `surrogate` oapl. The smaller, the further the policy may go from the sampler before the next weights are sent."""
     baseline: Literal["group", "model"] = "group"
     """Responses whose rewards the advantage of one is compared with: all to its prompt, or those that the same model
     generated (model, only with `rollout_model.split: group`), of which one alone has the advantage 0.
@@ -61,7 +68,28 @@ class ObjectiveConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         counts_accepted = self.count == "accepted"
+        point = (self.correction.name, self.correction.proximal)
+        said = (
+            "surrogate is 'oapl', a regression of each response's log-ratio to its sampler on the advantage 'oapl', but"
+        )
+
         return [
+            *(
+                (self.surrogate == "oapl" and is_so, f"{said} {what}")
+                for is_so, what in (
+                    (
+                        point != ("none", "rollout"),
+                        f"correction is {point[0]!r} with proximal {point[1]!r}; set correction to "
+                        "{name: none, proximal: rollout}",
+                    ),
+                    (self.advantage != "oapl", f"advantage is {self.advantage!r}; set advantage to oapl"),
+                    (
+                        self.loss_agg_mode == "seq-mean-token-mean",
+                        "loss_agg_mode 'seq-mean-token-mean' divides each response by its length; use token-mean or "
+                        "seq-mean-token-sum-norm",
+                    ),
+                )
+            ),
             (
                 counts_accepted and self.loss_agg_mode == "seq-mean-token-sum-norm",
                 "loss_agg_mode 'seq-mean-token-sum-norm' divides by sequences x max_new_tokens, accepted or not; "

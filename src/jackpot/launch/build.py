@@ -311,6 +311,7 @@ def make_learner(
         max_length=config.sampling.max_new_tokens,
         advantage=config.objective.advantage,
         within_model=config.objective.baseline == "model",
+        beta=config.objective.oapl_beta,
         exact_engines=exact_engines,
         is_mixed=config.is_mixed,
         autocast=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],

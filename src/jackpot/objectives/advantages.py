@@ -22,6 +22,7 @@ class Outcomes:
     rewards: Tensor  # [B] float
     groups: Tensor  # [B] int64, the index of each response's group
     lengths: Tensor  # [B] int64, sampled tokens of each response
+    beta: float = 1.0  # weight of the KL divergence to the sampler, in units of reward; only `oapl` reads it
 
 
 def grpo(outcomes: Outcomes) -> Tensor:
@@ -65,6 +66,18 @@ def opo(outcomes: Outcomes) -> Tensor:
     return torch.where(_is_equal(outcomes), 0.0, rewards - baseline)
 
 
+def oapl(outcomes: Outcomes) -> Tensor:
+    """A = r - V, V = beta log mean of e^(r / beta) over the group, OAPL, arXiv 2602.19362: [B].
+
+    V estimates the optimal value at this prompt of reward minus beta KL(policy || sampler); a group is finite, so it is
+    too low on average. A is not centred. Equal rewards, and a group of one, give exactly 0.
+    """
+    rewards, groups, beta = outcomes.rewards, outcomes.groups, outcomes.beta
+    below = rewards - _group_extreme(rewards, groups, "amax")
+    mean = _group_sum((below / beta).exp(), groups) / _group_sizes(outcomes)
+    return torch.where(_is_equal(outcomes), 0.0, below - beta * mean.log())
+
+
 def reinforce_pp(outcomes: Outcomes) -> Tensor:
     """A = (r - mean of all tokens) / (std of all tokens), REINFORCE++, arXiv 2501.03262: [B].
 
@@ -84,18 +97,22 @@ ADVANTAGES: dict[str, Callable[[Outcomes], Tensor]] = {
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "opo": opo,
+    "oapl": oapl,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
 }
 
 
-def compute_advantages(name: str, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
+def compute_advantages(
+    name: str, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, beta: float = 1.0
+) -> Tensor:
     """Check the inputs and compute `ADVANTAGES[name]`: [B].
 
     Args:
         rewards: [B] float.
         groups: [B] int64, the index of each response's group.
         lengths: [B] int64, sampled tokens of each response; None counts all responses alike.
+        beta: of `oapl`, above 0.
 
     Raises:
         ValueError: an unknown name, or other shapes.
@@ -106,7 +123,7 @@ def compute_advantages(name: str, rewards: Tensor, groups: Tensor, lengths: Tens
     if not rewards.shape == groups.shape == lengths.shape or rewards.ndim != 1:
         shapes = f"rewards {tuple(rewards.shape)}, groups {tuple(groups.shape)} and lengths {tuple(lengths.shape)}"
         raise ValueError(f"{shapes} must all be [B]")
-    return ADVANTAGES[name](Outcomes(rewards=rewards, groups=groups, lengths=lengths))
+    return ADVANTAGES[name](Outcomes(rewards=rewards, groups=groups, lengths=lengths, beta=beta))
 
 
 def all_equal(rewards: Sequence[float]) -> bool:

@@ -48,11 +48,12 @@ class PolicyObjective:
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
     kappa_tolerance: float  # relative error of the gradient above which the weights of `kappa: auto` are repaired
+    regresses: bool = False  # whether the surrogate has a gradient where the advantage is 0: `oapl`, towards p_proximal
 
     @property
     def is_regularized(self) -> bool:
         """True where the policy has a gradient even if all advantages are 0."""
-        return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0
+        return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0 or self.regresses
 
     def surrogate_of(self, log_probs: Tensor, proximal_log_probs: Tensor, batch: TokenBatch) -> Surrogate:
         """Compute the surrogate of every token of a batch from the policy's log-probs, [B, T] each."""

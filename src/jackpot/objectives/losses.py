@@ -99,8 +99,30 @@ def _cispo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor
     return Surrogate(bounded * advantages * log_probs, bounded != ratio)
 
 
+def oapl(
+    log_probs: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    low: float,
+    high: float,
+    beta: float = 1.0,
+) -> Surrogate:
+    """-(beta log R - A)^2 / (2 beta) of a response, R = p_new / p_proximal, in equal parts on its n sampled tokens.
+
+    OAPL, arXiv 2602.19362: with the sampler as the proximal point and A of `advantages.oapl` it regresses
+    beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. Its minimum is
+    p_inf e^(r / beta) / sum p_inf e^(r / beta). The factor 1 / (2 beta) is ours: so the gradient of a token is A minus
+    beta log R, of the size of the other surrogates'. Nothing is clipped.
+    """
+    log_ratio = torch.where(mask, log_probs - proximal, 0.0).detach()
+    missing = advantages - beta * log_ratio.sum(-1, keepdim=True)
+    value = -missing.square() / mask.sum(-1, keepdim=True).clamp(min=1) / (2.0 * beta)
+    return Surrogate(value + missing * (log_probs - log_probs.detach()), torch.zeros_like(mask))
+
+
 SurrogateFn = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Surrogate]
-SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo, "cispo": _cispo}
+SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo, "cispo": _cispo, "oapl": oapl}
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:

@@ -17,7 +17,9 @@ from jackpot.training.batching import plain_batches
 from jackpot.training.optimizer import ModelOptimizer
 
 
-def response_advantages(name: str, scored: Sequence[ScoredRollout], within_model: bool = False) -> list[TrainingSample]:
+def response_advantages(
+    name: str, scored: Sequence[ScoredRollout], within_model: bool = False, beta: float = 1.0
+) -> list[TrainingSample]:
     """Give every token of a response the advantage of the response.
 
     The responses to one prompt are a group, or `within_model` those of one model to it. Lengths, for the
@@ -26,6 +28,7 @@ def response_advantages(name: str, scored: Sequence[ScoredRollout], within_model
     Args:
         name: key of `objectives.advantages.ADVANTAGES`.
         scored: a whole rollout batch.
+        beta: of the advantage `oapl`.
     """
     numbers: dict[tuple[str | None, ...], int] = {}
     keys = [(item.rollout.prompt.uid, item.rollout.sampled_by) for item in scored]
@@ -36,6 +39,7 @@ def response_advantages(name: str, scored: Sequence[ScoredRollout], within_model
         torch.tensor([item.score.reward for item in scored], dtype=torch.float64),
         torch.tensor(groups, dtype=torch.int64),
         torch.tensor([int(item.rollout.sampled_mask.sum()) for item in scored], dtype=torch.int64),
+        beta,
     )
 
     return [

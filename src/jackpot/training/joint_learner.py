@@ -100,6 +100,8 @@ class LearnerOptions:
     """Key of `objectives.advantages.ADVANTAGES`; a critic takes its place."""
     within_model: bool = False
     """As in `response_advantages`."""
+    beta: float = 1.0
+    """As in `response_advantages`."""
     exact_engines: Collection[Role] = ()
     """Models whose engine samples from the weights it is sent, neither quantized nor truncated, so that their
     forward pass can stand in for p_inf."""
@@ -209,7 +211,7 @@ class JointLearner(Learner):
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         if self._critic:
             return self._critic.compute_advantages(scored, self.values(self._critic.batches(scored)))
-        return response_advantages(self._options.advantage, scored, self._options.within_model)
+        return response_advantages(self._options.advantage, scored, self._options.within_model, self._options.beta)
 
     @torch.no_grad()
     def values(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:

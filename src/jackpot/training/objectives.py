@@ -1,13 +1,14 @@
 """Makes the objectives of eq. 8 from settings."""
 
 import math
+from functools import partial
 
 from jackpot.config.config import RolloutModelConfig
 from jackpot.config.corrections import KAPPA_TOLERANCE, TargetCorrection, ZCorrection
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.corrections import construct_correction
 from jackpot.objectives.joint import PolicyObjective, RolloutModelObjective
-from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES
+from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES, oapl
 
 
 def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
@@ -18,6 +19,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """
     correction = objective.correction
     own_target = "old" if correction.proximal == "rollout" else correction.proximal
+    regresses = objective.surrogate == "oapl"
 
     return PolicyObjective(
         correction=construct_correction(correction),
@@ -25,7 +27,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
         proximal=correction.proximal,
         normalizer=correction.normalizer if isinstance(correction, ZCorrection) else "topk",
         budget=getattr(correction, "budget", None),
-        surrogate=SURROGATES[objective.surrogate],
+        surrogate=partial(oapl, beta=objective.oapl_beta) if regresses else SURROGATES[objective.surrogate],
         clip_low=_clip(objective.clip_low),
         clip_high=_clip(objective.clip_high),
         aggregate=LOSS_AGG_MODES[objective.loss_agg_mode],
@@ -33,6 +35,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
         entropy_coeff=objective.entropy_coeff,
         kl_loss_coef=objective.reference.kl_loss_coef if objective.reference else 0.0,
         kappa_tolerance=getattr(correction, "kappa_tolerance", KAPPA_TOLERANCE),
+        regresses=regresses,
     )
 
 

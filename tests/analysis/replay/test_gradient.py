@@ -157,3 +157,10 @@ def test_another_surrogate_is_judged_as_training_maximizes_it(surrogate):
     mean = new.mean().exp().expand_as(new)  # inside of the clip of 0.2
     torch.testing.assert_close(found.mean, new.exp().clamp(max=1.2) if surrogate == "cispo" else mean)
     assert setting.weighs_whole_responses == (surrogate == "gspo")
+
+
+def test_corrections_of_an_oapl_run_are_judged_under_ppo():
+    """It multiplies no advantage by a factor, so no correction could be judged under it."""
+    (own,) = [one for one in settings_of(resolve("objectives", "oapl", []), []) if one.is_own]
+    (wanted,) = [one for one in settings_of(None, ["none"]) if one.label == own.label == "none proximal=rollout"]
+    assert (own.surrogate, own.objective) == ("ppo", wanted.objective)

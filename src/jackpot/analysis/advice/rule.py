@@ -63,7 +63,9 @@ SURE = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rollout model
 _ORDER = {  # simple corrections with small weights first
     name: place
-    for place, name in enumerate(("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo"))
+    for place, name in enumerate(
+        ("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo", "ipo")
+    )
 }
 
 Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]

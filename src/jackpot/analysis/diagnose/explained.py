@@ -12,8 +12,9 @@ from jackpot.config.corrections import PolicyCorrection, RolloutModelCorrection
 
 Explained = Callable[[Config, float], str]
 
-_DROPPING = ("icepop", "drop", "seq_mask", "geo_mask", "prefix", "f_tis", "dppo")  # tokens or responses, on purpose
-_NOT_A_RATIO = ("icepop", "drop", "seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix")  # mean weight is not 1
+# corrections that drop tokens or responses, on purpose; and those of a rollout model whose mean weight is not 1
+_DROPPING = ("icepop", "drop", "ipo", "seq_mask", "geo_mask", "prefix", "f_tis", "dppo")
+_NOT_A_RATIO = ("icepop", "drop", "ipo", "seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix")
 
 
 def unexplained(config: Config, value: float) -> str:

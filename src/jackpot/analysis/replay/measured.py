@@ -194,7 +194,7 @@ def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
         return False
     if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
-    return stale or not setting.aligns_to_new or setting.name == "dppo"  # which has no other default
+    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")  # no other default
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:

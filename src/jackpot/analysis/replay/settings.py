@@ -83,11 +83,12 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
 
 def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
     base = config.objective if config else ObjectiveConfig()
-    default = CLIP if base.surrogate == "ppo" else None
+    surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor
+    default = CLIP if surrogate == "ppo" else None
     objective = ObjectiveConfig.model_validate(
         {
             "correction": {"name": name, **numbers},
-            "surrogate": base.surrogate,
+            "surrogate": surrogate,
             "clip_low": default if base.clip_low is None else base.clip_low,
             "clip_high": default if base.clip_high is None else base.clip_high,
         }
@@ -102,7 +103,7 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
         name=name,
         label=_label(name, changed, [key for key in ("target", "proximal") if key in fields]),
         objective=policy_objective(objective),
-        surrogate=base.surrogate,
+        surrogate=surrogate,
         numbers=tuple(changed.items()),
         is_own=is_own,
     )

@@ -1,6 +1,6 @@
 """Corrections for rollouts that another distribution than the policy generated, by name.
 
-A correction is a function of tensors and plain numbers: `ratios` holds those that read the ratio alone, `signed` those
+A correction is a function of tensors and plain numbers: `ratios` holds those that read log-probs alone, `signed` those
 that read the sign of the advantage too, `budgeted` OBRS and its parts. Each states its formula, its source and what it
 is biased towards; its numbers are the settings of its name in `config/corrections.py`. `formula` makes the interface
 in `base` of one, and `jackpot.corrections` joins functions and settings.
@@ -20,6 +20,7 @@ CORRECTIONS: dict[str, Formula] = {
     "tis": ratios.tis,
     "icepop": ratios.icepop,
     "drop": ratios.drop,
+    "ipo": ratios.ipo,
     "seq_tis": ratios.seq_tis,
     "seq_mask": ratios.seq_mask,
     "geo_mask": ratios.geo_mask,

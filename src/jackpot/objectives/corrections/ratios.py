@@ -1,4 +1,4 @@
-"""Corrections that read the ratio rho = p_target / p_inf alone, of a token or of a whole response.
+"""Corrections that read the ratio rho = p_target / p_inf, of a token or of a whole response; `ipo` also the difference.
 
 Their target is the proximal point by definition: the weight carries the expectation from p_inf to the point where PPO's
 ratio starts. rho_t is the ratio of token t, and R = prod rho_t over the n sampled tokens of a response. Arguments are
@@ -67,6 +67,26 @@ def drop(log_ratio: Tensor, cap: float) -> Weighed:
     model found improbable and the policy does not.
     """
     return icepop(log_ratio, 0.0, cap)
+
+
+def ipo(log_ratio: Tensor, rollout_log_probs: Tensor, target_log_probs: Tensor, max_tv: float) -> Weighed:
+    """`ipo`: w = rho where |p_target - p_inf| <= max_tv; other tokens are rejected. prime-rl's default loss.
+
+    Mask and ratio are those of its `ipo_loss_fn` (559b447, src/prime_rl/trainer/rl/loss.py), which caps no weight and
+    counts rejected tokens in its denominator. The default is its `eps` since pull request 3586; its KL to the sampler,
+    off since then, is left out. The target is the current policy by default, as there.
+
+    As `dppo` without the sign of the advantage: a token that the policy has moved far in probability is not moved back
+    either. Biased towards tokens on which both models agree. No token is rejected that both find less likely than
+    max_tv, whatever its ratio, so rare tokens keep the unbounded variance of `is`.
+    """
+    inside = difference(rollout_log_probs, target_log_probs) <= max_tv
+    return Weighed(torch.where(inside, log_ratio, -torch.inf).exp(), accepted=inside, capped=~inside)
+
+
+def difference(rollout_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
+    """Return |p_target - p_inf| of the sampled token: [B, T], the total variation of {this token, any other}."""
+    return (target_log_probs.exp() - rollout_log_probs.exp()).abs()
 
 
 def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:

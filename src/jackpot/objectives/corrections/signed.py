@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jackpot.objectives.corrections.formula import Weighed
+from jackpot.objectives.corrections.ratios import difference
 from jackpot.objectives.obrs import ZEstimate
 
 
@@ -58,14 +59,14 @@ def dppo(
         topk     the tokens of the engine's top-k each, and all others as one         sail-sg/Stable-RL c6af1d1,
                  1/2 sum |p_target - p_inf|                                           verl/workers/actor/utils.py
 
-    The default cap is verl's, max_tv that of its example; prime-rl has 0.2 and no cap. Both are lower bounds on the
-    total variation. Stable-RL puts the sampled token into the top k, which we do not; we add the policy's top k where
-    the rollout model's probability of them is known.
+    The default cap is verl's, max_tv that of its example. Both are lower bounds on the total variation. Stable-RL puts
+    the sampled token into the top k, which we do not; we add the policy's top k where the rollout model's probability
+    of them is known.
 
     A trust region and no correction of what is outside: biased towards where the policy and the rollout model already
     agree, for a token far from the rollout model is only moved back to it.
     """
-    variation = (target_log_probs.exp() - rollout_log_probs.exp()).abs()  # of {the sampled token, any other}
+    variation = difference(rollout_log_probs, target_log_probs)
     return _tis_but((variation > max_tv) & (advantages * log_ratio > 0), log_ratio, cap)
 
 
