@@ -100,7 +100,7 @@ def test_drop_removes_tokens_above_the_cap(cap):
 
 
 @pytest.mark.parametrize("max_tv", [0.02, 0.1, math.inf])
-def test_ipo_weighs_by_the_ratio_where_the_probability_moved_little(max_tv):
+def test_ipo_weighs_by_the_ratio_where_p_moved_little(max_tv):
     inputs, wanted = spread_inputs(), {}
     for at, log_ratio in (pair for row in rows_of(inputs) for pair in row):
         far = abs(math.exp(log_ratio - 1.5) - math.exp(-1.5)) > max_tv
