@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from jackpot.ui.charts import Section, Table
 from jackpot.ui.commands.train import _listener
 from jackpot.ui.terminal import progress as module
 from jackpot.ui.terminal.output import print_line, show_answer, show_next, show_table
-from jackpot.ui.terminal.progress import LINE_SECONDS, progress, status
+from jackpot.ui.terminal.progress import LINE_SECONDS, Counts, progress, status
 
 
 @pytest.fixture
@@ -46,6 +47,22 @@ def test_a_log_has_a_line_every_few_seconds_or_where_it_is_due(clock: list[float
         "iteration 2/10  reward 0.2  10 s left",  # 2.5 s for two iterations
         "iteration 3/10  reward [0.3]  18 s left",  # 7.5 s for three
     ]
+
+
+def test_progress_outlives_its_terminal() -> None:
+    """Writing fails before SIGHUP says that the terminal was closed."""
+    mine, theirs = os.openpty()
+    terminal = os.fdopen(theirs, "w")
+    bars = Counts(Console(file=terminal, force_terminal=True))
+    os.close(mine)
+    with pytest.raises(OSError, match="Input/output error"):
+        print("a line", file=terminal, flush=True)
+
+    bars.update("iteration", 1, 2, {}, is_due=True)
+    bars.stage("evaluating")
+
+    with pytest.raises(OSError):  # what it has not written
+        terminal.close()
 
 
 def test_a_terminal_keeps_a_fact_until_a_newer_one_comes() -> None:

@@ -1,5 +1,6 @@
 """Shows how far a command is: bars in a terminal, single lines in a log."""
 
+import errno
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,16 @@ def progress(console: Console) -> Iterator["Counts"]:
         yield counts
         if console.is_terminal:
             counts.stage("")  # the last frame stays on the screen
+
+
+@contextmanager
+def _outliving_terminal() -> Iterator[None]:
+    """Write to a terminal that may be gone: SIGHUP, which asks a run to stop, can come a moment after a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 class Counts:
@@ -48,6 +59,7 @@ class Counts:
         self._stage = ""
         self.live = Live(self._frame(), console=console, refresh_per_second=4)
 
+    @_outliving_terminal()
     def update(
         self,
         name: str,
@@ -90,6 +102,7 @@ class Counts:
             left = f"  {(now - begun_at) / (done - first) * (total - done):.0f} s left" if done > first else ""
             print_line(self._console, _line(count, facts) + left)
 
+    @_outliving_terminal()
     def stage(self, text: str) -> None:
         """Show what is done now; in a log as long as nothing is counted."""
         self._stage = text
