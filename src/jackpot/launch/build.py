@@ -26,23 +26,23 @@ from jackpot.launch.checks import (
     check_lengths,
     check_start,
     check_top_log_probs,
-    check_vocabulary,
     engine_is_exact,
     limited_task,
     prompt_limit,
     role_named,
 )
 from jackpot.launch.engine_processes import engine_pool, process_links
-from jackpot.launch.engines import engine_parts, make_each
+from jackpot.launch.engines import engine_parts, make_each, reference_path, run_rows
 from jackpot.launch.head_kernel import head_options
 from jackpot.launch.ray import ray_links
 from jackpot.models.cost import forward_cost
 from jackpot.models.device import pick_device
-from jackpot.models.forward import checkpoint_activations, widen_head
+from jackpot.models.forward import checkpoint_activations, cut_head, widen_head
 from jackpot.models.fused import fuse
 from jackpot.models.gathered import CPU, shard
 from jackpot.models.load import (
     DTYPES,
+    head_rows,
     load_config,
     load_meta_model,
     load_model,
@@ -107,7 +107,7 @@ def make_components(
     paths = config.model_paths(checkpoint.folder if checkpoint else None)
     outlines = check_start(config, paths, ranks.size)
     tokenizer = load_tokenizers(paths)
-    check_vocabulary(outlines, tokenizer)
+    head_rows(paths | reference_path(config), tokenizer)
     version = Version(*checkpoint.state["version"]) if checkpoint else Version(0, 0)
 
     with ExitStack() as undo:
@@ -224,10 +224,18 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
     if config.critic:
         path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
         models["critic"] = load_critic(config, path, device)
-    if reference := config.objective.reference:
-        models["reference"] = load_model(reference.path or config.policy.path, torch.float32, device)
-        prepare(config, "reference", models["reference"], pick_device(config.device).type == "cpu")
+    for name, path in reference_path(config).items():
+        models[name] = load_model(path, torch.float32, device)
+        prepare(config, name, models[name], pick_device(config.device).type == "cpu")
+    cut_heads(models, run_rows(config, paths))
     return models
+
+
+def cut_heads(models: Models, rows: int) -> None:
+    """Have the first rows of the output layers of a learner's models read and no others, as `head_rows` says."""
+    for name, model in models.items():
+        if name != "critic":
+            cut_head(model, rows)
 
 
 def load_trained(config: Config, role: Role, path: str, device: torch.device | None, resumes: bool) -> PreTrainedModel:

@@ -4,17 +4,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import get_args
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackpot.config.config import Config
-from jackpot.config.engines import EngineConfig, is_quantized
+from jackpot.config.engines import EngineConfig, VLLMEngineConfig, is_quantized, is_remote
 from jackpot.config.processes import check_ranks
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.roles import Role
+from jackpot.launch.engines import EnginePart, engine_parts, reference_path
 from jackpot.models.forward import output_layer
 from jackpot.models.gathered import check_layers
-from jackpot.models.load import load_meta_model
+from jackpot.models.load import head_rows, load_meta_model
 from jackpot.rollout.tasks.base import Split, Task
 from jackpot.training.objectives import policy_objective
 
@@ -37,23 +38,25 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     """
     check_ranks(config, ranks)
     outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
-    reference = config.objective.reference
-    others = {"reference": _outline("reference", reference.path or config.policy.path)} if reference else {}
-    check_vocabulary({**outlines, **others})
+    others = {role: _outline(role, path) for role, path in reference_path(config).items()}
     if ranks > 1:
         for role, model in {**outlines, **others}.items():
             check_layers(role, model)
     prompt_limit(config, [model.config for model in outlines.values()])
     engines = [config.engine, *([config.evaluation.engine or config.engine] if config.is_mixed else [])]
+    parts = engine_parts(config, paths)
+    _check_rows(config, parts)
     for settings in engines:
-        check_top_log_probs(config, output_layer(outlines["policy"]).out_features)
+        check_top_log_probs(config, parts["engine"].rows)
         engine_is_exact(config, is_quantized(settings), settings)
     return outlines
 
 
 def _outline(role: str, path: str) -> PreTrainedModel:
     with role_named(role):
-        return load_meta_model(path)
+        model = load_meta_model(path)
+        output_layer(model)  # raises where there is none
+        return model
 
 
 @contextmanager
@@ -65,26 +68,22 @@ def role_named(role: str) -> Iterator[None]:
         raise ModelError(f"{role}: {error}") from error
 
 
-def check_vocabulary(
-    models: Mapping[Role, PreTrainedModel] | Mapping[str, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> None:
-    """Refuse models whose output layers differ in size: log-probs are compared token id by token id.
-
-    Args:
-        tokenizer: of all models; None: it is not looked at.
+def _check_rows(config: Config, parts: Mapping[str, EnginePart]) -> None:
+    """Refuse engines that cannot keep to the rows that all models have (`head_rows`).
 
     Raises:
-        ModelError: the sizes differ, or the tokenizer has more tokens than the output layer.
+        EngineError: a server of a longer output layer, or vLLM with a draft model of another length.
     """
-    sizes = {role: output_layer(model).out_features for role, model in models.items()}
-    if len(set(sizes.values())) > 1:
-        raise ModelError(
-            f"the models' output layers differ in size, {sizes}; all models of a run must share one, its padding "
-            f"included: take models whose config.json has the same vocab_size"
-        )
-    if tokenizer is not None and len(tokenizer) > sizes["policy"]:
-        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the models' output layer only {sizes['policy']}")
+    sizes = {name: head_rows({name: part.path}) for name, part in parts.items()}
+    for name, part in parts.items():
+        drafts = bool(config.draft) and isinstance(part.settings, VLLMEngineConfig) and len(set(sizes.values())) > 1
+        if drafts or (is_remote(part.settings) and sizes[name] > part.rows):
+            what = "drafts with output layers of one size only" if drafts else "samples from all rows of a model"
+            raise EngineError(
+                f"{part.settings.name} {what}, and {name}'s model {part.path} has {sizes[name]} where the shortest "
+                f"output layer of the run has {part.rows}; take engine=transformers for it, or give a copy of the "
+                f"longer model that model.resize_token_embeddings({part.rows}) has cut"
+            )
 
 
 def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:

@@ -62,13 +62,13 @@ def engine_pool(
     }
 
     weights = {}
-    for name, (settings, path) in parts.items():
-        dtype = DTYPES[settings.dtype]
-        weights[name] = list(load_model(path, dtype, "cpu").named_parameters()), dtype
+    for name, part in parts.items():
+        dtype = DTYPES[part.settings.dtype]
+        weights[name] = list(load_model(part.path, dtype, "cpu").named_parameters()), dtype
 
     chunk, groups = config.placement.chunk, -(-config.batch.prompts // config.placement.engine_processes)
     if chunk == "auto":
-        chunk = min(groups * config.batch.group_size, *(settings.max_num_seqs for settings, _ in parts.values()))
+        chunk = min(groups * config.batch.group_size, *(part.settings.max_num_seqs for part in parts.values()))
 
     return EnginePool(
         links(config, setup),
@@ -76,7 +76,7 @@ def engine_pool(
         version,
         chunk=chunk,
         patience=config.placement.timeout,
-        sleeping=[name for name, (settings, _) in parts.items() if sleeps(settings)],
+        sleeping=[name for name, part in parts.items() if sleeps(part.settings)],
         device=device if config.placement.weight_transfer == "device" else None,
     )
 

@@ -24,7 +24,7 @@ from jackpot.core.types import PackedRow, TokenBatch
 from jackpot.models.device import upload
 from jackpot.models.packed_attention import AttentionPlan, AttentionSet, replaces_attention
 from jackpot.models.quantization.attention import packed_implementation
-from jackpot.objectives.kernels.linear_head import Fp32Linear
+from jackpot.objectives.kernels.linear_head import CutLinear, Fp32Linear
 
 PaddingSide = Literal["left", "right"]
 
@@ -271,6 +271,23 @@ def widen_head(model: PreTrainedModel, rounded_to: torch.dtype | None = None) ->
     model.set_output_embeddings(Fp32Linear.of(output_layer(model), rounded_to))
     if not isinstance(output_layer(model), Fp32Linear):
         raise ModelError(f"the output layer of {type(model).__name__} cannot be replaced; leave head_dtype out")
+
+
+def cut_head(model: PreTrainedModel, rows: int) -> None:
+    """Have the first `rows` rows of the output layer read and no others, in place; a shorter one is left as it is.
+
+    Its weight stays the same parameter, whole.
+
+    Raises:
+        ModelError: as `output_layer`.
+    """
+    layer = output_layer(model)
+    if rows >= layer.out_features:
+        return
+    if not isinstance(layer, CutLinear):
+        layer = CutLinear.of(layer)
+        model.set_output_embeddings(layer)
+    layer.out_features = rows
 
 
 def logit_softcap(model: PreTrainedModel) -> float | None:

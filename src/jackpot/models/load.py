@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from math import inf
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -388,6 +389,31 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
         f"id {theirs.get(token, 'none')} in {b.name_or_path or 'the second'} (vocabulary sizes {len(ours)} and "
         f"{len(theirs)}). Policy and rollout model need the same vocabulary; take two models of one family"
     )
+
+
+def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    """Return how many rows are read of the output layers of models that work on the same tokens: those of the shortest.
+
+    Sizes of one family differ in their padding: Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B on, for 151,665
+    tokens. Log-probs are compared token id by token id, so every distribution of a run, in training and in engines,
+    is over the ids for which all its models have a row (`cut_head`). Ids beyond are never sampled, and refused where
+    anything else brings them. The weights stay whole: longer output layers are saved and sent with all their rows.
+
+    Args:
+        paths: of the models, by the name that an error gives them.
+        tokenizer: of all models; None: it is not looked at.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than that.
+    """
+    sizes = {name: load_config(path).get_text_config().vocab_size for name, path in paths.items()}
+    shortest, rows = min(sizes.items(), key=itemgetter(1))
+    if tokenizer is not None and len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, and the output layer of the {shortest.replace('_', ' ')} only "
+            f"{rows} rows; take a model with a row for every token (vocab_size in its config.json)"
+        )
+    return rows
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -21,12 +21,12 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.sampling import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.cores import pick_threads
+from jackpot.core.errors import ModelError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
-from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
 from jackpot.models.device import pick_device
-from jackpot.models.load import DTYPES, check_same_tokenizer, load_meta_model, load_tokenizer
+from jackpot.models.load import DTYPES, check_same_tokenizer, head_rows, load_meta_model, load_tokenizer
 from jackpot.models.quantization.formats import LayerDifference, SideFormats, layer_differences, layer_formats
 from jackpot.models.routing import expert_layers
 from jackpot.rollout.engines.base import Capabilities, Request
@@ -79,8 +79,12 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
     tokenizer = load_tokenizer(paths[0])
     for path in paths:
         check_same_tokenizer(tokenizer, load_tokenizer(path))
-    outlines = {path: load_meta_model(path) for path in paths}
-    check_vocabulary({"policy": outlines[paths[0]], **outlines}, tokenizer)
+    sizes = {path: head_rows({path: path}, tokenizer) for path in paths}
+    if len(set(sizes.values())) > 1:
+        raise ModelError(
+            f"the models' output layers differ in size, {sizes}; sides are compared over all rows: take a copy of the "
+            f"longer one that model.resize_token_embeddings({min(sizes.values())}) has cut"
+        )
 
     names = short_names(sides)
     samplers, learners = names[: len(config.samplers)], names[len(config.samplers) :]

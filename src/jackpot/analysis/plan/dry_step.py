@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.config import Config
 from jackpot.core.types import PackedRow
-from jackpot.launch.build import prepare
+from jackpot.launch.build import cut_heads, prepare
+from jackpot.launch.engines import reference_path, run_rows
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -119,9 +120,7 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
 
     They are fused only where they are sure to be on a CPU: on a GPU a model keeps more.
     """
-    paths: dict[str, str] = {**config.model_paths()}
-    if reference := config.objective.reference:
-        paths["reference"] = reference.path or config.policy.path
+    paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
     if config.critic:
         paths["critic"] = config.critic.path or config.policy.path
 
@@ -131,6 +130,7 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
         prepare(config, name, models[name], config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
             models[name].requires_grad_(False)
+    cut_heads(models, run_rows(config, config.model_paths()))
     return models
 
 
@@ -249,7 +249,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     While its backward pass goes over them, the gradients of the other rows of the output layers are held.
     """
     layers = [output_layer(model) for model in models]
-    weights = [layer.weight for layer in layers]
+    weights = [layer.weight[: layer.out_features] for layer in layers]
 
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)

@@ -15,8 +15,8 @@ from jackpot.config.tasks import MathConfig
 from jackpot.core.errors import DataError
 from jackpot.core.roles import Role
 from jackpot.launch.build import run_task
-from jackpot.launch.checks import check_vocabulary
-from jackpot.models.load import hub_answers, load_config, load_meta_model, load_tokenizers, resolve_path
+from jackpot.launch.engines import reference_path
+from jackpot.models.load import head_rows, hub_answers, load_config, load_meta_model, load_tokenizers, resolve_path
 from jackpot.models.lora import adapter_size
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import find_sources
@@ -89,7 +89,7 @@ def prompt_lengths(config: Config) -> PromptLengths:
     try:
         paths = config.model_paths()
         tokenizer = load_tokenizers(paths)
-        check_vocabulary({role: outline(path) for role, path in paths.items()}, tokenizer)
+        head_rows(paths | reference_path(config), tokenizer)
         with closing(run_task(config, paths, tokenizer)) as task:
             prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
             left_out = _left_out(task.take_events())

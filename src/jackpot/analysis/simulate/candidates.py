@@ -27,10 +27,10 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.launch.build import run_task
-from jackpot.launch.checks import check_vocabulary
 from jackpot.launch.engines import make_engine
 from jackpot.models.device import pick_device
-from jackpot.models.load import load_meta_model, load_model, load_tokenizers
+from jackpot.models.forward import cut_head
+from jackpot.models.load import head_rows, load_model, load_tokenizers
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.objectives.metrics import mismatch
@@ -76,6 +76,8 @@ class Candidate:
 class PairBench:
     """Measures pairs of models on one task, with one tokenizer and one set of prompts, held-out ones by default.
 
+    Of every output layer the rows of the shortest are read (`head_rows`), as in a run.
+
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
         ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
@@ -98,8 +100,7 @@ class PairBench:
         self._config, self._seed = config, seed
         paths = {"policy": policy} | {f"rollout model {path}": path for path in candidates}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
-        outlines = {role: load_meta_model(path) for role, path in paths.items()}
-        check_vocabulary(outlines, self._tokenizer)
+        self._rows = head_rows(paths, self._tokenizer)
         self._task: Task = run_task(config, paths, self._tokenizer)
         self._device = pick_device(config.device)
         self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
@@ -114,6 +115,8 @@ class PairBench:
             scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
+        for model in models:
+            cut_head(model, self._rows)
         parts, columns = [], []
         for states in pair_states(models[0], models[1], chosen, self._config.sampling.temperature):
             parts.append(measure_states(states))
@@ -133,7 +136,7 @@ class PairBench:
 
     def _engine(self, path: str) -> Engine:
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
-        return make_engine(settings, path, self._device, Version(0, 0))
+        return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
 
 
 def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int, seed: int) -> list[Candidate]:

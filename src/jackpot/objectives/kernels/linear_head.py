@@ -24,6 +24,7 @@ Log-probabilities, entropies and divergences are in nats.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -154,29 +155,55 @@ def joint_linear_head(
     return JointOutput.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, options))
 
 
-class Fp32Linear(nn.Linear):
+class CutLinear(nn.Linear):
+    """Holds an output layer of which the first `out_features` rows are read, here and in `LinearHead`.
+
+    Weight and bias stay the whole parameters, under the same names; the gradient of the other rows is 0.
+    """
+
+    bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch omits the None
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Self:
+        """Return a layer with the very parameters of another one."""
+        held = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        held.weight, held.bias = layer.weight, layer.bias
+        return held
+
+    def read(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight [V, H] and bias [V] as they are multiplied."""
+        rows = self.out_features
+        if rows == len(self.weight):
+            return self.weight, self.bias
+        return self.weight[:rows], None if self.bias is None else self.bias[:rows]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, *self.read())
+
+
+class Fp32Linear(CutLinear):
     """Holds an output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and
     autocast; `LinearHead` does the same with its weight."""
 
-    bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch omits the None
     rounded_to: torch.dtype | None = None
 
     @classmethod
-    def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> "Fp32Linear":
+    def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> Self:
         """Return a layer with the very parameters of another one.
 
         Args:
             rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not.
         """
-        widened = cls(layer.in_features, layer.out_features, bias=False, device="meta")
-        widened.weight, widened.bias, widened.rounded_to = layer.weight, layer.bias, rounded_to
+        widened = super().of(layer)
+        widened.rounded_to = rounded_to
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
         """Return weight [V, H] and bias [V] as they are multiplied, before they are widened."""
+        weight, bias = super().read()
         if self.rounded_to is None:
-            return self.weight, self.bias
-        return self.weight.to(self.rounded_to), None if self.bias is None else self.bias.to(self.rounded_to)
+            return weight, bias
+        return weight.to(self.rounded_to), None if bias is None else bias.to(self.rounded_to)
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.read()
@@ -282,9 +309,8 @@ class LinearHead(nn.Module):
 
 def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
     """Return the head of an output layer over hidden states [N, H], in float32 where that is an `Fp32Linear`."""
-    is_fp32 = isinstance(layer, Fp32Linear)
-    weight, bias = layer.read() if is_fp32 else (layer.weight, layer.bias)
-    return Head(hidden=hidden, weight=weight, bias=bias, soft_cap=soft_cap, is_fp32=is_fp32)
+    weight, bias = layer.read() if isinstance(layer, CutLinear) else (layer.weight, layer.bias)
+    return Head(hidden=hidden, weight=weight, bias=bias, soft_cap=soft_cap, is_fp32=isinstance(layer, Fp32Linear))
 
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:

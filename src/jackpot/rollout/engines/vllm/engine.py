@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -49,6 +50,7 @@ from jackpot.rollout.engines.vllm.library import (
     in_one_process,
     keep_process_groups,
     keep_scales,
+    mask_rows,
     pack_tied_head,
     register_loader,
     reload_draft,
@@ -72,6 +74,7 @@ class VLLMEngine(ThreadEngine):
         device: torch.device,
         version: Version,
         drafter: "VLLMEngine | None" = None,
+        rows: int | None = None,
     ) -> None:
         """Start vLLM with the model in `path` and its weights.
 
@@ -80,6 +83,7 @@ class VLLMEngine(ThreadEngine):
             device: the learner's device. vLLM runs on the same kind of device, on a GPU by default on the same one.
             drafter: the engine whose model proposes tokens as `settings.draft` says. vLLM holds a copy of that model,
                 which gets each new weights of the drafter; None: this engine's model generates alone.
+            rows: of the output layer from which it samples, the first ones; None: all.
 
         Raises:
             ConfigError: a setting that vLLM does not have on this kind of device.
@@ -87,7 +91,7 @@ class VLLMEngine(ThreadEngine):
             EngineError: vLLM is not installed, is for another kind of device, or cannot serve the model.
         """
         _check_settings(settings, device)
-        self._settings, self._device = settings, device
+        self._settings, self._device, self._rows = settings, device, rows
         self._dtype = DTYPES[settings.dtype]
 
         # Only quantized weights are given to vLLM at its start; it reads others from the folder itself.
@@ -251,6 +255,10 @@ class VLLMEngine(ThreadEngine):
             _LOADED.add(self)
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
+            size = self._llm.model_config.get_vocab_size()
+            rows = min(self._rows or size, size)
+            if rows < size:
+                self._llm.apply_model(partial(mask_rows, rows))
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {self._folder}: {type(error).__name__}: {error}") from error
         finally:
@@ -258,8 +266,8 @@ class VLLMEngine(ThreadEngine):
 
         model = self._llm.model_config
         return Capabilities(
-            vocab_size=model.get_vocab_size(),
-            num_top_log_probs=model.get_vocab_size(),
+            vocab_size=rows,
+            num_top_log_probs=rows,
             max_model_len=model.max_model_len - 2 * self._num_drafts,  # so that every request is always drafted for
             quantized=is_quantized(self._settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,

@@ -172,6 +172,21 @@ def pack_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def mask_rows(rows: int, model: Any) -> None:
+    """Have a model of vLLM give the logit -inf to every id that has none of the first `rows` rows of its output layer.
+
+    vLLM normalizes what it samples and reports after that.
+    """
+    compute = model.compute_logits
+
+    def masked(*arguments: Any, **named: Any) -> Tensor | None:
+        if (logits := compute(*arguments, **named)) is not None:
+            logits[..., rows:] = -torch.inf
+        return logits
+
+    model.compute_logits = masked
+
+
 def keep_scales(model: torch.nn.Module) -> None:
     """Keep the scales of INT8 weights alive on a CPU, where oneDNN reads them from the memory of their first tensor.
 
