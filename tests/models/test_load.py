@@ -22,11 +22,13 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from helpers.engines.reference import save_tiny_model
 from jackpot.core.errors import DataError, ModelError
 from jackpot.models import load
 from jackpot.models.load import (
     check_same_tokenizer,
     eos_token_ids,
+    head_rows,
     load_model,
     load_tokenizer,
     load_value_model,
@@ -385,3 +387,12 @@ def test_a_smaller_vocabulary_is_named_with_both_sizes():
         sizes = rf"vocabulary sizes {len(ours)} and {len(theirs)}"
         with pytest.raises(DataError, match=rf"token 'b': {ids} \({sizes}\)"):
             check_same_tokenizer(ours, theirs)
+
+
+def test_the_shortest_output_layer_must_have_a_row_for_every_token(tmp_path):
+    paths = {role: str(tmp_path / role) for role in ("policy", "rollout_model")}
+    for path, size in zip(paths.values(), (12, 3), strict=True):
+        save_tiny_model(Path(path), seed=0, vocab_size=size)
+    assert head_rows(paths) == head_rows(paths, tokenizer("<unk>", "a", "b")) == 3
+    with pytest.raises(ModelError, match="has 4 tokens, and the output layer of the rollout model only 3 rows"):
+        head_rows(paths, tokenizer("<unk>", "a", "b", "c"))

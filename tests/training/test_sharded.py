@@ -1,6 +1,7 @@
 """Two ranks that share the weights of all models take the steps of one process that holds them."""
 
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,17 @@ def test_two_ranks_take_the_steps_of_one(name, folder, tmp_path):
 @pytest.mark.parametrize("name", SLOW)
 def test_two_ranks_take_the_steps_of_one_with(name, folder, tmp_path):
     check(SLOW[name], folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longer", ["policy", "rollout_model"])
+def test_two_ranks_cut_an_output_layer_as_one_does(longer, folder, tmp_path):
+    """An untied one and a tied one."""
+    shutil.copytree(folder, tmp_path / "models")
+    model = load_model(folder / longer, torch.float32)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    model.save_pretrained(tmp_path / "models" / longer)
+    check(Case(), tmp_path / "models", tmp_path)
 
 
 @pytest.mark.slow

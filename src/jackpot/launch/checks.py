@@ -69,20 +69,19 @@ def role_named(role: str) -> Iterator[None]:
 
 
 def _check_rows(config: Config, parts: Mapping[str, EnginePart]) -> None:
-    """Refuse engines that cannot keep to the rows that all models have (`head_rows`).
+    """Refuse engines that would sample ids for which another model of the run has no row (`head_rows`).
 
     Raises:
-        EngineError: a server of a longer output layer, or vLLM with a draft model of another length.
+        EngineError: a server, or vLLM with a draft model, whose model has a longer output layer.
     """
-    sizes = {name: head_rows({name: part.path}) for name, part in parts.items()}
     for name, part in parts.items():
-        drafts = bool(config.draft) and isinstance(part.settings, VLLMEngineConfig) and len(set(sizes.values())) > 1
-        if drafts or (is_remote(part.settings) and sizes[name] > part.rows):
-            what = "drafts with output layers of one size only" if drafts else "samples from all rows of a model"
+        size, settings = head_rows({name: part.path}), part.settings
+        drafts = config.draft is not None and isinstance(settings, VLLMEngineConfig)
+        if size > part.rows and (drafts or is_remote(settings)):
             raise EngineError(
-                f"{part.settings.name} {what}, and {name}'s model {part.path} has {sizes[name]} where the shortest "
-                f"output layer of the run has {part.rows}; take engine=transformers for it, or give a copy of the "
-                f"longer model that model.resize_token_embeddings({part.rows}) has cut"
+                f"{name}={settings.name}{' with drafts' if drafts else ''} samples from all {size} rows of the output "
+                f"layer of {part.path}, and another model of the run has {part.rows}; use transformers, or take a copy "
+                f"of the longer model that model.resize_token_embeddings({part.rows}) has cut"
             )
 
 

@@ -142,6 +142,15 @@ def test_a_reference_is_read_too(paths: tuple[str, str], plan) -> None:
         assert plan(*ALONE, settings).training > plan(*ALONE).training
 
 
+def test_a_longer_output_layer_is_cut_in_the_plan_too(paths: tuple[str, str], plan, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(paths[0].partition("=")[2])
+    config.vocab_size = V + 16
+    config.save_pretrained(tmp_path)
+    longer, whole = planned(*paths, f"policy.path={tmp_path}"), 4 * 64 * (V + 16)
+    added = longer.gradients + longer.training - plan().gradients - plan().training
+    assert 0 <= added <= 2 * whole, "backward makes a gradient of all rows of one of those that are read"
+
+
 def test_the_weights_that_an_adapter_changes_are_made_to_be_sent(without_training) -> None:
     width, queries, keys, inner, layers = 96, 4 * 32, 2 * 32, 192, 3  # of the starter
     changed = 4 * layers * (2 * width * queries + 2 * width * keys + 3 * width * inner)

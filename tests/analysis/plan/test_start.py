@@ -128,11 +128,25 @@ def test_gpus_that_are_asked_about_are_as_many_as_ranks(
         train("quickstart", ["placement.launcher=ray", "placement.ranks=2"], dry_run=True, gpus="8xH100")
 
 
+LONGER = ["policy.path=Qwen/Qwen2.5-7B", "rollout_model.path=Qwen/Qwen2.5-1.5B"]
+SLEEPLESS = "enable_sleep_mode: false"
+DRAFTS = [
+    "rollout_model.share=0.5",
+    f"engine={{{SLEEPLESS}}}",
+    f"evaluation.engine={{{SLEEPLESS}, draft: {{tokens: 3}}}}",
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "expected"),
     [
-        (["policy.path=Qwen/Qwen2.5-7B", "rollout_model.path=Qwen/Qwen2.5-1.5B"], ModelError, "152064.* 151936"),
-        (["objective.reference.path=Qwen/Qwen2.5-7B"], ModelError, "'reference': 152064"),
+        ([*LONGER, "sampling.num_top_log_probs=152000"], ConfigError, "returns at most 151936"),
+        (
+            [*LONGER, "evaluation.engine={name: sglang_server, urls: ['http://a:1'], weights_folder: w}"],
+            EngineError,
+            r"evaluation.engine=sglang_server samples from all 152064 .*Qwen2.5-7B, .* has 151936;.*_embeddings\(151936",
+        ),
+        ([*LONGER, *DRAFTS], EngineError, "evaluation.engine=vllm with drafts samples from all 152064"),
         (["objective.correction.normalizer=exact"], EngineError, "computes in bf16"),
         (["sampling.num_top_log_probs=200000"], ConfigError, "returns at most 151936"),
         (["sampling.max_new_tokens=9216"], ConfigError, "leaves no room for a prompt"),
