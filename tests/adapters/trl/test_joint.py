@@ -17,9 +17,9 @@ from jackpot.config.build import validated
 from jackpot.config.config import RolloutModelConfig
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.objective import ObjectiveConfig
-from jackpot.core.errors import CheckpointError, ConfigError, EngineError
+from jackpot.core.errors import CheckpointError, ConfigError, EngineError, ModelError
 from jackpot.core.types import Version
-from jackpot.models.load import eos_token_ids, load_model
+from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 pytestmark = pytest.mark.trl
@@ -123,6 +123,29 @@ def test_a_policy_with_an_adapter_writes_with_drafts(adapter: ModuleType, tmp_pa
     assert all(0.0 < gap < 1e-5 for gap in gaps)
     assert {line["jackpot/draft/acceptance"] > 0.3 for line in log if "loss" in line} == {True}
     assert trainer.version == Version(2, 2)  # the model that only drafts is trained all the same
+
+
+def test_a_longer_rollout_model_is_cut_and_a_longer_policy_refused(adapter: ModuleType, tmp_path):
+    """The rows beyond are those of frequent tokens; both models generate."""
+    model = load_model(ROLLOUT_MODEL, torch.float32)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 7, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[size:] = model.lm_head.weight[:7]
+    model.save_pretrained(tmp_path / "long")
+    load_tokenizer(ROLLOUT_MODEL).save_pretrained(tmp_path / "long")
+    longer, trained = str(tmp_path / "long"), []
+    for path in (longer, ROLLOUT_MODEL):
+        changes = {"max_steps": 2, "per_device_train_batch_size": 16}
+        trainer = trainer_of(adapter, tmp_path, settings(path=path, share=0.5), **changes)
+        trainer.train()
+        trained.append(weights(trainer))
+    for found, wanted in zip(*trained, strict=True):
+        torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-5, atol=1e-6)
+
+    policy = arguments(tmp_path) | {"model": longer}
+    with pytest.raises(ModelError, match=rf"reads all {size + 7} rows .* has {size}; .*_embeddings\({size}\)"):
+        adapter.JackpotGRPOTrainer(**policy, rollout_model=settings())
 
 
 def test_engines_get_weights_that_changed_without_a_step(adapter: ModuleType, tmp_path):

@@ -144,7 +144,7 @@ DRAFTS = [
         (
             [*LONGER, "evaluation.engine={name: sglang_server, urls: ['http://a:1'], weights_folder: w}"],
             EngineError,
-            r"evaluation.engine=sglang_server samples from all 152064 .*Qwen2.5-7B, .* has 151936;.*_embeddings\(151936",
+            r"sglang_server samples from all 152064 .*Qwen2.5-7B, .* has 151936;.*_embeddings\(151936",
         ),
         ([*LONGER, *DRAFTS], EngineError, "evaluation.engine=vllm with drafts samples from all 152064"),
         (["objective.correction.normalizer=exact"], EngineError, "computes in bf16"),

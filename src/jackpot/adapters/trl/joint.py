@@ -23,11 +23,18 @@ from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
 from jackpot.adapters.trl.writers import TwoModelTrainer, Writers
 from jackpot.config.build import validated
 from jackpot.config.config import Config, RolloutModelConfig
-from jackpot.core.errors import CheckpointError, ConfigError
+from jackpot.core.errors import CheckpointError, ConfigError, ModelError
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums
 from jackpot.core.roles import Role
 from jackpot.core.types import TokenBatch, Version
-from jackpot.models.forward import backbone, checkpoint_activations, logit_softcap, output_layer, response_hidden
+from jackpot.models.forward import (
+    backbone,
+    checkpoint_activations,
+    cut_head,
+    logit_softcap,
+    output_layer,
+    response_hidden,
+)
 from jackpot.models.load import check_same_tokenizer, load_model, load_tokenizer
 from jackpot.models.parts import WHOLE, write_part
 from jackpot.objectives.corrections.base import split_by_model
@@ -106,6 +113,12 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         path = self._settings.path
         check_same_tokenizer(self.processing_class, load_tokenizer(path))
         self.rollout_model = load_model(path, torch.float32, self.accelerator.device)
+        cut_head(self.rollout_model, self._head.policy.out_features)
+        if (rows := output_layer(self.rollout_model).out_features) < self._head.policy.out_features:
+            raise ModelError(
+                f"TRL's loss reads all {self._head.policy.out_features} rows of the policy's output layer, and that of "
+                f"the rollout model has {rows}; give TRL a policy that model.resize_token_embeddings({rows}) has cut"
+            )
         self._distill_weight = self._settings.distill_weight
         self._rollout_objective = None
         if self._settings.optimizer:

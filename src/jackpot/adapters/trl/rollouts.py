@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jackpot.adapters.trl.base import TRLTrainer
+from jackpot.adapters.trl.base import TRLTrainer, plain_model
 from jackpot.config.build import validated
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.prng import fold_in
 from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.models.forward import cut_head, output_layer
 from jackpot.models.load import DTYPES, check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -140,5 +141,6 @@ def make_engine(
     tokenizer = trainer.processing_class
     check_same_tokenizer(tokenizer, load_tokenizer(path))
     model = load_model(path, DTYPES[settings.dtype], trainer.accelerator.device)
+    cut_head(model, output_layer(plain_model(trainer.accelerator.unwrap_model(trainer.model))).out_features)
     ends = {*eos_token_ids(model), tokenizer.eos_token_id}  # pyright: ignore[reportUnhashable] (an id, and no list)
     return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=Version(0, 0), drafter=drafter)
