@@ -389,7 +389,7 @@ def test_a_smaller_vocabulary_is_named_with_both_sizes():
             check_same_tokenizer(ours, theirs)
 
 
-def test_the_shortest_output_layer_must_have_a_row_for_every_token(tmp_path):
+def test_every_token_needs_a_row_in_the_shortest_output_layer(tmp_path):
     paths = {role: str(tmp_path / role) for role in ("policy", "rollout_model")}
     for path, size in zip(paths.values(), (12, 3), strict=True):
         save_tiny_model(Path(path), seed=0, vocab_size=size)

@@ -125,7 +125,7 @@ def test_a_policy_with_an_adapter_writes_with_drafts(adapter: ModuleType, tmp_pa
     assert trainer.version == Version(2, 2)  # the model that only drafts is trained all the same
 
 
-def test_a_longer_rollout_model_is_cut_and_a_longer_policy_refused(adapter: ModuleType, tmp_path):
+def test_a_longer_rollout_model_is_cut_a_longer_policy_refused(adapter: ModuleType, tmp_path):
     """The rows beyond are those of frequent tokens; both models generate."""
     model = load_model(ROLLOUT_MODEL, torch.float32)
     size = model.config.vocab_size
