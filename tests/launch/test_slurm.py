@@ -153,9 +153,9 @@ REFUSED = {
         "set engine.draft=null",
     ),
     "vLLM within rank 0": (["joint_8b", "--slurm", "placement.engines=0"], "leave placement.engines out"),
-    "heads of two sizes": (
-        ["jet_rl", "--slurm", "objective.reference.path=Qwen/Qwen3-8B-Base"],
-        "'policy': 152064",
+    "servers of a longer output layer": (
+        ["jet_rl", "--slurm", "--servers", "1", "objective.reference.path=Qwen/Qwen3-8B-Base"],
+        "vllm_server samples from all 152064 rows",
     ),
 }
 
