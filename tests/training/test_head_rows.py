@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.engines.reference import tiny_model
+from helpers.engines.reference import save_longer, tiny_model
 from helpers.learners import VOCAB
 from helpers.runs import BRIEF, FinishedRuns, read_lines, run, small_config, weights
 from helpers.sharded import config_of, learner_of, samples_of, train
@@ -15,7 +15,7 @@ from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
-from jackpot.models.load import load_model, load_tokenizer
+from jackpot.models.load import load_model
 from jackpot.rollout.engines.base import Engine, Request
 
 LONG = VOCAB + 3
@@ -115,15 +115,7 @@ def test_a_draft_model_has_the_rows_of_the_policy(tmp_path: Path) -> None:
 def test_a_run_is_that_of_models_of_one_length(
     longer: str, overrides: tuple[str, ...], tmp_path: Path, finished_run: FinishedRuns
 ) -> None:
-    """The rows beyond are those of frequent tokens: where one is read, every distribution is another."""
-    model = load_model(f"starter:{longer}", torch.float32)
-    size = model.config.vocab_size
-    model.resize_token_embeddings(size + 7, mean_resizing=False)
-    with torch.no_grad():
-        model.lm_head.weight[size:] = model.lm_head.weight[:7]
-    model.save_pretrained(tmp_path / "long")
-    load_tokenizer(f"starter:{longer}").save_pretrained(tmp_path / "long")
-
+    save_longer(f"starter:{longer}", tmp_path / "long")
     settings = ("iterations=2", *BRIEF, *overrides)
     run(small_config(*settings, f"{longer}.path={tmp_path / 'long'}"), tmp_path / "run")
     plain = finished_run(*settings)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.engines.reference import save_longer
 from helpers.paths import TESTS
 from helpers.trl_runs import LINEAR, ROLLOUT_MODEL, arguments, learner_of, movement, walked_beside
 from jackpot.config.build import validated
@@ -19,7 +20,7 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.core.errors import CheckpointError, ConfigError, EngineError, ModelError
 from jackpot.core.types import Version
-from jackpot.models.load import eos_token_ids, load_model, load_tokenizer
+from jackpot.models.load import eos_token_ids, load_model
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 pytestmark = pytest.mark.trl
@@ -126,14 +127,8 @@ def test_a_policy_with_an_adapter_writes_with_drafts(adapter: ModuleType, tmp_pa
 
 
 def test_a_longer_rollout_model_is_cut_a_longer_policy_refused(adapter: ModuleType, tmp_path):
-    """The rows beyond are those of frequent tokens; both models generate."""
-    model = load_model(ROLLOUT_MODEL, torch.float32)
-    size = model.config.vocab_size
-    model.resize_token_embeddings(size + 7, mean_resizing=False)
-    with torch.no_grad():
-        model.lm_head.weight[size:] = model.lm_head.weight[:7]
-    model.save_pretrained(tmp_path / "long")
-    load_tokenizer(ROLLOUT_MODEL).save_pretrained(tmp_path / "long")
+    """Both models generate."""
+    size = save_longer(ROLLOUT_MODEL, tmp_path / "long")
     longer, trained = str(tmp_path / "long"), []
     for path in (longer, ROLLOUT_MODEL):
         changes = {"max_steps": 2, "per_device_train_batch_size": 16}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
+from helpers.engines.reference import rollout_of, save_longer, save_tiny_model, tiny_model, tiny_prompt
 from helpers.runs import small_config
 from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.settings import settings_of
@@ -72,6 +72,16 @@ def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pyte
         np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
     written = torch.cat([one.token_ids[one.sampled_mask] for one in rollouts])
     assert torch.cat([chunk.token_ids for chunk in chunks])[:, 0].equal(written)
+
+
+@pytest.mark.usefixtures("few_corrections")
+def test_a_longer_output_layer_is_read_as_in_a_run(tmp_path: Path) -> None:
+    found, config = [], small_config("sampling.max_new_tokens=8")
+    save_longer("starter:rollout_model", tmp_path)
+    for path in ("starter:rollout_model", str(tmp_path)):
+        [one] = simulate_candidates(config, [path], prompts=2, seed=4)
+        found.append(replace(one, name="", parameters=0, answer={}))
+    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("few_corrections")

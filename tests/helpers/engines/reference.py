@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from jackpot.config.sampling import Sampling
 from jackpot.core.types import Prompt, Rollout, Version
+from jackpot.models.load import load_model, load_tokenizer
 from jackpot.rollout.engines.base import Request
 
 VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
@@ -48,6 +49,21 @@ def _made(seed: int, vocab_size: int, changes: tuple[tuple[str, int], ...]) -> t
 def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
     tiny_model(seed, vocab_size).save_pretrained(folder)
     return folder
+
+
+def save_longer(path: str, folder: Path) -> int:
+    """Save a model with 7 rows more in its output layer, and return how many it had.
+
+    They are those of frequent tokens: where one is read, every distribution is another.
+    """
+    model = load_model(path, torch.float32)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 7, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[size:] = model.lm_head.weight[:7]
+    model.save_pretrained(folder)
+    load_tokenizer(path).save_pretrained(folder)
+    return size
 
 
 def tiny_prompt(length: int, seed: int = 0) -> Prompt:
