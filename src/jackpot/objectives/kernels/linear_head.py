@@ -156,7 +156,7 @@ def joint_linear_head(
 
 
 class CutLinear(nn.Linear):
-    """Holds an output layer of which the first `out_features` rows are read, here and in `LinearHead`.
+    """An output layer of which the first `out_features` rows are read, here and in `LinearHead`.
 
     Weight and bias stay the whole parameters, under the same names; the gradient of the other rows is 0.
     """
