@@ -120,15 +120,13 @@ def noting(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transfer", ["host", "device"])
-def test_engines_that_share_sleep_while_two_ranks_train(transfer, forked, tmp_path, monkeypatch) -> None:
+def test_engines_that_share_sleep_while_two_ranks_train(forked, tmp_path, monkeypatch) -> None:
     """Both ranks train between the sleep of both processes and the next weights, before which both release memory. The
     run is that of engines which never sleep, bit for bit."""
     overrides = (*BRIEF, "placement.engines=2", "placement.chunk=4")
-    sleeping = ("engine.enable_sleep_mode=true", f"placement.weight_transfer={transfer}")
     assert run_ranks(2, small_config(*overrides), tmp_path / "awake").codes == [0, 0]
     noting(monkeypatch, tmp_path / "notes")
-    ended = run_ranks(2, small_config(*overrides, *sleeping), tmp_path / "asleep")
+    ended = run_ranks(2, small_config(*overrides, "engine.enable_sleep_mode=true"), tmp_path / "asleep")
     assert ended.codes == [0, 0], ended.printed
     assert_same_run(tmp_path / "awake", tmp_path / "asleep", ["policy", "rollout_model"])
     notes = (tmp_path / "notes").read_text().splitlines()
@@ -218,7 +216,6 @@ def test_a_process_that_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch
         (("engine={name: vllm, enable_sleep_mode: true}",), "vLLM has one engine that sleeps in a process"),
         (("engine.enable_sleep_mode=true", "batch.ahead=1"), "with batch.ahead 1 they generate then"),
         (("engine={draft: {}, enable_sleep_mode: true}", "rollout_model.share=0.5"), "two engines generate together"),
-        (("placement.engines=0", "placement.weight_transfer=device"), "there are no engine processes to send weights"),
         (("placement.engines=-1",), "placement.engines"),
         (("placement.engines=0", "placement.chunk=4"), "chunk is 4, but there are no engine processes"),
     ],

@@ -6,7 +6,6 @@ VIRTUAL_GPUS is the number of GPUs, one if it is not set; in the file VIRTUAL_GP
 
 import os
 import sys
-import tempfile
 import types
 from collections import Counter
 from pathlib import Path
@@ -199,24 +198,8 @@ def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return _bytes_of(storage).clone().untyped_storage() if storage.device.type == "cuda" else _clone(storage)
 
 
-def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """Copy the memory into a file, for a process that opens it: like CUDA IPC, but that later writes are not seen."""
-    with tempfile.NamedTemporaryFile(prefix="virtual-gpu-", delete=False) as file:
-        file.write(device.host_alias(_bytes_of(storage)).numpy().tobytes())
-    return storage.device.index, file.name.encode(), storage.nbytes(), 0, b"counter", 0, b"event", True
-
-
-def _open_shared(index: int, handle: bytes, size: int, *_: Any) -> torch.UntypedStorage:
-    memory = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
-    path = Path(handle.decode())
-    device.host_alias(memory).numpy()[:] = list(path.read_bytes())
-    path.unlink()
-    return memory.untyped_storage()
-
-
 _give_torch_its_gpu()
 torch.UntypedStorage.resize_, torch.UntypedStorage.clone = _resize_storage, _clone_storage
-torch.UntypedStorage._share_cuda_, torch.UntypedStorage._new_shared_cuda = _share, staticmethod(_open_shared)
 
 _compile, traces = torch.compile, False
 

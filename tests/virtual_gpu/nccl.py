@@ -1,7 +1,7 @@
 """A stand-in for NCCL: groups whose tensors of the virtual GPU are sent by gloo, as the host's memory that they are.
 
-Importing it replaces `init_process_group` with the backends that the project asks for on GPUs, and `ProcessGroupNCCL`.
-Of NCCL's rules it keeps that tensors are contiguous, and in a group of NCCL alone that they are on the device.
+Importing it replaces `init_process_group` with the backends that the project asks for on GPUs.
+Of NCCL's rules it keeps that tensors are contiguous.
 """
 
 from datetime import timedelta
@@ -92,24 +92,6 @@ class VirtualGroup(dist.ProcessGroup):
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
 
-class ProcessGroupNCCL:
-    """A group of two that `Channel` makes by itself."""
-
-    class Options:
-        """What `Channel` sets."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
-        self._group = VirtualGroup(store, rank, size, timedelta(seconds=60))
-
-    def broadcast(self, tensors: list, options: Any) -> Any:
-        if not all(tensor.is_cuda for tensor in tensors):
-            raise RuntimeError("No backend type associated with device type cpu")
-        return self._group.broadcast(tensors, options)
-
-    def abort(self) -> None:
-        """Leave nothing to be ended: all work is done when it is asked for."""
-
-
 _init = dist.init_process_group
 
 
@@ -118,5 +100,4 @@ def _init_process_group(backend: str | None = None, *arguments: Any, **options: 
 
 
 dist.init_process_group = dist.distributed_c10d.init_process_group = _init_process_group
-dist.ProcessGroupNCCL = ProcessGroupNCCL
 dist.Backend.register_backend("virtual", VirtualGroup, devices=["cpu", "cuda"])

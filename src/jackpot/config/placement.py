@@ -27,10 +27,6 @@ class PlacementConfig(Strict):
     """Responses that an engine process is given at once; auto: a rollout batch shared out among `engines`, in whole
     groups, at most `engine.max_num_seqs`. With a number of its own a run does not depend on how many engines there are,
     but for the rounding of engines that are not batch-invariant."""
-    weight_transfer: Annotated[Literal["host", "device"], MAY_CHANGE] = "host"
-    """How new weights reach engine processes: host, through memory of the machine; device, from memory of rank 0's
-    device, over CUDA IPC to a process on the same GPU and over NCCL to others, on a CPU over gloo. Status of
-    device: never run on its target (several GPUs or machines)."""
     timeout: Annotated[float, Field(ge=1.0, lt=float("inf")), MAY_CHANGE] = 600.0
     """Seconds that a rank waits for the others while all of them train, score, save or load models, before the run ends
     with an error. Between these, ranks wait for rank 0 as long as it runs, and end twice as long after it stands still.
@@ -56,11 +52,5 @@ class PlacementConfig(Strict):
                 self.chunk != "auto" and self.engines == 0,
                 f"chunk is {self.chunk}, but there are no engine processes to get chunks; set placement.engines, or "
                 "leave placement.chunk out",
-            ),
-            (
-                self.weight_transfer == "device" and self.engines == 0,
-                "weight_transfer is 'device', but there are no engine processes to send weights to: an engine in "
-                "the process that trains reads them where they are, and servers get them as engine.weights_folder "
-                "says; set placement.engines, or placement.weight_transfer=host",
             ),
         ]

@@ -39,7 +39,7 @@ from jackpot.models.cost import forward_cost
 from jackpot.models.device import pick_device
 from jackpot.models.forward import checkpoint_activations, cut_head, widen_head
 from jackpot.models.fused import fuse
-from jackpot.models.gathered import CPU, shard
+from jackpot.models.gathered import shard
 from jackpot.models.load import (
     DTYPES,
     head_rows,
@@ -297,8 +297,7 @@ def make_learner(
     """
     settings, head = config.rollout_model, head_options(config)
     reference = _reference(config, models, head)  # its digest is of whole weights
-    sends_from = pick_device(config.device) if config.placement.weight_transfer == "device" else CPU
-    gathered = shard(models, mesh, config.placement.offload, sends_from) if mesh else None
+    gathered = shard(models, mesh, config.placement.offload) if mesh else None
 
     each_step = settings is None or settings.update == "step"
     optimizers: dict[Role, ModelOptimizer] = {}

@@ -77,7 +77,6 @@ def engine_pool(
         chunk=chunk,
         patience=config.placement.timeout,
         sleeping=[name for name, part in parts.items() if sleeps(part.settings)],
-        device=device if config.placement.weight_transfer == "device" else None,
     )
 
 

@@ -155,7 +155,6 @@ class RayLink(Link):
 
     async def open(self) -> None:
         await self.close()
-        self.address = _ray().util.get_node_ip_address()
         with self._lost_named():
             async with asyncio.timeout(self.silence):
                 await self._actor.begin.remote(self._setup)

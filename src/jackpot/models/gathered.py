@@ -24,7 +24,6 @@ from jackpot.models.parts import Part
 
 _Result = TypeVar("_Result")
 
-CPU = torch.device("cpu")
 BUCKET = 2**30
 """Bytes of whole weights that are gathered at once, unless one weight is larger."""
 
@@ -37,15 +36,12 @@ class Gathered(nn.Module):
     Args:
         models: by any name.
         device: that a rank computes on.
-        sends_from: where the first rank keeps whole weights until they are sent.
     """
 
-    def __init__(
-        self, models: Mapping[str, PreTrainedModel], device: torch.device, sends_from: torch.device = CPU
-    ) -> None:
+    def __init__(self, models: Mapping[str, PreTrainedModel], device: torch.device) -> None:
         super().__init__()
         self.models = nn.ModuleDict(models)
-        self.device, self._sends_from = device, sends_from
+        self.device = device
 
     def __call__(self, work: Callable[[], _Result]) -> _Result:
         """Run a part of a forward pass, and return what it returns: tensors in lists, tuples or dicts.
@@ -64,11 +60,11 @@ class Gathered(nn.Module):
         return Part(dist.get_rank(), dist.get_world_size())
 
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Go through the weights that `gather` yields, and keep them on the first rank, where it sends them from.
+        """Go through the weights that `gather` yields, and keep them in the memory of the first rank's CPU.
 
         Nothing waits for another rank afterwards. The other ranks get none.
         """
-        return [(name, tensor.to(self._sends_from)) for name, tensor in weights]
+        return [(name, tensor.cpu()) for name, tensor in weights]
 
     def forward(self, work: Callable[[], Any]) -> Any:
         return work()
@@ -89,9 +85,7 @@ def check_layers(name: str, model: PreTrainedModel) -> list[GradientCheckpointin
     return layers
 
 
-def shard(
-    models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool, sends_from: torch.device = CPU
-) -> Gathered:
+def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool) -> Gathered:
     """Shard models in place over all ranks of a mesh, which must be all ranks of torch.distributed.
 
     Their parameters become DTensors in float32 on the mesh's device: optimizers have to be made afterwards. Only one
@@ -102,7 +96,6 @@ def shard(
     Args:
         models: all that a learner reads, by any name; equal on all ranks.
         offload: keep parts of weights, gradients and moments in the memory of the CPU between their uses.
-        sends_from: as in `Gathered`.
 
     Raises:
         ModelError: a model has no layers, or two weights that were one became two.
@@ -110,7 +103,7 @@ def shard(
     device = torch.device(mesh.device_type)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     before = {name: _ties(model) for name, model in models.items()}
-    root, parts = Gathered(models, device, sends_from), []
+    root, parts = Gathered(models, device), []
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()

@@ -1,18 +1,15 @@
-"""Engines that sleep, in this process and in others, and weights that reach others from a device instead of memory."""
+"""Engines that sleep, in this process and in others."""
 
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from helpers.engines.conformance import NEW, OLD
-from helpers.engines.hosts import NEVER, forking, forks, kill, make_tiny, pool_of, wait_until_all_hold
+from helpers.engines.hosts import NEVER, forking, kill, pool_of, wait_until_all_hold
 from helpers.engines.reference import tiny_model, tiny_request
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.digest import weights_digest
@@ -20,10 +17,8 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 from jackpot.launch.engines import make_engine
 from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.engines.device_weights import Channel, DeviceWeights
 from jackpot.rollout.engines.hosted import EnginePool
 from jackpot.rollout.engines.process import ProcessLink
-from jackpot.rollout.engines.shared_weights import views
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 CPU = torch.device("cpu")
@@ -129,67 +124,3 @@ def test_to_sleep_waits_for_a_process_that_is_being_started(folder: Path, new_fo
             time.sleep(0.01)
         engine.sleep()
         assert peer._held["engine"].startswith("engine asleep") and links["fork 1"].child is not None
-
-
-@pytest.fixture
-def over_device(new_folder: Path, folder: Path) -> Iterator[EnginePool]:
-    """A pool of two processes, which get weights over gloo."""
-    pool = pool_of(forks(2, new_folder, silence=3.0), folder, OLD, device=CPU)
-    yield pool
-    pool.engines["engine"].close()
-
-
-def test_weights_from_a_device_are_those_from_memory(over_device, folder: Path) -> None:
-    engine, model = over_device.engines["engine"], tiny_model(seed=1)
-    assert isinstance(over_device.pool.newest["engine"].memory, DeviceWeights)
-    with closing(make_tiny(str(folder))["engine"]) as here:
-        for weights, version in ((tiny_model(seed=0), OLD), (model, NEW)):
-            digest = here.update_weights(weights.named_parameters(), version)
-            assert engine.update_weights(weights.named_parameters(), version) == digest
-            wait_until_all_hold(over_device)
-            assert tokens(engine.generate(WANTED)) == [one for item in WANTED for one in tokens(here.generate([item]))]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_process_lost_while_weights_are_sent_delays_no_other(number, over_device) -> None:
-    engine, link = over_device.engines["engine"], over_device.pool.peers[1]._link
-    kill(link, number)
-    expected = weights_digest(tiny_model(seed=1).named_parameters(), torch.float32)
-    assert engine.update_weights(tiny_model(seed=1).named_parameters(), NEW) == expected
-    assert {tuple(one.versions[0].tolist()) for one in engine.generate(WANTED)} == {NEW}
-    wait_until_all_hold(over_device)
-    assert "peer_lost" in [event["event"] for event in engine.take_events()]
-
-
-def test_weights_that_arrive_changed_end_the_run(over_device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two processes gets a byte that the other does not."""
-    lock, broadcast, count = threading.Lock(), Channel.broadcast, iter(range(100))
-
-    def changed(channel: Channel, memory: torch.Tensor) -> None:
-        with lock:
-            memory = memory.clone()
-            memory[17] += next(count) % 2
-        broadcast(channel, memory)
-
-    monkeypatch.setattr(Channel, "broadcast", changed)
-    with pytest.raises(EngineError, match="holds digest"):
-        over_device.engines["engine"].update_weights(tiny_model(seed=1).named_parameters(), NEW)
-
-
-def test_a_channel_that_nobody_joins_gives_up() -> None:
-    channel = Channel("127.0.0.1", None, CPU, timeout=0.2)
-    heard = {one.laddr.ip for one in psutil.Process().net_connections() if one.laddr[1:] == (channel.ticket["port"],)}
-    assert channel.ticket["address"] == "127.0.0.1" and heard == {"127.0.0.1"}
-    with pytest.raises(TimeoutError, match=r"did not take part in 0\.2 seconds"):
-        channel.broadcast(torch.zeros(4, dtype=torch.uint8))
-
-
-def test_codes_and_scales_share_the_memory_of_a_device() -> None:
-    tensors = {"w": torch.arange(8, dtype=torch.int8).view(2, 4), "s": torch.tensor([0.5, 2.0])}
-    weights = DeviceWeights(tensors.items(), None, CPU)
-    for name, tensor in views(weights.memory, weights.head):
-        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name])
-    (half,) = dict(
-        views((cast := DeviceWeights([("s", tensors["s"])], torch.bfloat16, CPU)).memory, cast.head)
-    ).values()
-    assert half.dtype == torch.bfloat16

@@ -216,9 +216,7 @@ def test_only_what_decides_no_number_computed_before_may_change() -> None:
     cadence = ["evaluation.every", "checkpoint.every", "checkpoint.keep", "rollouts.every", "rollouts.keep"]
     machine = ["device", "threads", "batch.micro_batch_tokens", "activation_checkpointing", "task.reward_workers"]
     machine += ["head_kernel", "head_logits_memory", "placement.timeout", "placement.offload"]
-    machine += [
-        f"placement.{name}" for name in ("engines", "chunk", "ranks", "launcher", "restarts", "weight_transfer")
-    ]
+    machine += [f"placement.{name}" for name in ("engines", "chunk", "ranks", "launcher", "restarts")]
     guards = ["guard.check_engine", "guard.max_non_finite_steps", "guard.rollback"]
     guards += ["guard.rollback.times", "guard.rollback.factor"]
     tracking = ["tracking.wandb", *(f"tracking.wandb.{name}" for name in ("project", "entity", "mode"))]

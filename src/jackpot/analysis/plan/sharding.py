@@ -206,10 +206,9 @@ def rank_memory(
     offloaded, kept = (lasting + gradients if placement.offload else 0.0), memory.kept / ranks
     here = (0.0, 0.0) if placement.offload else (lasting, gradients)
     training = here[1] + parts.gathered + (memory.training or 0)
-    weights = [size.parameters * DTYPES[config.engine.dtype].itemsize for size in sizes.values()]
-    sent, resting = max(weights), memory.engines - memory.sleeping
-    over_device = placement.weight_transfer == "device"
-    process = memory.engines + max(memory.generation, sent if over_device else 0)
+    sent = max(size.parameters for size in sizes.values()) * DTYPES[config.engine.dtype].itemsize
+    resting = memory.engines - memory.sleeping
+    process = memory.engines + memory.generation
     shared = -(-hosts // ranks) if config.shares_gpus else 0  # engine processes on one GPU, at most
     is_known = memory.training is not None
 
@@ -217,12 +216,10 @@ def rank_memory(
         generating, beside = float(process * processes), float(resting * processes)
         if leads and not hosts:
             generating, beside = float(memory.engines + memory.generation), float(resting)
-        if leads and over_device:  # all weights for as long as they may be asked for, and those on their way there
-            generating, beside = generating + sum(weights) + sent, beside + (0 if config.shares_gpus else sum(weights))
-        elif leads:
+        if leads:
             generating = max(generating, resting + min(sent, BUCKET))
         device = here[0] + max(training + beside, generating)
-        return RankMemory(label, device, offloaded + kept + (sent if leads and not over_device else 0), is_known)
+        return RankMemory(label, device, offloaded + kept + (sent if leads else 0), is_known)
 
     busy = min(hosts, ranks) if config.shares_gpus else 0  # ranks whose GPU has engine processes
     found = [rank("rank 0", True, shared)]

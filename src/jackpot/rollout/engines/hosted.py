@@ -6,11 +6,10 @@
 A host holds the engines of all models of the run that generate, so that one may draft for another. The pool cuts every
 call of `submit` into chunks of a fixed number of requests, in their order, and a host generates one chunk at a time.
 So neither the number of hosts nor what happens to them changes how responses are batched. Messages are those of
-`core.messages`. Weights do not travel in them: hosts read them from memory that they share with this process, or get
-them from its device (`device_weights`). While an engine sleeps there are none, neither in hosts nor in this process.
+`core.messages`. Weights do not travel in them: hosts read them from memory that they share with this process. While an
+engine sleeps there are none, neither in hosts nor in this process.
 """
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,10 +28,9 @@ from jackpot.models.quantization.convert import CodedWeights
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
 from jackpot.rollout.engines.checks import ASLEEP, check_scores, check_weights
-from jackpot.rollout.engines.device_weights import Channel, DeviceWeights, gpu_name, open_handle
 from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
 from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted, Pool, PoolLimits
-from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights, views
+from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 SIGN_SECONDS = 1.0  # at most, between two signs of life of a host that generates; a step of decoding is not interrupted
 _ATTEMPTS = 5  # at one chunk
@@ -49,7 +47,6 @@ class EngineHost:
         """
         self._engines, self._sign = engines, sign
         self._held: dict[str, str] = {}  # name of the weights of each engine; none are those that it was made with
-        self._channel: tuple[dict[str, Any], Channel] | None = None  # to the process that leads, and what it is made of
 
     def answer(self, message: Tensor) -> Tensor:
         """Do what a message asks for; return the answer, both as `core.messages.pack` makes them."""
@@ -75,27 +72,11 @@ class EngineHost:
     def _take(self, engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
         self._held.pop(ask["engine"], None)
         try:
-            weights = self._received(engine, ask) if "head" in ask else read_weights(ask["path"])
-        except (OSError, RuntimeError) as error:
-            return {"lost": f"does not receive the weights {ask['name']}: {error}"}
-        try:
-            digest = engine.update_weights(weights, Version(*ask["version"]))
+            digest = engine.update_weights(read_weights(ask["path"]), Version(*ask["version"]))
         except OSError as error:  # newer ones have replaced them
             return {"lost": f"cannot read the weights {ask['name']}: {error}"}
         self._held[ask["engine"]] = ask["name"]
         return {"digest": digest}
-
-    def _received(self, engine: Engine, ask: dict[str, Any]) -> Iterable[tuple[str, Tensor]]:
-        """Return weights from the device of the process that leads."""
-        device = torch.device(engine.capabilities.device)
-        if "handle" in ask:
-            return views(open_handle(ask["handle"], device), ask["head"])
-        if self._channel is None or self._channel[0] != ask["channel"]:
-            self._channel = ask["channel"], Channel(**ask["channel"], device=device)
-        size = max(one["data_offsets"][1] for one in ask["head"].values())
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._channel[1].broadcast(memory)
-        return views(memory, ask["head"])
 
 
 def _described(engine: Engine) -> dict[str, Any]:
@@ -103,8 +84,7 @@ def _described(engine: Engine) -> dict[str, Any]:
     names = {"dtype": str(capabilities.dtype).removeprefix("torch.")}
     names |= {"coded_weights": capabilities.coded_weights and tuple(capabilities.coded_weights)}
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__} | names
-    gpu = gpu_name(torch.device(capabilities.device))
-    return {"capabilities": facts, "events": engine.take_events(), "gpu": gpu}
+    return {"capabilities": facts, "events": engine.take_events()}
 
 
 def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) -> dict[str, Any]:
@@ -138,9 +118,6 @@ def _scored(engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
 class Link(ABC):
     """Connects a peer with its host, in whatever way the host was placed."""
 
-    address: str = "127.0.0.1"  # of the interface on which this process is reached from the host
-    silence: float = 600.0  # seconds without any sign of life after which a host counts as lost
-
     @abstractmethod
     async def open(self) -> None:
         """Start the host, or a new one in place of one that does not answer as it should.
@@ -169,7 +146,7 @@ class SentWeights:
 
     name: str  # unlike that of any others
     version: Version
-    memory: SharedWeights | DeviceWeights | None  # None: there are none, for as long as the engine sleeps
+    memory: SharedWeights | None  # None: there are none, for as long as the engine sleeps
     digest: str | None = None  # what the first host that took them computed
 
 
@@ -196,7 +173,6 @@ class HostPeer(Peer):
         self._link = link
         self._held: dict[str, str] = {}
         self._is_open = self._is_starting = False
-        self._channel: Channel | None = None  # by which its host gets weights from a device
         self.engines: dict[str, Any] = {}  # what the host last said of each of its engines
 
     async def sync(self, newest: Newest) -> None:
@@ -233,13 +209,11 @@ class HostPeer(Peer):
         return request.parse(answer)
 
     async def close(self) -> None:
-        self._hang_up()
         await self._link.close()
 
     async def _meet(self) -> None:
         """Reach the host, and learn what it holds."""
         if not self._is_open or not isinstance(self.error, PeerRestarted):
-            self._hang_up()
             await self._link.open()
         self._is_open = True
         answer = await self._ask({"do": "hello"})
@@ -255,11 +229,7 @@ class HostPeer(Peer):
             self._held[engine] = weights.name
             return
 
-        if isinstance(memory, SharedWeights):
-            answer = await self._ask(message | {"path": str(memory.path)})
-        else:
-            answer = await self._hand_over(message | {"head": memory.head}, memory)
-
+        answer = await self._ask(message | {"path": str(memory.path)})
         if "lost" in answer:
             raise PeerLost(answer["lost"])
 
@@ -273,35 +243,6 @@ class HostPeer(Peer):
                 f"{self.name} read the weights {weights.name} and holds digest {digest[:12]}, another one "
                 f"{expected[:12]}; its memory or its version of this program differs. Take it out of the run"
             )
-
-    async def _hand_over(self, message: dict[str, Any], memory: DeviceWeights) -> dict[str, Any]:
-        """Have a host take weights from a device: on the same GPU it reads them, elsewhere they are sent meanwhile."""
-        device = memory.memory.device
-        if device.type == "cuda" and self.engines[message["engine"]]["gpu"] == gpu_name(device):
-            return await self._ask(message | {"handle": memory.handle()})
-        if self._channel is None:
-            self._channel = Channel(self._link.address, None, device, self._link.silence)
-
-        ticket = {"channel": self._channel.ticket | {"timeout": self._link.silence}}
-        sending = asyncio.create_task(asyncio.to_thread(self._channel.broadcast, memory.memory))
-
-        try:
-            answer = await self._ask(message | ticket)
-            if "lost" not in answer:
-                await sending
-            return answer
-        except (OSError, RuntimeError) as error:
-            raise PeerLost(f"it does not take the weights {message['name']}: {error}") from error
-        finally:
-            if not sending.done():
-                self._hang_up()
-            await asyncio.wait([sending])
-            sending.exception()  # the host's answer says why
-
-    def _hang_up(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         answer = unpack(await self._link.ask(pack(message)))
@@ -328,14 +269,12 @@ class EnginePool:
         chunk: int,
         patience: float,
         sleeping: Collection[str] = (),
-        device: torch.device | None = None,
     ) -> None:
         """Wait until a host holds the weights, and all others do or are lost.
 
         Args:
             links: connections to the hosts by name.
             sleeping: the engines that release memory when they sleep.
-            device: from whose memory hosts get weights; None: from that of this machine.
 
         Raises:
             EngineError: no host can be reached, or one refuses.
@@ -351,7 +290,7 @@ class EnginePool:
             failing="it ends every engine that it is given; their own errors stand above",
         )
 
-        self._numbers, self._sleeping, self._device = count(), frozenset(sleeping), device
+        self._numbers, self._sleeping = count(), frozenset(sleeping)
         self._shapes = {name: {key: one.shape for key, one in named} for name, (named, _) in weights.items()}
         self._dtypes = {name: dtype for name, (_, dtype) in weights.items()}
         newest = {name: self._shared(name, named, version, dtype) for name, (named, dtype) in weights.items()}
@@ -389,8 +328,6 @@ class EnginePool:
         """
         check_weights(sent, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(sent)
-        if self._device is not None:
-            self.pool.newest[name].memory = None  # no request needs them any more, and a device may lack room for both
         weights = self._shared(name, sent, version, None if as_codes else self._dtypes[name])
         self.pool.update(Newest({**self.pool.newest, name: weights}))
         assert weights.digest is not None  # a host has taken them
@@ -415,9 +352,8 @@ class EnginePool:
     def _shared(
         self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
-        device = self._device
         try:
-            memory = SharedWeights(sent, dtype) if device is None else DeviceWeights(sent, dtype, device)
+            memory = SharedWeights(sent, dtype)
         except OSError as error:
             raise EngineError(
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "

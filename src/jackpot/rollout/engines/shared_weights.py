@@ -45,20 +45,6 @@ def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[H
     return head, end
 
 
-def views(memory: Tensor, head: Head) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that stand in memory, [bytes] uint8, by name; they share it."""
-    kinds = {name: kind for kind, name in _NAMES.items()}
-    for name, one in head.items():
-        begin, end = one["data_offsets"]
-        yield name, memory[begin:end].view(kinds[one["dtype"]]).view(one["shape"])
-
-
-def copy_in(memory: Tensor, head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors of any device to their places in memory, [bytes] uint8, in the dtypes that they have there."""
-    for name, target in views(memory, head):
-        target.copy_(tensors[name].detach())
-
-
 class SharedWeights:
     """Holds named tensors in shared memory until the last reference to it is gone.
 
@@ -83,8 +69,11 @@ class SharedWeights:
         weakref.finalize(self, _close, descriptor, os.getpid())
         os.ftruncate(descriptor, data + end)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
-        memory = torch.frombuffer(mmap.mmap(descriptor, data + end), dtype=torch.uint8)
-        copy_in(memory[data:], head, tensors)
+        memory = torch.frombuffer(mmap.mmap(descriptor, data + end), dtype=torch.uint8)[data:]
+
+        for name, tensor in tensors.items():
+            first, last = head[name]["data_offsets"]
+            memory[first:last].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def _open(self) -> int:
         """Open a new file, set `path`, and return its descriptor."""
