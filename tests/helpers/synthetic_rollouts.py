@@ -44,7 +44,6 @@ def records(
         record = {
             "uid": f"response {number}",
             "token_ids": ids.squeeze(1).tolist(),
-            "tokens": [f"t{token}" for token in ids.squeeze(1).tolist()],
             "rollout_log_probs": sampled,
             "old_log_probs": sampled if stale else scored,
             "log_probs": scored,

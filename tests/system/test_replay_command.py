@@ -72,7 +72,6 @@ def test_the_command_begins_with_the_answer(trained, numbers):
         "On the sampled tokens",
         "Summed over the vocabulary",
         "Rejected, by position and by the policy's entropy",
-        "Most rejected tokens",
         "obrs kappa=none *",
     ):
         assert text in printed

@@ -384,13 +384,6 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
     assert any("obrs" in text and "1,180 of 1,200 tokens" in text for text in found.left_out)
 
 
-def test_texts_of_fewer_tokens_than_there_are_ids_are_refused(tmp_path):
-    lines = list(records(noise(0.8), lists=False))
-    lines[0]["tokens"] = lines[0]["tokens"][:3]
-    found = replayed(tmp_path, lines, names=["none"])
-    assert found.problems == ("synthetic.jsonl, response 1: tokens has 3 entries, there are 20 token_ids; left out",)
-
-
 def test_names_that_do_not_exist_are_refused(tmp_path):
     path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=1))
     with pytest.raises(ConfigError, match="unknown correction 'tiss'; did you mean 'tis'"):

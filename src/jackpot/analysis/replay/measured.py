@@ -20,7 +20,6 @@ from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, 
 from jackpot.analysis.replay.distributions import StateDistributions, saved_distributions, z_of
 from jackpot.analysis.replay.factors import factors, inputs_of, prefix_ratio
 from jackpot.analysis.replay.gradient import StateValues, known_states, state_sums, state_values
-from jackpot.analysis.replay.rejected import TopRejected
 from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse, collate
 from jackpot.analysis.replay.settings import PARTS, WHOLE_RESPONSE, CorrectionSetting
 from jackpot.analysis.replay.stats import SampledColumns, bands_of, correction_sums, rule_columns, run_sums
@@ -37,7 +36,6 @@ class ReplayedCorrection:
     setting: CorrectionSetting
     sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states whose distributions are known
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
-    changed: TopRejected = field(default_factory=TopRejected)
 
     @property
     def sampled_tv_after_correction(self) -> float:
@@ -165,7 +163,6 @@ class Measured:
             correction.sums = add_sums(correction.sums, sums)
             rows = rule_columns(columns, sampled.scale, prefixes, overlap, batch.mask)
             correction.groups = correction.groups.index_add(0, groups, rows)
-            correction.changed.add(batch, sampled, ratio)
 
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None

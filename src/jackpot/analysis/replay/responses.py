@@ -31,7 +31,6 @@ class SavedResponse:
     where: str  # file of the response, and its step where that is known
     prompt_ids: Tensor | None  # [P]; needed where a model scores the response
     token_ids: Tensor  # [T]
-    tokens: tuple[str, ...] | None  # [T] as text
     sampled_mask: Tensor  # [T] bool
     advantages: Tensor | None  # [T]
     rollout_log_probs: Tensor  # [T]
@@ -80,9 +79,8 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedRecord(f"{where_it_is}: {type(error).__name__}: {error}") from error
 
-    texts = record.get("tokens")
     columns = {"rollout_log_probs": rollout, **others}
-    for name, column in {"sampled_mask": mask, "tokens": texts, **columns, **lists}.items():
+    for name, column in {"sampled_mask": mask, **columns, **lists}.items():
         if column is not None and len(column) != len(ids):
             raise DamagedRecord(f"{where_it_is}: {name} has {len(column)} entries, there are {len(ids)} token_ids")
 
@@ -98,7 +96,6 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
         where=where,
         prompt_ids=prompt_ids,
         token_ids=ids,
-        tokens=None if texts is None else tuple(map(str, texts)),
         sampled_mask=mask,
         rollout_log_probs=rollout,
         **others,
@@ -174,7 +171,6 @@ class ResponseBatch:
     old: Tensor
     new: Tensor
     advantages: Tensor
-    token_ids: Tensor  # int64
 
 
 def response_batches(responses: Iterable[SavedResponse]) -> Iterator[list[SavedResponse]]:
@@ -199,5 +195,4 @@ def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
         old=pad(response.of_policy[0] for response in responses),
         new=pad(response.of_policy[1] for response in responses),
         advantages=pad(map(advantages, responses)),
-        token_ids=pad_sequence([response.token_ids for response in responses], batch_first=True),
     )

@@ -55,8 +55,6 @@ class CorrectionResult:
     drift: float | None
     state_spread: float | None
     rejected_by_band: dict[str, float]  # share rejected, by position and by entropy
-    rejected_tokens: tuple[tuple[str, float], ...]  # tokens rejected most often, with the expected number
-    most_changed: tuple[dict[str, Any], ...]
 
     @property
     def same(self) -> tuple[float | None, ...]:
@@ -90,8 +88,6 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         states=known_states(sums),
         **exact_numbers(sums),
         rejected_by_band={name: float(mean.value) for name, mean in bands.items() if mean.count > 0},
-        rejected_tokens=replayed.changed.rejected,
-        most_changed=tuple(asdict(example) for example in replayed.changed.worst),
     )
 
 

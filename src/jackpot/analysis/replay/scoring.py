@@ -13,7 +13,7 @@ from jackpot.analysis.replay.responses import BATCH_TOKENS, SavedResponse
 from jackpot.core.errors import DataError
 from jackpot.models.device import pick_device
 from jackpot.models.forward import output_layer
-from jackpot.models.load import load_model, load_tokenizer
+from jackpot.models.load import load_model
 from jackpot.models.packing import pack
 from jackpot.models.scoring import exact_log_probs, forward_responses
 
@@ -26,13 +26,12 @@ class PolicyScorer:
         temperature: that the responses were sampled at.
 
     Raises:
-        ModelError, DataError: a model or tokenizer that cannot be read.
+        ModelError: a model that cannot be read.
     """
 
     def __init__(self, path: str | Path, temperature: float) -> None:
         self._model = load_model(path, torch.float32, pick_device("auto"))
         self._vocabulary = output_layer(self._model).out_features
-        self._tokenizer = load_tokenizer(path)
         self.path, self.temperature = path, temperature
 
     def score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
@@ -88,7 +87,6 @@ class PolicyScorer:
             log_probs=log_probs[:, 0],
             policy_top_ids=top_ids,
             policy_top_log_probs=None if top_ids is None else log_probs[:, 1 : 1 + top_ids.shape[1]],
-            tokens=response.tokens or tuple(self._tokenizer.decode([token]) for token in response.token_ids.tolist()),
         )
 
 

@@ -115,7 +115,7 @@ def _table(title: str, rows: Sequence[tuple[str, CorrectionResult]], columns: _C
 
 
 def _masking(rows: Sequence[tuple[str, CorrectionResult]]) -> list[Table]:
-    """Return tables of where each correction rejects, and which tokens."""
+    """Return a table of where each correction rejects; none where none does."""
     alike: dict[tuple[float, ...], tuple[str, CorrectionResult]] = {}  # the first of those that reject the same tokens
     for names, one in rows:
         if one.accepted < 1.0 - _NOTHING:
@@ -129,28 +129,13 @@ def _masking(rows: Sequence[tuple[str, CorrectionResult]]) -> list[Table]:
     def shares(one: CorrectionResult) -> dict[str, str]:
         return {name: f"{share:.1%}" for name, share in one.rejected_by_band.items()}
 
-    by_band = Table(
-        title="Rejected, by position and by the policy's entropy (H, nats)",
-        columns=("correction", *(name.replace("position ", "at ").replace("entropy ", "H ") for name in bands)),
-        rows=tuple((names, *(shares(one).get(name, "") for name in bands)) for names, one in rejecting),
-    )
-    tokens = Table(
-        title="Most rejected tokens, and the token with the largest change",
-        columns=("correction", "tokens"),
-        rows=tuple((names, _tokens(one)) for names, one in rejecting),
-    )
-    return [by_band, tokens]
-
-
-def _tokens(one: CorrectionResult) -> str:
-    most = ", ".join(f"{text!r} x{count:.0f}" for text, count in one.rejected_tokens)
-    if not one.most_changed:
-        return most
-    worst = one.most_changed[0]
-    return (
-        f"{most}; {worst['context']!r} then {worst['text']!r} (position {worst['position']}, rho {worst['ratio']:.2g}, "
-        f"F {worst['factor']:.2g})"
-    )
+    return [
+        Table(
+            title="Rejected, by position and by the policy's entropy (H, nats)",
+            columns=("correction", *(name.replace("position ", "at ").replace("entropy ", "H ") for name in bands)),
+            rows=tuple((names, *(shares(one).get(name, "") for name in bands)) for names, one in rejecting),
+        )
+    ]
 
 
 def _together(results: Sequence[CorrectionResult]) -> list[tuple[str, CorrectionResult]]:

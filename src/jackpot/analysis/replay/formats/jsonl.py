@@ -8,10 +8,10 @@ HOW = """Write one JSON object for each response and line, with
   token_ids            [T] of the response
   rollout_log_probs    [T] of the sampled tokens by the engine that sampled them, nats, at the sampling temperature
   old_log_probs        [T] by the policy in training; or give --model, and it is scored
-Optional: log_probs, advantages (a number or [T]), sampled_mask, prompt_ids, tokens, uid, rollout_top_ids,
+Optional: log_probs, advantages (a number or [T]), sampled_mask, prompt_ids, uid, rollout_top_ids,
 rollout_top_log_probs, policy_top_ids, policy_top_log_probs ([T, K]); docs/replay.md says what each is for."""
 COLUMNS = (
-    *("uid", "prompt_ids", "token_ids", "tokens", "sampled_mask", "advantages"),
+    *("uid", "prompt_ids", "token_ids", "sampled_mask", "advantages"),
     *("rollout_log_probs", "old_log_probs", "log_probs"),
     *("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs"),
 )
