@@ -4,14 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from helpers.runs import SHORT, FinishedRuns
 from jackpot.analysis.replay.export import export_rollouts
-from jackpot.analysis.replay.formats import FORMATS, WRITABLE, find_format
+from jackpot.analysis.replay.formats import WRITABLE, find_format
 from jackpot.analysis.replay.formats.base import read_files
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
@@ -46,8 +44,7 @@ def test_every_token_comes_back(name, trained, tmp_path):
         assert other.sampled_mask.tolist() == one.sampled_mask.tolist()
         assert other.rollout_log_probs.tolist() == one.rollout_log_probs.tolist()
         assert other.advantages[other.sampled_mask].tolist() == one.advantages[one.sampled_mask].tolist()
-        old = other.log_probs if name == "prime_rl" else other.old_log_probs
-        assert old.tolist() == (one.log_probs if name == "prime_rl" else one.old_log_probs).tolist()
+        assert other.old_log_probs.tolist() == one.old_log_probs.tolist()
         assert other.has_lists == (name == "jsonl")
 
 
@@ -64,33 +61,15 @@ def test_a_tools_tokens_stay_masked(finished_run: FinishedRuns, tmp_path):
 
 def test_the_files_have_what_the_other_trainer_writes_itself(trained, tmp_path):
     [row] = pq.read_table(trained / "rollouts" / "iteration-000002.parquet").slice(0, 1).to_pylist()
-    for name in WRITABLE:
-        export_rollouts(trained, name, tmp_path / name)
+    export_rollouts(trained, "verl", tmp_path / "verl")
     line = json.loads((tmp_path / "verl" / "2.jsonl").read_text().splitlines()[0])
     own = {"input": row["prompt"], "output": row["response"], "gts": row["answer"], "score": row["reward"], "step": 2}
     assert list(line)[:5] == list(own) and {name: line[name] for name in own} == own
-    table = pq.read_table(tmp_path / "trl" / "completions" / "completions_00002.parquet")
-    assert table.column_names[:4] == ["step", "prompt", "completion", "reward"]
-    assert table.column_names[-1] == "advantage" and table["completion"][0].as_py() == row["response"]
-    content = torch.load(tmp_path / "slime" / "2.pt", weights_only=True)
-    [sample] = content["samples"][:1]
-    assert content["rollout_id"] == 2 and sample["status"] in ("completed", "truncated") and sample["index"] == 0
-    assert sample["tokens"] == row["prompt_ids"] + row["token_ids"] and sample["label"] == row["answer"]
-    record = json.loads((tmp_path / "prime_rl/token_exports/step_2/rank_0.jsonl").read_text().splitlines()[0])
-    assert len({len(column) for column in record.values() if isinstance(column, list)}) == 1
-    place = len(row["prompt_ids"])
-    log_ratio = row["log_probs"][0] - row["rollout_log_probs"][0]
-    assert record["log_importance_ratio"][place] == log_ratio and record["log_importance_ratio"][0] == 0.0
-    assert record["importance_ratio"][place] == pytest.approx(torch.tensor(log_ratio).exp().item())
-    assert record["mismatch_kl"][place] == pytest.approx(record["importance_ratio"][place] - log_ratio - 1.0)
 
 
 def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown format 'verrl'; did you mean 'verl'\? Valid: jsonl, prime_rl"):
+    with pytest.raises(ConfigError, match=r"unknown format to write 'verrl'; did you mean 'verl'\? Valid: jsonl, verl"):
         export_rollouts(trained, "verrl", tmp_path / "out")
-    assert set(FORMATS) - set(WRITABLE) == {"jackpot", "openrlhf", "skyrl", "areal"}
-    with pytest.raises(ConfigError, match="openrlhf is read and not written"):
-        export_rollouts(trained, "openrlhf", tmp_path / "out")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         export_rollouts(tmp_path, "verl", tmp_path / "out")
     (tmp_path / "full").mkdir()
@@ -114,15 +93,3 @@ def test_damaged_files_are_named_and_the_others_exported(trained, tmp_path):
     second.unlink()
     with pytest.raises(DataError, match=r"has no saved rollouts to export: rollouts\.every"):
         export_rollouts(run, "verl", tmp_path / "again")
-
-
-def test_trl_holds_one_advantage_for_a_response(trained, tmp_path):
-    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
-    path = run / "rollouts" / "iteration-000002.parquet"
-    table = pq.read_table(path)
-    place = table.column_names.index("advantages")
-    uneven = [[float(number) for number, _ in enumerate(row)] for row in table["advantages"].to_pylist()]
-    pq.write_table(table.set_column(place, "advantages", pa.array(uneven)), path)
-    with pytest.raises(DataError, match="TRL has one advantage for a response, and a response of iteration 2 has 0 to"):
-        export_rollouts(run, "trl", tmp_path / "out")
-    export_rollouts(run, "slime", tmp_path / "other")

@@ -25,74 +25,6 @@ def lines(path: Path, *records: object) -> Path:
     return path
 
 
-def node(parent: int | None, ids: list[int], log_probs: list[float] = (), **more) -> dict:
-    """A message of verifiers' trace: the last tokens of an answer are sampled, and log-probs stand for these only."""
-    mask = [False] * (len(ids) - len(log_probs)) + [True] * len(log_probs)
-    return {
-        "parent": parent,
-        "sampled": bool(log_probs),
-        "token_ids": ids,
-        "mask": mask,
-        "logprobs": [*log_probs],
-    } | more
-
-
-def episode(*nodes: dict, **more) -> dict:
-    return {"id": "e", "env": {}, "task": {}, "ok": True, "traces": [{"nodes": [*nodes]}]} | more
-
-
-def traces(folder: Path, *episodes: object, step: int = 3, kind: str = "train", subset: str = "effective") -> Path:
-    lines(folder / "rollouts" / f"step_{step}" / kind / subset / "traces.jsonl", *episodes)
-    return folder
-
-
-TURNS = (  # a question, an answer, a tool, an answer
-    node(None, [7, 8]),
-    node(0, [5, 1, 2], [-0.5, -0.25], advantages=[0.5, 0.5]),
-    node(1, [6]),
-    node(2, [5, 3], [-1.0], advantages=[0.25]),
-)
-
-
-def test_the_traces_of_prime_rl_have_the_engines_log_probs(tmp_path):
-    name, [one], told = read(traces(tmp_path, episode(*TURNS)))
-    assert (name, told) == ("prime_rl", [])
-    assert one.prompt_ids.tolist() == [7, 8, 5] and one.token_ids.tolist() == [1, 2, 6, 5, 3]
-    assert one.sampled_mask.tolist() == [True, True, False, False, True]
-    assert one.rollout_log_probs[one.sampled_mask].tolist() == [-0.5, -0.25, -1.0]
-    assert one.advantages[one.sampled_mask].tolist() == [0.5, 0.5, 0.25]
-    assert one.old_log_probs is None and one.log_probs is None
-    with pytest.raises(DataError, match="give --model PATH"):
-        replay(tmp_path)
-
-
-def test_what_two_branches_of_a_trace_share_counts_once(tmp_path):
-    forked = (*TURNS, node(1, [6, 9]), node(4, [4], [-2.0]))
-    _, found, told = read(traces(tmp_path, episode(*forked)))
-    assert told == [] and [one.token_ids.tolist() for one in found] == [[1, 2, 6, 5, 3], [4]]
-    assert found[1].prompt_ids.tolist() == [7, 8, 5, 1, 2, 6, 9] and found[1].sampled_mask.tolist() == [True]
-    assert len({one.uid for one in found}) == 2
-
-
-def test_prime_rls_training_batches_are_read_in_their_order(tmp_path):
-    for step in (10, 9):
-        traces(tmp_path, episode(*TURNS), step=step)
-    traces(tmp_path, episode(*TURNS), subset="all")
-    traces(tmp_path, episode(*TURNS), kind="eval")
-    found, files = find_format(tmp_path, "auto")
-    assert [file.parts[-4] for file in files] == ["step_9", "step_10"]
-    assert [one.where for one in read_files(found, files, print)] == [
-        "step_9/traces.jsonl",
-        "step_10/traces.jsonl",
-    ]
-    alone = tmp_path / "rollouts" / "step_3" / "train" / "all" / "traces.jsonl"
-    assert len(read(alone)[1]) == 1
-    export = {"micro_step": 0, "token_ids": [7, 1], "loss_mask": [False, True], "advantages": [0.0, 1.0]}
-    export |= {"inference_logprobs": [0.0, -1.0], "trainer_logprobs": [0.0, -1.5]}
-    lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", export)
-    assert [one.where for one in read(tmp_path)[1]] == ["step_3/rank_0.jsonl"]  # it has both models' log-probs
-
-
 def test_prime_rls_other_losses_and_infinite_numbers_are_told(tmp_path):
     good = {"micro_step": 0, "token_ids": [7, 1, 2], "loss_mask": [False, True, True], "advantages": [0.0, 1.0, 1.0]}
     good |= {"inference_logprobs": [None, -1.0, -1.0], "trainer_logprobs": [0.0, -1.5, -1.5]}
@@ -102,23 +34,6 @@ def test_prime_rls_other_losses_and_infinite_numbers_are_told(tmp_path):
     _, found, told = read(tmp_path)
     assert [one.sampled_mask.tolist() for one in found] == [[True, True], [True, False]]
     assert len(told) == 1 and "log_probs has nan at a sampled token" in told[0] and "step_1/rank_0.jsonl" in told[0]
-
-
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (episode(traces=3), "TypeError"),
-        (episode(node(1, [1]), node(0, [2], [-1.0])), "stands before the one that it answers"),
-        (episode({"parent": None}), "lacks token_ids"),
-        (episode(node(None, [1, 2], [-1.0, -1.0]) | {"logprobs": [-1.0]}), "nan at a sampled token"),
-        (episode(node(None, [1, 2], [-1.0]) | {"mask": [True]}), "there are 2 token_ids"),
-        (episode(node(None, [1], [-1.0]) | {"token_ids": "x"}), "left out"),
-    ],
-    ids=range(6),
-)
-def test_a_damaged_episode_costs_itself(bad, why, tmp_path):
-    _, found, told = read(traces(tmp_path, episode(*TURNS), bad, episode(*TURNS)))
-    assert len(found) == 2 and len(told) == 1 and why in told[0]
 
 
 AREAL = {

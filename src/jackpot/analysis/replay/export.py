@@ -3,6 +3,7 @@
 Status: supported.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jackpot.analysis.replay.formats import FORMATS, WRITABLE
-from jackpot.analysis.replay.formats.base import DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats import WRITABLE
+from jackpot.analysis.replay.formats.base import DumpWriter
 from jackpot.analysis.replay.formats.records import DumpRecord
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 from jackpot.core.files import cause_of, whole_file
@@ -44,13 +45,11 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
 
     Raises:
         CheckpointError: no run.
-        ConfigError: a format that is unknown or only read, or a folder that is not empty.
-        DataError: no saved rollouts, rollouts that the format cannot hold, or a file that cannot be written.
+        ConfigError: a format that is not written, or a folder that is not empty.
+        DataError: no saved rollouts, or a file that cannot be written.
     """
-    if name not in FORMATS:
-        raise ConfigError(unknown_name("format", name, WRITABLE))
     if name not in WRITABLE:
-        raise ConfigError(f"{name} is read and not written: docs/replay.md says why. Give one of {', '.join(WRITABLE)}")
+        raise ConfigError(unknown_name("format to write", name, WRITABLE))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --out a folder that is empty or does not exist")
 
@@ -79,27 +78,16 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
 def _write(writer: DumpWriter, file: RolloutFile, out: Path) -> Path:
     """Write one iteration and return its path."""
     path = out / writer.file_name.format(file.iteration)
-
     try:
-        saved = SavedIteration(
-            number=file.iteration,
-            prompt_width=_longest(file.path, "prompt_ids"),
-            width=_longest(file.path, "token_ids"),
-        )
         path.parent.mkdir(parents=True, exist_ok=True)
-
-        rows = enumerate(_rows(file.path, writer.columns))
-        with whole_file(path) as partial:
-            writer.save(saved, partial, (writer.record(saved, number, row) for number, row in rows))
+        rows = _rows(file.path, writer.columns)
+        with whole_file(path) as partial, partial.open("w") as lines:
+            lines.writelines(json.dumps(writer.record(file.iteration, row)) + "\n" for row in rows)
     except (pa.ArrowException, KeyError) as error:  # damaged behind its footer, or without a column
         raise UnreadableRollouts(f"{file.path} cannot be read and is left out: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise DataError(f"cannot write {path} of {file.path}: {cause_of(error)}") from error
     return path
-
-
-def _longest(path: Path, column: str) -> int:
-    return max(map(len, pq.read_table(path, columns=[column])[column].to_pylist()), default=0)
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[DumpRecord]:

@@ -17,7 +17,7 @@ with lazy():
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder with saved rollouts.")],
-    form: Annotated[str, typer.Option("--format", help="Format to write: jsonl, prime_rl, slime, trl or verl.")],
+    form: Annotated[str, typer.Option("--format", help="Format to write: jsonl or verl.")],
     out: Annotated[
         Path | None,
         typer.Option(help="Folder, empty or not there yet; default that of the run with -FORMAT."),

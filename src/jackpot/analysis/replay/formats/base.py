@@ -1,7 +1,6 @@
 """Describes a format of saved rollouts as data, its files and columns; one reader makes responses of all of them."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,29 +27,13 @@ class IncompleteDump(DataError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavedIteration:
-    """One saved iteration of a run of ours, for the writers of formats."""
-
-    number: int
-    prompt_width: int  # tokens of the longest prompt
-    width: int  # tokens of the longest response
-
-
-def save_lines(_: SavedIteration, path: Path, records: Iterable[DumpRecord]) -> None:
-    """Write one JSON object a line."""
-    with path.open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DumpWriter:
-    """Writes rollouts of ours as a library saves its own."""
+    """Writes rollouts of ours as a library saves its own, one JSON object a line."""
 
     file_name: str  # below the folder of an export, with the number of the iteration in braces
     columns: tuple[str, ...]  # of ours that it is made of
     lost: str  # columns of ours that the format does not have
-    record: Callable[[SavedIteration, int, DumpRecord], DumpRecord] = lambda saved, number, row: row
-    save: Callable[[SavedIteration, Path, Iterator[DumpRecord]], None] = save_lines
+    record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

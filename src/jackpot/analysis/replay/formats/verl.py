@@ -8,7 +8,7 @@ needs added lines. The tensors of ray_trainer.py are padded: prompts [P] on the 
 
 from typing import Any
 
-from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter, SavedIteration
+from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter
 from jackpot.analysis.replay.formats.columns import Columns
 from jackpot.analysis.replay.formats.records import DumpRecord, json_lines, matching
 
@@ -26,22 +26,20 @@ Without old_log_probs, give --model and it is scored (at --temperature)."""
 _TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
 
 
-def record(saved: SavedIteration, number: int, row: DumpRecord) -> dict[str, Any]:
-    """Write a response with verl's columns and those of the hint, padded as ray_trainer.py has them."""
-    prompt, ids = row["prompt_ids"], row["token_ids"]
-    before, behind = [0] * (saved.prompt_width - len(prompt)), [0] * (saved.width - len(ids))
+def record(iteration: int, row: DumpRecord) -> dict[str, Any]:
+    """Write a response with verl's columns and those of the hint, without padding."""
     return {
         "input": row["prompt"],
         "output": row["response"],
         "gts": row["answer"],
         "score": row["reward"],
-        "step": saved.number,
+        "step": iteration,
         "uid": row["uid"],
-        "prompts": before + prompt,
-        "responses": ids + behind,
-        "attention_mask": before + [1] * (len(prompt) + len(ids)) + behind,
-        "response_mask": [*map(int, row["sampled_mask"]), *behind],
-    } | {name: row[name] + [0.0] * len(behind) for name in _TOKENS}
+        "prompts": row["prompt_ids"],
+        "responses": row["token_ids"],
+        "attention_mask": [1] * (len(row["prompt_ids"]) + len(row["token_ids"])),
+        "response_mask": [*map(int, row["sampled_mask"])],
+    } | {name: row[name] for name in _TOKENS}
 
 
 FORMAT = DumpFormat(
