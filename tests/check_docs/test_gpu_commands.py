@@ -36,7 +36,7 @@ def started(command: str, cwd: Path) -> tuple[Config, str, int]:
         script = jackpot(*shlex.split(command)[1:], cwd=cwd).stdout
         nodes, ranks = re.search(r"torchrun --nnodes=(\d+) --nproc-per-node=(\d+)", script).groups()
         command = f"--nnodes={nodes} --nproc-per-node={ranks} " + re.search(r"jackpot train .*(?= &)", script)[0]
-        command = command.replace("$urls", "http://one:8000").replace("$run", "runs/one")
+        command = command.replace("$run", "runs/one")
     launcher, _, words = command.partition("jackpot train ")
     [recipe, *words] = shlex.split(words)
     arm = words[words.index("--arm") + 1] if "--arm" in words else None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import stat
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,15 +25,11 @@ SCONTROL = """#!/usr/bin/env bash
 tr , '\\n' <<< "$3"
 """
 RECORDS = """#!{python}
-import json, os, sys, time
+import json, os, sys
 folder = {folder!r}
 with open(f"{{folder}}/{{os.path.basename(sys.argv[0])}}-{{os.getpid()}}.json.partial", "w") as file:
     json.dump({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}, file)
 os.rename(file.name, file.name.removesuffix(".partial"))
-if os.path.basename(sys.argv[0]) == "vllm":
-    time.sleep(600)
-while len([name for name in os.listdir(folder) if name.startswith("vllm") and name.endswith(".json")]) < {servers}:
-    time.sleep(0.05)
 """
 
 
@@ -77,25 +71,23 @@ def submitted(script: str, folder: Path, programs: dict[str, str], nodes: str) -
         process.wait()
 
 
-@pytest.mark.parametrize("options", [(), ("--gpus", "0", "--ranks", "2"), ("--nodes", "16", "--servers", "4")])
+@pytest.mark.parametrize("options", [(), ("--gpus", "0", "--ranks", "2"), ("--nodes", "16")])
 def test_the_script_is_valid_bash_and_asks_for_all_nodes(options: tuple[str, ...], tmp_path: Path) -> None:
-    script = printed("joint_8b" if "--servers" in options else "quickstart", *options, cwd=tmp_path)
+    script = printed("quickstart", *options, cwd=tmp_path)
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    nodes = {(): 1, "--gpus": 1, "--nodes": 20}[options[0] if options else ()]
+    nodes = {(): 1, "--gpus": 1, "--nodes": 16}[options[0] if options else ()]
     directives = script.splitlines()[1:10]
     assert f"#SBATCH --nodes={nodes}" in directives
     assert ("#SBATCH --gpus-per-node=8" in directives) == ("--gpus" not in options)
 
 
-def test_servers_and_ranks_get_their_nodes(tmp_path: Path) -> None:
-    """Two nodes train and one serves; paths and settings have what a shell would take apart."""
+def test_every_node_gets_its_ranks(tmp_path: Path) -> None:
+    """Paths and settings have what a shell would take apart."""
     run, description = str(tmp_path / "a run's $HOME"), "description=it's `one` $(date) word *"
-    options = ["--nodes", "2", "--servers", "1", "--gpus", "2", "--run", run]
-    settings = [description, "engine.head_dtype=fp32", "engine.max_model_len=9000", "engine.max_num_seqs=512"]
-    script = printed("joint_8b", *settings, *options, cwd=tmp_path)
-    records = RECORDS.format(python=sys.executable, folder=str(tmp_path), servers=2)
-    with submitted(script, tmp_path, {"torchrun": records, "vllm": records}, "one,two,three") as job:
+    script = printed("joint_8b", description, "--nodes", "2", "--gpus", "2", "--run", run, cwd=tmp_path)
+    records = RECORDS.format(python=sys.executable, folder=str(tmp_path))
+    with submitted(script, tmp_path, {"torchrun": records}, "one,two") as job:
         assert job.wait(60) == 0, (tmp_path / "output").read_text()
     [training] = [json.loads(path.read_text()) for path in tmp_path.glob("torchrun-*.json")]
     words = training["arguments"]
@@ -109,49 +101,11 @@ def test_servers_and_ranks_get_their_nodes(tmp_path: Path) -> None:
         f"--rdzv-endpoint=one:{20000 + os.getpid() % 10000}",
         "-m",
     ]
-    assert words[words.index("--") + 1 :] == [
-        *("jackpot", "train", "joint_8b", description, "--run", run),
-        *("engine=vllm_server", "engine.max_num_seqs=512", "engine.dtype=bf16", "engine.head_dtype=fp32"),
-        *("evaluation.engine=vllm", "evaluation.engine.dtype=bf16", "evaluation.engine.max_model_len=9216"),
-        *("evaluation.engine.gpu_memory_utilization=0.35",),
-        "engine.urls=[http://three:8000,http://three:8001]",
-        f"engine.weights_folder={run}.weights",
-    ]
-    servers = [json.loads(path.read_text()) for path in tmp_path.glob("vllm-*.json")]
-    ports = {one["arguments"][one["arguments"].index("--port") + 1] for one in servers}
-    assert ports == {"8000", "8001"} and all(one["arguments"][:2] == ["serve", MODEL] for one in servers)
-    served = [dict(pairwise(one["arguments"])) for one in servers]
-    assert {(one["--dtype"], one["--hf-overrides"], one["--max-model-len"]) for one in served} == {
-        ("bfloat16", '{"head_dtype": "float32"}', "9000")
-    }
-    assert {one["environment"]["CUDA_VISIBLE_DEVICES"] for one in servers} == {"0", "1"}
-    keys = {one["environment"]["VLLM_API_KEY"] for one in (*servers, training)}
-    assert len(keys) == 1 and len(keys.pop()) == 64
+    assert words[words.index("--") + 1 :] == ["jackpot", "train", "joint_8b", description, "--run", run]
 
 
-def test_chosen_settings_of_servers_stay_in_the_command(tmp_path: Path) -> None:
-    """Those of the evaluations' engine, which differ from an engine that changes its kind, are given anew."""
-    chosen = ["engine={name: vllm_server, urls: http://a:1, weights_folder: w, dtype: bf16}", "engine.timeout=60.0"]
-    replaced = ["evaluation.engine.dtype=fp32", "evaluation.engine.gpu_memory_utilization=0.3"]
-    script = printed("joint_8b", *chosen, "seed=1", *replaced, "--servers", "1", cwd=tmp_path)
-    [command] = [line for line in script.splitlines() if "train joint_8b" in line]
-    assert shlex.join([*chosen, "seed=1"]) in command and command.count("gpu_memory_utilization=0.3 ") == 1
-    assert "evaluation.engine=vllm" in command and "evaluation.engine.dtype" not in command  # fp32 by default
-
-
-MODEL = "Qwen/Qwen3-1.7B-Base"
 REFUSED = {
     "no scheduler": (["quickstart"], "--slurm"),
-    "a starter on servers": (["quickstart", "--slurm", "--servers", "1"], "starter:rollout_model"),
-    "servers without GPUs": (["joint_8b", "--slurm", "--servers", "1", "--gpus", "0"], "give --gpus"),
-    "servers of quantized weights": (
-        ["joint_8b", "--slurm", "--servers", "1", "engine={name: vllm, quantization: int8_w8a16}"],
-        "start them yourself",
-    ),
-    "servers that draft": (
-        ["quickstart", "--slurm", "--servers", "1", "rollout_model.share=0.5", "engine.draft.tokens=4"],
-        "set engine.draft=null",
-    ),
     "vLLM within rank 0": (["joint_8b", "--slurm", "placement.engines=0"], "leave placement.engines out"),
     "servers of a longer output layer": (
         ["jet_rl", "--slurm", "--servers", "1", "objective.reference.path=Qwen/Qwen3-8B-Base"],

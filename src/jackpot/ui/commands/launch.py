@@ -24,17 +24,12 @@ def launch(
         Path | None, typer.Option(help="Run folder, on a disk that all nodes see; default that of jackpot train.")
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for SLURM's sbatch.")] = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes that train.")] = 1,
-    servers: Annotated[
-        int, typer.Option(min=0, help="Further nodes, with a vLLM server on each GPU, which generate the rollouts.")
-    ] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of each node; 0: CPUs only.")] = 8,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on each node that trains; default one for each GPU.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; default one for each GPU.")] = None,
     time: Annotated[str, typer.Option(help="Time limit of the job: hours:minutes:seconds.")] = "24:00:00",
 ) -> None:
-    """Print the batch script that trains a recipe on a SLURM cluster, with torchrun and vLLM servers.
+    """Print the batch script that trains a recipe on a SLURM cluster, with torchrun on every node.
 
     `jackpot launch RECIPE --slurm > job.sh; sbatch job.sh`. The same script continues the run; options of sbatch, such
     as --partition, are given to it: docs/distributed.md.
@@ -54,18 +49,13 @@ def launch(
     job = cluster.Job(
         name="jackpot-" + re.sub(r"[^\w.=-]", "-", folder.name),
         nodes=nodes,
-        servers=servers,
         gpus=gpus,
         ranks=ranks or max(1, gpus),
         time=time,
     )
 
-    given = cluster.without_replaced(config, job, given) if servers else given
-    text = cluster.script(config, job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
+    text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
 
-    if servers:
-        placeholders = ("engine.urls=http://127.0.0.1:8000", "engine.weights_folder=weights")
-        config = recipes.resolve(recipe, arm, [*given, *cluster.server_settings(config, job), *placeholders])
     checks.check_start(config, config.model_paths(), nodes * job.ranks)
 
     typer.echo(text, nl=False)
