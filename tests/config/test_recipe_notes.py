@@ -6,7 +6,6 @@ from textwrap import dedent
 import pytest
 
 from jackpot.config.recipes import load_recipe, recipe_files, recipe_notes, resolve, resolve_arms
-from jackpot.config.recipes.listing import list_recipe
 from jackpot.core.errors import ConfigError
 
 RECIPE = """\
@@ -77,15 +76,6 @@ def test_mistakes_are_named_before_anything_runs(mistake: str, tmp_path: Path) -
     assert RECIPE.count(right) == 1
     with pytest.raises(ConfigError, match=message):
         resolve(write(tmp_path, RECIPE.replace(right, wrong)), "plain", [])
-
-
-def test_a_program_gets_the_numbers_there_are_by_column(tmp_path: Path) -> None:
-    found = list_recipe(write(tmp_path)).as_json()
-    plain, fp8 = found["published"]
-    assert plain["numbers"] == {"gsm8k": 92.5} and fp8["numbers"] == {"gsm8k": 91, "aime24": 20.25}
-    assert fp8["not_runnable"] == "no FP8 here" and plain["not_runnable"] == ""
-    assert found["gpus"] == {"kind": "H100", "count": 2} and found["arms"].keys() == {"plain"}
-    assert found["settings"]["iterations"] == 250  # the quickstart's
 
 
 def test_our_own_recipes_have_no_notes() -> None:

@@ -1,6 +1,5 @@
 """`jackpot recipes`: what a user types, and what is printed."""
 
-import json
 import re
 
 from typer.testing import CliRunner
@@ -45,24 +44,6 @@ def test_one_recipe_in_full_has_the_sources_of_its_settings() -> None:
     )
     assert lines_with(text, "Jackpot is Jackpot: Optimal Budgeted Rejection Sampling", "arXiv 2602.06107")
     assert not lines_with(text, "Jet-RL is ")  # of no table of this recipe
-
-
-def test_a_program_gets_all_recipes_or_one() -> None:
-    every = json.loads(printed("--json"))
-    assert {recipe["name"] for recipe in every} == set(recipe_names())
-    assert json.loads(printed("stale_8b", "--json")) == next(one for one in every if one["name"] == "stale_8b")
-    [row] = [
-        row
-        for recipe in every
-        for row in recipe["published"]
-        if (row["paper"], row["table"], row["arm"]) == ("submission", "Table 8", "lam_1.2")
-    ]
-    assert row["numbers"] == {
-        "aime24 pass@1": 13.5,
-        "amc22_23 pass@1": 45.8,
-        "math500 pass@1": 74.1,
-        "gsm8k pass@1": 91.9,
-    }
 
 
 def test_an_unknown_recipe_is_refused_with_a_guess() -> None:

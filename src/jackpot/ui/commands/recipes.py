@@ -1,6 +1,5 @@
 """Implements `jackpot recipes`, which prints the recipes with their sources and published numbers."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -8,7 +7,8 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.ui.arguments import AsJson, complete_recipe
+from jackpot.config.recipe_names import recipe_names
+from jackpot.ui.arguments import complete_recipe
 from jackpot.ui.lazy import lazy
 from jackpot.ui.terminal.output import print_line, show_next, show_table
 
@@ -24,7 +24,6 @@ def recipes(
         str | None,
         typer.Argument(help="Recipe to print in full; default a list of all.", autocompletion=complete_recipe),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """List the recipes; with NAME one in full: the source of each setting, its arms, which row of which paper's table
     each is, and the published numbers.
@@ -33,13 +32,10 @@ def recipes(
 
     Status of recipes for the papers' tables: never run on its target (the papers' models), but with --tiny.
     """
-    if as_json:
-        found = listing.list_recipe(name).as_json() if name else [recipe.as_json() for recipe in listing.list_recipes()]
-        typer.echo(json.dumps(found, indent=2))
-    elif name:
+    if name:
         _show_one(Console(), listing.list_recipe(name))
     else:
-        _show_list(Console(), listing.list_recipes())
+        _show_list(Console(), [listing.list_recipe(known) for known in recipe_names()])
 
 
 def _show_list(console: Console, recipes: Sequence["listing.RecipeListing"]) -> None:
