@@ -13,7 +13,7 @@ from jackpot.ui.terminal.plan import is_on_policy
 
 def line(name: str) -> str:
     config = resolve(name, None, [])
-    found = estimate(config, model_sizes(config), prompt_lengths(config), recipe_notes(name, load_recipe(name)).gpus, 1)
+    found = estimate(config, model_sizes(config), prompt_lengths(config), recipe_notes(name, load_recipe(name)).gpus)
     shard, hours, alone = found.stated.shard, found.stated.hours, found.stated.alone
     cells = [f"`{name}`", f"{shard.gpus} {found.stated.kind}", f"{shard.peak / 1e9:.0f} of {shard.limit / 1e9:.0f}"]
     cells.append(", ".join(f"{count} {kind}" for kind, count in found.fewest.items() if count))

@@ -82,7 +82,6 @@ def test_a_dry_run_says_how_many_ranks_train(tmp_path: Path) -> None:
     plan = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
     assert "2 ranks; rank 0 generates" in plan
     assert "  torchrun --nproc-per-node 2 -m -- jackpot train quickstart  # train\n" in plan
-    assert re.search(r"rank 0 [\d.]+ MiB; rank 1 [\d.]+ MiB", plan)
     placed = ("--dry-run", "placement.launcher=ray", "placement.ranks=3", "placement.engines=2")
     plan = jackpot("train", "quickstart", *placed, cwd=tmp_path).stdout
     assert "Ray places 3 ranks and 2 engines" in plan

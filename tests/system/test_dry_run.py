@@ -30,7 +30,7 @@ def test_hours_stand_beside_those_of_a_policy_ahead(ahead: Hours | None, expecte
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=8, limit=1.0, tensor_parallel={}, **parts)
     row = MachineEstimate("H100", shard, Hours(3.0, 2.0, 0.0, 1.0), Hours(5.0, 2.0, 0.0, 1.0), ahead)
-    estimate = CostEstimate(PromptLengths(10, 10, ""), 20.0, [], row, [], {"H100": 8}, [], FlopShares(1.0, 1.0))
+    estimate = CostEstimate(PromptLengths(10, 10, ""), 20.0, [], row, [], {"H100": 8}, FlopShares(1.0, 1.0))
 
     printed = io.StringIO()
     show_needs(Console(file=printed, width=200), small_config(), estimate)

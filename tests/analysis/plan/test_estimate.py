@@ -63,7 +63,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def planned(recipe: str, arm: str | None, *overrides: str) -> CostEstimate:
     config = resolve(recipe, arm, list(overrides))
     gpus = recipe_notes(recipe, load_recipe(recipe)).gpus
-    return estimate(config, model_sizes(config), prompt_lengths(config), gpus, ranks=8)
+    return estimate(config, model_sizes(config), prompt_lengths(config), gpus)
 
 
 @cache
@@ -200,16 +200,6 @@ def test_fp8_saves_what_it_multiplies_and_reads() -> None:
 def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
     stale = timed("stale_8b", "jackpot")
     assert 2 < stale.alone.iterations / stale.hours.iterations < 4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_trace_once")
-def test_a_rank_of_eight_holds_what_one_of_eight_gpus_holds() -> None:
-    found = planned("joint_8b", "jackpot")
-    here = found.stated.shard
-    assert here.gpus == 8 and [one.ranks for one in found.ranks] == ["rank 0", "each of ranks 1 to 7"]
-    learner = here.weights + here.optimizer + here.gradients + here.gathered + here.training
-    assert found.ranks[1].device == pytest.approx(learner)
 
 
 def test_hours_by_share_meet_at_the_ends() -> None:

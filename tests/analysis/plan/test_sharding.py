@@ -19,11 +19,9 @@ from jackpot.analysis.plan.sharding import (
     cache_bytes,
     degree,
     engine_needs,
-    rank_memory,
     shard,
     sharded,
 )
-from jackpot.analysis.plan.sizes import ModelSize
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
 from jackpot.config.recipes import resolve
 
@@ -52,37 +50,6 @@ def test_weights_are_divided_and_activations_are_not() -> None:
     assert shard(MEMORY, PARTS, {}, GPU, 1, offloads=True) == one  # nothing is sharded
     # Two layers and all heads in float32, and the gradient of the larger of the two; alone, copies in bf16.
     assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
-
-
-def test_a_rank_holds_its_share_and_the_first_the_engines() -> None:
-    sizes = {"policy": ModelSize(5_000, 5_000), "rollout_model": ModelSize(2_000, 2_000)}
-    memory = replace(MEMORY, engines=500, generation=300_000, kept=60)
-    first, others = rank_memory(small_config("engine.dtype=bf16"), sizes, memory, PARTS, 4)
-    assert (first.ranks, others.ranks) == ("rank 0", "each of ranks 1 to 3")
-    assert others.device == (40 + 80 + 24) / 4 + PARTS.gathered + 7 and others.host == 60 / 4
-    assert first.device == (40 + 80) / 4 + 500 + 300_000 and first.host == 60 / 4 + 2 * 5_000
-    first, others = rank_memory(small_config("placement.offload=true"), sizes, memory, PARTS, 2)
-    assert (others.device, others.host) == (PARTS.gathered + 7, (40 + 80 + 24 + 60) / 2)
-    assert (first.device, others.ranks, first.is_known) == (300_500, "rank 1", True)
-    first, others, engines = rank_memory(small_config("placement.engines=2"), sizes, memory, PARTS, 2)
-    assert first.device == others.device and first.host > others.host
-    assert (engines.ranks, engines.device, engines.host) == ("each of 2 engine processes", 500 + 300_000, 0.0)
-    assert not rank_memory(small_config(), sizes, replace(memory, training=None), PARTS, 2)[1].is_known
-
-
-def test_sleeping_engines_count_on_the_gpus_of_ranks() -> None:
-    sizes = {"policy": ModelSize(5_000, 5_000), "rollout_model": ModelSize(2_000, 2_000)}
-    memory = replace(MEMORY, engines=500, sleeping=400, generation=300_000, kept=60)
-    settings, lasting = ("engine.enable_sleep_mode=true", "placement.engines=3"), (40 + 80) / 4
-    first, busy, idle = rank_memory(small_config(*settings), sizes, memory, PARTS, 4)
-    assert [one.ranks for one in (first, busy, idle)] == ["rank 0", "each of ranks 1 to 2", "rank 3"]
-    assert first.device == busy.device == lasting + 500 + 300_000 > idle.device
-    assert idle.device == lasting + 24 / 4 + PARTS.gathered + 7
-    first, busy, idle = rank_memory(small_config(*settings), sizes, replace(memory, generation=0), PARTS, 4)
-    assert busy.device == idle.device + 100  # what does not sleep
-    assert first.host == 60 / 4 + 4 * 5_000
-    crowded, _ = rank_memory(small_config(*settings), sizes, memory, PARTS, 2)
-    assert crowded.device == (40 + 80) / 2 + 2 * (500 + 300_000)
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:

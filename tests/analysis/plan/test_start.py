@@ -54,7 +54,7 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=gpus.count, limit=1.0 if fits else -1.0, tensor_parallel={}, **parts)
     row = MachineEstimate(gpus.kind, shard, None, None)
-    return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, [], fewest, [], FlopShares(1.0, 1.0))
+    return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, [], fewest, FlopShares(1.0, 1.0))
 
 
 def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyPatch) -> None:

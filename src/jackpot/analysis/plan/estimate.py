@@ -38,14 +38,12 @@ from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine
 from jackpot.analysis.plan.sharding import (
     COUNTS,
     EngineNeeds,
-    RankMemory,
     Shard,
     blocks,
     cache_bytes,
     degree,
     engine_needs,
     needs_of,
-    rank_memory,
     shard,
     sharded,
 )
@@ -54,7 +52,6 @@ from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig
 from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
-from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
 from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.drafts import tokens_per_verification
@@ -93,7 +90,6 @@ class CostEstimate(NamedTuple):
     stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
     here: list[MachineEstimate]  # on the GPUs of this machine; none where there are none of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0 where it fits on none of COUNTS
-    ranks: list[RankMemory]  # memory of each of several ranks; none for one process
     flops: FlopShares
 
 
@@ -103,20 +99,18 @@ def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
 
 
 def estimate(
-    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None, ranks: int
+    config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
 ) -> CostEstimate:
     """Estimate memory and hours of a run on each shown kind and number of GPUs, and on those that its recipe names.
 
     Args:
         stated: GPUs that were asked about, or that the recipe names.
-        ranks: whose memory is wanted beside that.
 
     Raises:
         ModelError: as `plan_memory`.
     """
     stated = stated or GpusConfig(kind="H100", count=1)
     plan, here = Estimator(config, sizes, prompts), gpus_here()
-    placed = place_engines(config, ranks, on_gpu=True, local_ranks=process_rank().beside) if ranks > 1 else config
 
     return CostEstimate(
         prompts=prompts,
@@ -128,7 +122,6 @@ def estimate(
             kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
             for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
         },
-        ranks=rank_memory(placed, sizes, plan.memory, plan.blocks, ranks) if ranks > 1 else [],
         flops=plan.flop_shares(),
     )
 

@@ -16,14 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.analysis.plan.cost_model import Gpu
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights
-from jackpot.analysis.plan.sizes import ModelSize, outline
+from jackpot.analysis.plan.sizes import outline
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.core.roles import Role
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
-from jackpot.models.gathered import BUCKET
-from jackpot.models.load import DTYPES
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried
 TENSOR_PARALLEL = (1, 2, 4, 8)  # numbers of GPUs of one engine, within a machine
@@ -80,15 +78,6 @@ class Shard:
     def fits(self) -> bool:
         """Return whether the GPU holds the peak and every engine fits."""
         return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
-
-
-class RankMemory(NamedTuple):
-    """Holds the bytes that each of several equal ranks holds at its peak."""
-
-    ranks: str  # which ones
-    device: float
-    host: float  # beside those of a GPU: what is offloaded and kept there, and weights on their way to an engine
-    is_known: bool  # False where activations are left out, because shapes alone do not decide them
 
 
 @contextmanager
@@ -188,48 +177,6 @@ def shard(
         generation=sum(held.values()) + memory.generation,
         tensor_parallel=degrees,
     )
-
-
-def rank_memory(
-    config: Config, sizes: Mapping[Role, ModelSize], memory: MemoryPlan, parts: Blocks, ranks: int
-) -> list[RankMemory]:
-    """Return the memory of rank 0, with all engines that are no processes of their own, of the other ranks, and of
-    engine processes, which is that of a rank's GPU too where they share it.
-
-    Args:
-        memory: must have been planned inside `sharded`.
-        ranks: at least 2.
-    """
-    placement = config.placement
-    hosts = placement.engine_processes
-    lasting, gradients = (memory.weights + memory.optimizer) / ranks, memory.gradients / ranks
-    offloaded, kept = (lasting + gradients if placement.offload else 0.0), memory.kept / ranks
-    here = (0.0, 0.0) if placement.offload else (lasting, gradients)
-    training = here[1] + parts.gathered + (memory.training or 0)
-    sent = max(size.parameters for size in sizes.values()) * DTYPES[config.engine.dtype].itemsize
-    resting = memory.engines - memory.sleeping
-    process = memory.engines + memory.generation
-    shared = -(-hosts // ranks) if config.shares_gpus else 0  # engine processes on one GPU, at most
-    is_known = memory.training is not None
-
-    def rank(label: str, leads: bool, processes: int) -> RankMemory:
-        generating, beside = float(process * processes), float(resting * processes)
-        if leads and not hosts:
-            generating, beside = float(memory.engines + memory.generation), float(resting)
-        if leads:
-            generating = max(generating, resting + min(sent, BUCKET))
-        device = here[0] + max(training + beside, generating)
-        return RankMemory(label, device, offloaded + kept + (sent if leads else 0), is_known)
-
-    busy = min(hosts, ranks) if config.shares_gpus else 0  # ranks whose GPU has engine processes
-    found = [rank("rank 0", True, shared)]
-    for first, end, processes in ((1, max(1, busy), shared), (max(1, busy), ranks, 0)):
-        if first < end:
-            label = f"rank {first}" if end - first == 1 else f"each of ranks {first} to {end - 1}"
-            found.append(rank(label, False, processes))
-    if hosts and not config.shares_gpus:
-        found.append(RankMemory(f"each of {hosts} engine processes", float(process), 0.0, True))
-    return found
 
 
 def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ with lazy():
     from jackpot.analysis.compare import summary
     from jackpot.analysis.plan import estimate as estimating
     from jackpot.analysis.plan import memory as planned_memory
-    from jackpot.analysis.plan import sharding, sizes
+    from jackpot.analysis.plan import sizes
     from jackpot.analysis.plan import start as starting
     from jackpot.analysis.plan import tiny as shrinking
     from jackpot.config import config as run_settings
@@ -145,17 +145,14 @@ def _plan(
     """Print the plan, and for a large run return what it needs."""
     models, prompts = sizes.model_sizes(config), sizes.prompt_lengths(config)
     if estimating.is_large(models):
-        needs = estimating.estimate(config, models, prompts, gpus, ranks)
-        plans.show_plan(console, config, models, needs.ranks, prompts, folder)
+        needs = estimating.estimate(config, models, prompts, gpus)
+        plans.show_plan(console, config, models, None, prompts, folder)
         plans.show_needs(console, config, needs)
         return needs
 
     on_gpu = device.pick_device(config.device).type == "cuda"
     config = processes.place_engines(config, ranks, on_gpu, process_rank().beside)
-    with sharding.sharded() if ranks > 1 else nullcontext():
-        needed = planned_memory.plan_memory(config, models, prompts.longest)
-    if ranks > 1:
-        needed = sharding.rank_memory(config, models, needed, sharding.blocks(config), ranks)
+    needed = planned_memory.plan_memory(config, models, prompts.longest) if ranks == 1 else None
     plans.show_plan(console, config, models, needed, prompts, folder)
     return None
 

@@ -1,6 +1,6 @@
 """Prints what a run would do and need: the plan of `--dry-run`, and the changes of `--tiny`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -8,14 +8,12 @@ from rich.console import Console
 from jackpot.analysis.plan.cost_model import HEAD_ACCEPTANCE, HEAD_DRAFTS
 from jackpot.analysis.plan.estimate import CostEstimate, MachineEstimate
 from jackpot.analysis.plan.memory import MemoryPlan
-from jackpot.analysis.plan.sharding import RankMemory
 from jackpot.analysis.plan.sizes import ModelSize, PromptLengths
 from jackpot.analysis.plan.tiny import TinyRun
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, ServerEngineConfig
 from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
-from jackpot.models.device import pick_device
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
 from jackpot.ui.terminal.output import print_line, show_table
@@ -28,14 +26,14 @@ def show_plan(
     console: Console,
     config: Config,
     sizes: Mapping[Role, ModelSize],
-    memory: MemoryPlan | Sequence[RankMemory],
+    memory: MemoryPlan | None,
     prompts: PromptLengths,
     folder: Path,
 ) -> None:
     """Print what a run would do.
 
     Args:
-        memory: of one process, or of each of several ranks; none for a large run, whose GPUs `show_needs` prints.
+        memory: of one process; None for several ranks, and for a large run, whose GPUs `show_needs` prints.
     """
     batch = config.batch
     correction = config.objective.correction
@@ -47,7 +45,7 @@ def show_plan(
         else f"{config.rollout_model.path}, {sizes['rollout_model'].parameters:,} parameters"
         + ("" if config.rollout_model.optimizer else ", frozen"),
         "trained": _trained(config, sizes),
-        **({"memory": _peak(memory, pick_device(config.device).type == "cuda")} if memory else {}),
+        **({"memory": _peak(memory)} if memory else {}),
         "iterations": f"{config.iterations}",
         "rollout batch": f"{batch.prompts} prompts x {batch.group_size} = {batch.rollouts} sequences",
         "optimizer steps": f"{batch.steps_per_iteration} per rollout batch (its staleness), "
@@ -66,10 +64,8 @@ def show_plan(
     show_table(console, "The plan (nothing was run)", ("", ""), rows.items(), show_header=False)
 
 
-def _peak(memory: MemoryPlan | Sequence[RankMemory], on_gpu: bool) -> str:
-    """Say how many bytes the run holds at its peak, and in which parts, or on which ranks."""
-    if not isinstance(memory, MemoryPlan):
-        return "; ".join(f"{one.ranks} {_held(one, on_gpu)}" for one in memory) + ", with all responses of full length"
+def _peak(memory: MemoryPlan) -> str:
+    """Say how many bytes the run holds at its peak, and in which parts."""
     parts = ", ".join(
         f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__ if name != "sleeping"
     )
@@ -77,13 +73,6 @@ def _peak(memory: MemoryPlan | Sequence[RankMemory], on_gpu: bool) -> str:
     if memory.training is None:
         return f"more than {_bytes(memory.peak)}: {parts}; the activations depend on values and are not known"
     return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {parts}"
-
-
-def _held(one: RankMemory, on_gpu: bool) -> str:
-    more = "" if one.is_known else "more than "
-    if on_gpu:
-        return f"{more}{_bytes(int(one.device))} of its GPU and {_bytes(int(one.host))} of the host"
-    return f"{more}{_bytes(int(one.device + one.host))}"
 
 
 def _bytes(count: int) -> str:
