@@ -51,3 +51,8 @@ def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
     close = get_close_matches(given, names, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {kind} {given!r}{guess} Valid: {', '.join(names) or '(none)'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, else its kind."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

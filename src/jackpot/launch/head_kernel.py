@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from jackpot.config.config import Config
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, first_line
 from jackpot.models.device import pick_device
 from jackpot.objectives.kernels.autograd import HeadOptions
 from jackpot.objectives.kernels.reader import EAGER, TileReader
@@ -51,7 +51,7 @@ def _triton_reader(device: torch.device) -> TileReader:
         return _tried(import_module("jackpot.objectives.kernels.triton_reader").TRITON, device)
     except Exception as error:
         raise ConfigError(
-            f"Triton runs no kernel here: {_first_line(error)}; it needs a C compiler such as gcc, and Python's "
+            f"Triton runs no kernel here: {first_line(error)}; it needs a C compiler such as gcc, and Python's "
             f"headers. Install them, or use head_kernel: eager"
         ) from error
 
@@ -61,7 +61,3 @@ def _tried(reader: TileReader, device: torch.device) -> TileReader:
     tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
     reader.read([tile], False, False)
     return reader
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.config.processes import check_ranks
-from jackpot.core.errors import ConfigError, RankError
+from jackpot.core.errors import ConfigError, RankError, first_line
 from jackpot.core.process_rank import ProcessRank, process_rank
 from jackpot.core.roles import Role
 from jackpot.launch.build import BuildLearner, build_learner
@@ -77,7 +77,7 @@ def follow_leader(at: ProcessRank) -> None:
     try:
         setup = json.loads(store.get(_SETUP))
     except dist.DistError as error:
-        raise RankError(f"rank {at.rank} waits for rank 0 in vain: {_first_line(error)}") from error
+        raise RankError(f"rank {at.rank} waits for rank 0 in vain: {first_line(error)}") from error
     backend = BACKENDS[_own_device(setup["device"], at).type]
     with _joined(store, at, Path(setup["run"]), setup["timeout"], backend) as ranks:
         for number in (signal.SIGINT, *TERMINATIONS):
@@ -132,7 +132,7 @@ def _store(at: ProcessRank) -> dist.Store:
     except (KeyError, ValueError, OSError, dist.DistError) as error:
         raise RankError(
             f"rank {at.rank} of {at.size} does not reach the others at "
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {_first_line(error)}"
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {first_line(error)}"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store when it starts ranks again
     return dist.PrefixStore(f"jackpot/{attempt}", store)
@@ -164,7 +164,7 @@ def _joined(store: dist.Store, at: ProcessRank, run: Path, timeout: float, backe
         )
         ranks = Ranks(run, timeout)
     except RuntimeError as error:
-        raise RankError(f"the {at.size} ranks cannot join: {_first_line(error)}") from error
+        raise RankError(f"the {at.size} ranks cannot join: {first_line(error)}") from error
     yield ranks
     dist.destroy_process_group()
 
@@ -190,7 +190,3 @@ def _build_followed(part: dict[str, Any]) -> JointLearner:
 def _mesh(config: Config) -> DeviceMesh:
     """Return all ranks, over which the models are sharded."""
     return init_device_mesh(pick_device(config.device).type, (dist.get_world_size(),))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -117,9 +117,6 @@ class EvaluationSummary:
     reward_timeouts: float  # share whose scoring took too long
     reward_crashes: float  # share whose scoring failed
     tokens: float  # mean response length, tokens
-    tokens_median: float
-    tokens_p99: float
-    tokens_longest: int
     tokens_total: int
 
 
@@ -145,8 +142,5 @@ def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
         reward_timeouts=float((outcomes.reward_errors == "timeout").mean()),
         reward_crashes=float(np.isin(outcomes.reward_errors, ("crash", "invalid")).mean()),
         tokens=float(tokens.mean()),
-        tokens_median=float(np.median(tokens)),
-        tokens_p99=float(np.percentile(tokens, 99.0)),
-        tokens_longest=int(tokens.max()),
         tokens_total=int(tokens.sum()),
     )

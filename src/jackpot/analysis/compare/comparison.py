@@ -68,7 +68,6 @@ class ArmRow:
     before: Sample
     after: Sample
     rollout_model_after: Sample | None  # None where the policy generates its own rollouts
-    spent: Sample  # amount of the budget spent at the evaluation that counts
     difference: Difference | None  # None for the baseline, or without a seed in common
     cost: CostToAccuracy | None  # None without an accuracy to count to
     collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
@@ -201,7 +200,6 @@ def _row(
         before=Sample(tuple(run.points[0].policy_accuracy for run in runs)),
         after=Sample(tuple(point.policy_accuracy for point in at.values())),
         rollout_model_after=Sample(tuple(accuracies)) if accuracies else None,
-        spent=Sample(tuple(spent_on(point, unit) for point in at.values())),
         difference=_difference(at, base or {}),
         cost=None if accuracy is None else _cost(runs, accuracy),
         collapsed=tuple(f"seed {run.seed}: {run.collapse.sentence}" for run in runs if run.collapse),

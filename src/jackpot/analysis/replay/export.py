@@ -26,7 +26,6 @@ _ROWS = 64  # responses in memory at once
 class Exported:
     """What an export has written."""
 
-    format: str
     files: tuple[Path, ...]
     responses: int
     tokens: int
@@ -66,7 +65,6 @@ def export_rollouts(run: Path, name: str, out: Path, listen: Callable[[int], Non
         why = "; ".join(problems) or "rollouts.every and rollouts.keep decide what a run saves"
         raise DataError(f"{run} has no saved rollouts to export: {why}")
     return Exported(
-        format=name,
         files=tuple(written),
         responses=sum(file.responses for file in written.values()),
         tokens=sum(file.tokens for file in written.values()),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jackpot.config.config import Config
 from jackpot.core.errors import ModelError
@@ -20,6 +21,7 @@ from jackpot.models.load import resolve_path
 _FILE = "tokenizer.json"
 _MARKS_OF_BYTES = ("Ġ", "Ċ")  # space and newline of tokenizers that represent every byte by a letter
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level tokenizers
 
 
 @dataclass(slots=True)
@@ -71,13 +73,3 @@ def _tokenizer_file(run: Path, config: Config) -> Path | None:
     with contextlib.suppress(ModelError):  # the folder may have been deleted since the run began
         folders.append(Path(resolve_path(config.policy.path)))
     return next((folder / _FILE for folder in folders if (folder / _FILE).is_file()), None)
-
-
-def _letters() -> dict[str, int]:
-    """Map each letter of byte-level tokenizers to its byte: printable bytes keep their letter, others begin at 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_LETTERS = _letters()

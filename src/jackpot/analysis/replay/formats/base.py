@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from jackpot.analysis.replay.formats.columns import Columns, arranged
-from jackpot.analysis.replay.formats.records import DumpRecord, Warn, check_size, first_line, parquet_rows
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, check_size, parquet_rows
 from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, response_of
-from jackpot.core.errors import DataError
+from jackpot.core.errors import DataError, first_line
 
 RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from jackpot.analysis.replay.responses import DamagedRecord
+from jackpot.core.errors import first_line
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
@@ -120,8 +121,3 @@ def batch_rows(batch: DumpRecord) -> Iterator[dict[str, Any]]:
 
     for row in range(max(1, len(sequences))):
         yield {name: column[row] for name, column in columns.items() if row < len(column)}
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, else its kind."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

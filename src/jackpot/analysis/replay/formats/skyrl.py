@@ -17,8 +17,9 @@ from torch import Tensor
 
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.columns import Columns
-from jackpot.analysis.replay.formats.records import DumpRecord, Warn, batch_rows, first_line, matching
+from jackpot.analysis.replay.formats.records import DumpRecord, Warn, batch_rows, matching
 from jackpot.analysis.replay.responses import DamagedRecord
+from jackpot.core.errors import first_line
 
 HOW = """Run SkyRL with trainer.dump_data_batch=true and generator.sampling_params.logprobs not null, so that the engine
 returns log-probs: EXPORT_PATH/dumped_data has what a step trains on. Without action_log_probs, give --model and it is
