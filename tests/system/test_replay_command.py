@@ -159,13 +159,13 @@ def test_shares_are_priced_by_rollouts_of_the_rollout_model(prices, overrides, f
     assert any("the policy generated all of this run" in why for why in found.left_out) != prices
 
 
-def test_imported_jsonl_is_replayed_and_its_tokens_are_shown(tmp_path):
+def test_imported_jsonl_is_replayed(tmp_path):
     write(tmp_path / "dump.jsonl", records(noise(0.8)))
     done = jackpot("replay", "dump.jsonl", "--format", "jsonl", "--corrections", "tis,obrs", "--all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     assert "dump.jsonl: jsonl, 1 files" in printed and "as the file has it" in printed
-    assert "'t" in printed and "Use tis: a rollout is then worth" in printed
+    assert "Use tis: a rollout is then worth" in printed
     assert "jackpot train RECIPE objective.correction=tis" in printed
     wrong = jackpot("replay", "dump.jsonl", "--format", "verl", cwd=tmp_path)
     assert wrong.returncode == 2 and "lacks responses" in wrong.stderr and "_log_rollout_data" in wrong.stderr
