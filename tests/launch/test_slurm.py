@@ -104,11 +104,15 @@ def test_every_node_gets_its_ranks(tmp_path: Path) -> None:
     assert words[words.index("--") + 1 :] == ["jackpot", "train", "joint_8b", description, "--run", run]
 
 
+SERVERS = (
+    "engine={name: vllm_server, urls: [http://one:8000], weights_folder: /shared}",
+    "evaluation.engine=transformers",
+)
 REFUSED = {
     "no scheduler": (["quickstart"], "--slurm"),
     "vLLM within rank 0": (["joint_8b", "--slurm", "placement.engines=0"], "leave placement.engines out"),
     "servers of a longer output layer": (
-        ["jet_rl", "--slurm", "--servers", "1", "objective.reference.path=Qwen/Qwen3-8B-Base"],
+        ["jet_rl", "--slurm", *SERVERS, "objective.reference.path=Qwen/Qwen3-8B-Base"],
         "vllm_server samples from all 152064 rows",
     ),
 }
