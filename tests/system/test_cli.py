@@ -288,7 +288,7 @@ BAD_INPUT = {
     "missing model": (["quickstart", "policy.path=nowhere"], ["nowhere", "save_pretrained"]),
     "corrupt model": (["quickstart", "policy.path={corrupt}"], ["corrupt"]),
     "other tokenizer": (["quickstart", "policy.path={tokenizer}"], ["'~'", "same vocabulary"]),
-    "other vocabulary": (["quickstart", "policy.path={vocabulary}"], ["40", "32"]),
+    "short output layer": (["quickstart", "policy.path={vocabulary}"], ["32 tokens", "policy only 24 rows"]),
     "prompt too long": (["quickstart", "sampling.max_new_tokens=5000"], ["5000", "context"]),
     "budget too small": (
         ["quickstart", "batch.micro_batch_tokens=4"],
@@ -311,7 +311,7 @@ def test_bad_input_says_what_was_given_and_what_to_do(case: str, tmp_path: Path)
     folders = {
         "corrupt": lambda: _corrupt(tmp_path / "corrupt"),
         "tokenizer": lambda: _other_tokenizer(tmp_path / "tokenizer"),
-        "vocabulary": lambda: _bad_model(tmp_path / "vocabulary", vocab_size=40),
+        "vocabulary": lambda: _bad_model(tmp_path / "vocabulary", vocab_size=24),
         "empty": lambda: _empty(tmp_path / "empty"),
     }
     arguments, expected = BAD_INPUT[case]
