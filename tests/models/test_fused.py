@@ -22,6 +22,14 @@ from jackpot.models.packed_row import pack_row
 
 SHAPE = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 16}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_num_key_heads": 2}
+LINEAR |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
+MAMBA |= {"mamba_chunk_size": 8}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
 MODELS: dict[str, tuple[str, dict, int]] = {  # the last: parts that are replaced
     "Qwen3": ("qwen3", {"head_dim": 16}, 2 * 6 + 1),
     "Llama": ("llama", {"attention_bias": True}, 2 * 4 + 1),
@@ -31,6 +39,12 @@ MODELS: dict[str, tuple[str, dict, int]] = {  # the last: parts that are replace
     "Gemma, 1 + weight and GELU": ("gemma", {"head_dim": 16}, 2 * 1),
     "GLM 4, other halves, one product before the gate": ("glm4", {"head_dim": 8}, 2 * 4 + 1),
     "Cohere, LayerNorm": ("cohere", {}, 2 * 1),
+    "Qwen3.5, a norm with a gate": ("qwen3_5_text", LINEAR, 2 + 1),
+    "Qwen3-Next, a norm with a gate": ("qwen3_next", LINEAR | EXPERTS, 2 + 1),
+    "GPT-OSS, angles of half the width": ("gpt_oss", {"head_dim": 8} | EXPERTS, 0),
+    "Bamba, an optional gate": ("bamba", MAMBA, 2 * 3 + 2),
+    "Nemotron, a part of each head": ("nemotron", {"head_dim": 8}, 2),
+    "DeepSeek-V3": ("deepseek_v3", LATENT, 2 * 6 + 1),
     "GPT-2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, 0),
 }
 

@@ -193,7 +193,8 @@ def fuse(model: PreTrainedModel) -> int:
 
 def _norm(module: nn.Module) -> Forward | None:
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or not isinstance(getattr(module, "variance_epsilon", None), float):
+    is_known = names == ["weight"] and isinstance(getattr(module, "variance_epsilon", None), float)
+    if not (is_known and _takes_one(module)):
         return None
     forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.get_parameter("weight")))
     agrees = all(_agree(module.forward, forward, [numbers.to(dtype)], module) for dtype in TOLERANCES)
@@ -209,7 +210,7 @@ def _run_norm(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
 def _mlp(module: nn.Module) -> Forward | None:
     parts = {name: part for name, part in module.named_children() if type(part) is nn.Linear}
     is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and parts.keys() == _GATED
-    if not is_known or len(list(module.parameters())) != 3:
+    if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:
         return None
     forward, numbers = partial(_run_mlp, module, module.forward), _numbers(4, parts["gate_proj"].in_features)
     return forward if _agree(module.forward, forward, [numbers], module) else None
@@ -223,6 +224,11 @@ def _run_mlp(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
     if gate.dtype != up.dtype:
         return last(module.get_submodule("act_fn")(gate) * up)
     return GatedProduct.apply(gate, up, last.weight)
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Tell whether a module reads one tensor and nothing else, such as a gate."""
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 def _attention(module: nn.Module) -> Forward | None:
@@ -243,7 +249,10 @@ def _rotates_alike(before: Forward) -> bool:
         return False
     queries, keys = _numbers(2, 3, 4, 6), _numbers(2, 1, 4, 6)
     angles = [_numbers(2, 4, 6), _numbers(2, 4, 6) + 1.0]
-    return _agree(lambda q, k: before(q, k, *angles), lambda q, k: _rotate(before, q, k, *angles), [queries, keys])
+    try:
+        return _agree(lambda q, k: before(q, k, *angles), lambda q, k: _rotate(before, q, k, *angles), [queries, keys])
+    except RuntimeError:  # it takes angles of another shape
+        return False
 
 
 def _rotate(before: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
