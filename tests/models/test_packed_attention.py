@@ -55,6 +55,11 @@ MODELS: dict[str, tuple[str, dict]] = {
         "qwen3_moe",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "DeepSeek-V3, latents": (
+        "deepseek_v3",
+        {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 2},
+    ),
     "GPT-2, absolute positions": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
 }
 
@@ -310,6 +315,8 @@ REFUSED: dict[str, tuple[str, dict]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     ),
     "an attention of its own": ("falcon", {}),
+    "layers that tell attention nothing": ("nemotron", {"head_dim": 8}),
+    "layers that tell attention nothing, of another family": ("stablelm", {}),
 }
 
 

@@ -218,7 +218,8 @@ class ZCorrection(_LamCorrection):
     reference. none: 1."""
     kappa_tolerance: NonNegative = KAPPA_TOLERANCE
     """Largest relative error of the policy's gradient, as estimated, that `kappa: auto` leaves: it reads as few of the
-    sequences with a token at a cap again as that takes; 0: all of them."""
+    sequences with a token at a cap again as that takes; 0: all of them. The estimate is no bound: where the gradients
+    of tokens cancel, the error is a larger share of what is left (docs/corrections.md)."""
 
 
 class OBRSCorrection(ZCorrection):

@@ -51,7 +51,9 @@ class _Engine(Strict):
     """Number format that the linear layers compute with (docs/precision.md); null: `dtype`. vLLM has `fp8` on a GPU
     only. Servers must have been started with the same one. Status: experimental."""
     kv_cache_dtype: Literal["fp8"] | None = None
-    """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one."""
+    """Number format of cached keys and values; null: `dtype`. Servers must have been started with the same one. Models
+    that cache other things than attention reads, such as DeepSeek's latents, are refused by the transformers engine and
+    by `precision` fp8 and int8."""
 
 
 class DraftConfig(Strict):

@@ -6,9 +6,11 @@ parts; in fp32 their numbers agree to rounding, in bf16 the engine rounds weight
 Shapes: `U` unique prompts of `P` tokens, `B` sequences, `T` response tokens, `H` hidden size, `V` vocabulary.
 """
 
+import dis
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -201,9 +203,22 @@ def can_pack(model: PreTrainedModel) -> bool:
     """Tell whether a model can read a micro-batch as one row without padding, each sequence as if it stood alone.
 
     It cannot where a layer looks at other tokens than attention over plain keys does (`keeps_plain_keys`), where its
-    attention cannot be replaced (`replaces_attention`), or where the rotary angles depend on the sequence length.
+    attention cannot be replaced (`replaces_attention`) or is not told of the row, as in Nemotron and StableLM, or where
+    the rotary angles depend on the sequence length.
     """
-    return _is_length_free(model) and replaces_attention(backbone(model))
+    kinds = {type(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    return _is_length_free(model) and replaces_attention(backbone(model)) and all(map(_passes_options_on, kinds))
+
+
+@cache
+def _passes_options_on(kind: type[nn.Module]) -> bool:
+    """Tell whether a kind of layers with a cache hands its attention the options of a forward pass: whether its code
+    reads the dict of them."""
+    function = inspect.unwrap(kind.forward)
+    parameters = inspect.signature(function).parameters
+    options = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+    read = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
+    return "past_key_values" not in parameters or bool(options & read)
 
 
 _ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass

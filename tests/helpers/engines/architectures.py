@@ -29,6 +29,8 @@ PLAIN = {
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MAMBA = EXPERTS | {"mamba_d_state": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "shared_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LATENT |= {"head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
@@ -49,6 +51,9 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 96}),
     "bloom": ("bloom", {}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "diffllama": ("diffllama", {}),
+    "nemotron": ("nemotron", {}),
 }
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # with recurrent states
     "jamba": ("jamba", MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "num_experts": 1}),

@@ -276,6 +276,14 @@ def test_a_recurrent_state_is_refused_in_bf16_alone():
     train_in_codes(model, SCHEMES["fp8"], "dequantized", False, True)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "diffllama"])
+def test_an_fp8_cache_of_other_than_what_is_read_is_refused(name):
+    model = make_model(name).bfloat16()  # as weights that stand in their file so
+    with pytest.raises(ModelError, match=r"caches other keys and values.*engine.kv_cache_dtype"):
+        train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=True, exact=True)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
 def test_the_gradient_of_an_embedding_adds_up_in_float32():
     model = make_model("gemma")
     table = model.get_input_embeddings()

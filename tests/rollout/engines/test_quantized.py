@@ -199,6 +199,9 @@ def test_models_that_cannot_be_quantized_so_are_refused():
         engine("gpt2", "sdpa", quantization="fp8")
     with pytest.raises(EngineError, match=r"attention of its own \(eager\).*kv_cache_dtype"):
         engine("bloom", "eager", kv_cache_dtype="fp8")
+    for name in ("deepseek_v3", "diffllama"):  # make keys and values of what they cache
+        with pytest.raises(EngineError, match=r"caches other keys and values than .*kv_cache_dtype"):
+            engine(name, "sdpa", kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize(

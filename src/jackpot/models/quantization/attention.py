@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from jackpot.core.errors import ModelError
-from jackpot.models.packed_attention import PACKED, packed_attention, replaces_attention
+from jackpot.models.packed_attention import PACKED, AttentionSet, packed_attention, replaces_attention
 from jackpot.models.quantization.linear import round_to_fp8
 
 # transformers' signature: (module, query, key, value, attention_mask, **options) -> (output, attention weights)
@@ -59,6 +59,34 @@ def with_trained_kv(attend: Attention) -> Attention:
         return attend(module, query, _Rounded.apply(key), _Rounded.apply(value), attention_mask, **options)
 
     return attention
+
+
+_PROBE = "jackpot_probe"  # value of `config._attn_implementation`, without a mask function
+
+
+@torch.no_grad()
+def reads_what_it_caches(model: PreTrainedModel) -> bool:
+    """Tell whether the attention of a model reads keys and values as they are cached.
+
+    Otherwise a cache that is rounded and rounding at attention are two things. DeepSeek's attention caches latents and
+    makes keys and values of them; that of DiffLlama repeats values. It is tried on a token, whatever the weights are.
+    """
+    cache, read = DynamicCache(config=model.config), list[Tensor]()
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        read.extend((key, value))
+        return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(_PROBE, attention)
+    with AttentionSet(model.config.get_text_config(), _PROBE):
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    cached = {tensor.untyped_storage().data_ptr() for tensor in states if tensor is not None}
+    return {tensor.untyped_storage().data_ptr() for tensor in read} <= cached
 
 
 _SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes of below

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.core.errors import ModelError
-from jackpot.models.quantization.attention import attend_as_engine
+from jackpot.models.load import in_float32
+from jackpot.models.quantization.attention import attend_as_engine, reads_what_it_caches
 from jackpot.models.quantization.convert import replace_linears
 from jackpot.models.quantization.product import product
 from jackpot.models.quantization.quantizer import (
@@ -163,8 +164,8 @@ def train_in_codes(
         dtype: of the engine's weights and activations.
 
     Raises:
-        ModelError: the model has no linear layer to quantize, its attention cannot be replaced, or it keeps a recurrent
-            state and `dtype` is not float32.
+        ModelError: the model has no linear layer to quantize, its attention cannot be replaced or, with an FP8 cache,
+            does not read what it caches, or it keeps a recurrent state and `dtype` is not float32.
     """
     if dtype != torch.float32 and getattr(model, "_is_stateful", False):
         raise ModelError(
@@ -172,6 +173,13 @@ def train_in_codes(
             f"training by chunks, so that they differ; set engine.dtype=fp32, or precision to fp32 or bf16"
         )
     assert scheme.activations is not None  # the settings have no precision of another scheme
+    with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
+        is_cached = not fp8_cache or reads_what_it_caches(model)
+    if not is_cached:
+        raise ModelError(
+            f"{type(model).__name__} caches other keys and values than its attention reads, so training cannot round "
+            f"what an engine's cache rounds; leave engine.kv_cache_dtype out"
+        )
     attend_as_engine(model, fp8_cache, exact)
     rows = LastRows(scheme.activations)
     try:

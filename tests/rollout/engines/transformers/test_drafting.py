@@ -127,7 +127,15 @@ def test_exact_drafts_beside_relaxed_ones_are_those_of_lam_1():
     assert ours[1::2] == theirs[1::2] == theirs[::2] and ours[::2] != theirs[::2]
 
 
-@pytest.mark.parametrize("name", ["qwen3 with windows", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3 with windows",
+        "deepseek_v3",
+        pytest.param("diffllama", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_log_probs_are_those_of_one_pass_of_the_policy(name):
     """Responses are longer than the window and end at different times, one of them at the end of the context."""
     model = make_model(name).double()
@@ -256,6 +264,7 @@ def test_weights_of_the_policy_that_give_no_number_are_reported():
     [
         ("llama", "llama", {"attn_implementation": "eager"}, "the policy LlamaForCausalLM"),
         ("llama", "gemma2", {}, "the rollout model Gemma2ForCausalLM"),
+        ("nemotron", "llama", {}, "the policy NemotronForCausalLM"),
     ],
 )
 def test_models_without_an_attention_for_drafts_are_refused(policy, rollout_model, settings, message):

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import backbone
-from jackpot.models.quantization.attention import Attention, in_float64
+from jackpot.models.quantization.attention import Attention, in_float64, reads_what_it_caches
 from jackpot.models.quantization.linear import round_to_fp8
 from jackpot.models.quantization.quantizer import SCHEMES
 
@@ -124,7 +124,8 @@ def set_attention(
         exact: compute sdpa in float64, so that a token's result does not depend on batch and cache.
 
     Raises:
-        EngineError: eager attention or an FP8 cache for a model whose attention cannot be replaced.
+        EngineError: eager attention or an FP8 cache for a model whose attention cannot be replaced, or an FP8 cache for
+            one that does not read what it caches.
     """
     if implementation == "eager" and model.config._attn_implementation != "eager":
         model.set_attn_implementation("eager")
@@ -139,6 +140,11 @@ def set_attention(
         raise EngineError(
             f"{type(model).__name__} has an attention of its own ({current}), whose keys and values cannot be rounded "
             f"here; leave engine.kv_cache_dtype out"
+        )
+    if fp8_cache and not reads_what_it_caches(model):
+        raise EngineError(
+            f"{type(model).__name__} caches other keys and values than its attention reads, so its cache cannot be "
+            f"rounded here; leave engine.kv_cache_dtype out"
         )
 
     if exact and current == "sdpa" and replaceable:

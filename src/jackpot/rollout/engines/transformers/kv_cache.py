@@ -127,9 +127,9 @@ class RaggedKVLayer(BatchKVLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write new keys and values, [N, heads, T, D] each; return all, as views that the next call overwrites."""
-        index = self._columns[:, None, :, None].expand_as(key_states)
-        self.keys[: self._rows].scatter_(2, index, key_states)
-        self.values[: self._rows].scatter_(2, index, value_states)
+        columns = self._columns[:, None, :, None]
+        self.keys[: self._rows].scatter_(2, columns.expand_as(key_states), key_states)
+        self.values[: self._rows].scatter_(2, columns.expand_as(value_states), value_states)
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
     def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
