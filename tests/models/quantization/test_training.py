@@ -284,6 +284,10 @@ def test_an_fp8_cache_of_other_than_what_is_read_is_refused(name):
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_plan_takes_what_it_cannot_try():
+    train_in_codes(make_model("mixtral").to("meta"), SCHEMES["fp8"], "dequantized", fp8_cache=True, exact=True)
+
+
 def test_the_gradient_of_an_embedding_adds_up_in_float32():
     model = make_model("gemma")
     table = model.get_input_embeddings()

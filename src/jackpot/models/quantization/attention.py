@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from jackpot.core.errors import ModelError
 from jackpot.models.packed_attention import PACKED, AttentionSet, packed_attention, replaces_attention
@@ -61,7 +61,7 @@ def with_trained_kv(attend: Attention) -> Attention:
     return attention
 
 
-_PROBE = "jackpot_probe"  # value of `config._attn_implementation`, without a mask function
+_PROBE = "jackpot_probe"  # value of `config._attn_implementation`
 
 
 @torch.no_grad()
@@ -69,8 +69,11 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
     """Tell whether the attention of a model reads keys and values as they are cached.
 
     Otherwise a cache that is rounded and rounding at attention are two things. DeepSeek's attention caches latents and
-    makes keys and values of them; that of DiffLlama repeats values. It is tried on a token, whatever the weights are.
+    makes keys and values of them; that of DiffLlama repeats values. It is tried on a token, whatever the weights are;
+    on the meta device, where nothing has an address, any model is taken to read it.
     """
+    if model.device.type == "meta":
+        return True
     cache, read = DynamicCache(config=model.config), list[Tensor]()
 
     def attention(
@@ -80,6 +83,7 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, attention)
+    AttentionMaskInterface.register(_PROBE, eager_mask)  # always makes a mask, which some models read themselves
     with AttentionSet(model.config.get_text_config(), _PROBE):
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
