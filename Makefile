@@ -57,6 +57,7 @@ sweeps: $(VENV)/ready  # further cases of the slow tests and of vLLM's: every re
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and sweep and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
 	if $(VLLM_IS_FOR_THIS); then $(MAKE) --no-print-directory $(VENV)-vllm/ready && \
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m 'vllm and sweep' --numprocesses 2 --dist loadfile $(ARGS); fi
+	$(MAKE) --no-print-directory test-trl ARGS="-m 'trl and sweep'"
 
 test-peers: $(VENV)/ready $(VENV)-peers/ready  # verl, TRL and AReaL still answer what tests/peers has recorded of them; `make test` compares with the record
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/peers $(ARGS)
@@ -76,7 +77,7 @@ test-trl: $(VENV)/ready $(VENV)-trl/ready  # the adapters inside the oldest and 
 
 test-trl-here:
 	-$(MAKE) --no-print-directory $(VENV)-trl/ready
-	if [ -e $(VENV)-trl/ready ]; then $(MAKE) --no-print-directory test-trl; else echo "TRL cannot be had: skipped"; fi
+	if [ -e $(VENV)-trl/ready ]; then $(MAKE) --no-print-directory test-trl ARGS="-m 'trl and not sweep'"; else echo "TRL cannot be had: skipped"; fi
 
 test-adapters: $(VENV)/ready  # our corrections inside other frameworks; tests of what cannot be had say that they were skipped
 	-$(MAKE) --no-print-directory $(VENV)-adapters/ready

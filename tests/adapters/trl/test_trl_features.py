@@ -83,6 +83,7 @@ def test_what_counted_nothing_is_not_in_the_log(adapter: ModuleType, tmp_path):
     assert all(math.isfinite(value) for value in logged.values()), logged
 
 
+@pytest.mark.sweep
 def test_two_processes_take_the_steps_of_one(adapter: ModuleType, tmp_path):
     """With kappa of all that was generated, and the accept mask's mean: uniforms are hashed from the process too."""
     results = []

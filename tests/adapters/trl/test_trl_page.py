@@ -29,7 +29,7 @@ def patched(trainer: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("trainer", [None, *TRAINERS])
+@pytest.mark.parametrize("trainer", [*TRAINERS, pytest.param(None, marks=pytest.mark.sweep)])
 def test_the_script_runs(adapter: ModuleType, tmp_path: Path, trainer: str | None) -> None:
     text = patched(trainer) if trainer else SCRIPT
     short = {"max_steps=30": "max_steps=2", "logging_steps=10": "logging_steps=1", "size=128": "size=16"}
