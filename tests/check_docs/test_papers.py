@@ -173,6 +173,8 @@ REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recip
     **{("joint_8b", arm): (1, name, "old", "old", DEFAULT) for arm, name in
        {"jackpot": "obrs", "tis_kl": "tis", "on_policy": "none"}.items()},
     ("stale_4b", "jackpot"): (64, "obrs", "new", "new", None),
+    ("stale_4b", "no_clip"): (64, "none", "old", "old", (None, None)),
+    ("stale_4b_128", "no_clip"): (128, "none", "old", "old", (None, None)),
     ("stale_4b", "tis_adjusted"): (64, "tis", "new", "new", None),
     ("stale_4b", "tis"): (64, "tis", "old", "old", DAPO),
     ("stale_4b", "off_policy"): (64, "none", "old", "old", DAPO),
@@ -194,6 +196,7 @@ REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recip
     ("frozen_3b", "math_none"): (1, "none", "old", "old", DEFAULT),
     ("tis_gsm8k", "ppo"): (4, "none", "old", "old", DEFAULT),
     ("tis_gsm8k", "ppo_is"): (4, "none", "rollout", "rollout", DEFAULT),
+    ("tis_gsm8k", "tis_8_int8"): (4, "tis", "old", "old", DEFAULT),
     ("tis_gsm8k", "vanilla_is_int8"): (4, "is", "old", "old", DEFAULT),
     ("tis_dapo_32b", "tis"): (16, "tis", "old", "old", DAPO),
 }  # fmt: skip
@@ -206,7 +209,7 @@ def test_an_arm_is_the_regime_of_its_row(name: str, arm: str) -> None:
 
 FEWER_BITS = {
     **dict.fromkeys(("jackpot", "tis", "none", "mask_only", "mask_reweight"), (None, "fp8")),
-    **dict.fromkeys(("ppo_int8", "tis_int8", "ppo_is_int8", "vanilla_is_int8"), ("int8_w8a8", None)),
+    **dict.fromkeys(("ppo_int8", "tis_int8", "tis_8_int8", "ppo_is_int8", "vanilla_is_int8"), ("int8_w8a8", None)),
     **dict.fromkeys(("fp8_rollouts_7b", "jet_rl_7b", "jet_rl_8b"), ("fp8", None)),
 }
 
@@ -255,8 +258,7 @@ def test_every_arm_fits_its_own_limits(name: str, arm: str) -> None:
     longest = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     assert longest <= config.engine.max_model_len and longest <= config.batch.micro_batch_tokens
     assert {
-        config.task.train.source,
-        config.task.test.source,
+        *(source.source for split in ("train", "test") for source in config.task.sources(split)),
         *config.evaluation.benchmark_names,
     } - BENCHMARKS.keys() <= {"hub:open-r1/DAPO-Math-17k-Processed"}
     assert config.evaluation.every % config.checkpoint.every == 0 and list_recipe(name).gpus

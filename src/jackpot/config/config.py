@@ -119,7 +119,7 @@ class RolloutModelConfig(Strict):
     lora: LoraConfig | None = None
     """Train an adapter instead of all weights; null: all weights are trained, unless the model is frozen."""
     correction: RolloutModelCorrection = TISCorrection()
-    """Correction of the mismatch between the engine and the rollout model as training computes it (eq. 7's F)."""
+    """Correction of the mismatch between the engine and the rollout model as training computes it (eq. 6's F)."""
     clip_low: NonNegative | None = 0.2
     """PPO's clip of the rollout model's ratio from below, at 1 - clip_low; null: no clip."""
     clip_high: NonNegative | None = 0.2
