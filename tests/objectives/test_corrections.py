@@ -68,7 +68,7 @@ def random_inputs(seed=0, shape=(4, 6), spread=1.0):
         response_mask=uniform() < 0.75,
         uniforms=uniform(),
         advantages=advantages[: shape[0]].expand(shape),
-        z=ZEstimate(z, z, z + width, 0.5 + 0.5 * z, 0.4 + 0.5 * z),
+        z=ZEstimate(z, z, z + width, 0.5 + 0.5 * z, 0.4 + 0.5 * z, 0.3 + 0.5 * z),
     )
 
 
@@ -218,7 +218,7 @@ def test_kappa_z_above_one_is_not_capped():
     """kappa restores the mean of Z only: the larger Z of a step may well end above 1."""
     inputs = random_inputs(spread=0.0)
     z = torch.where(torch.arange(6) < 3, 0.4, 0.9).double().expand(4, 6)
-    uneven = replace(inputs, z=ZEstimate(z, z, z, z, z))
+    uneven = replace(inputs, z=ZEstimate(*[z] * 6))
     correction = make_correction("obrs", lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa="prepass")
     result = correction.apply(uneven, correction.measure(uneven))
     kappa = hand_kappa(uneven, lam=0.5)
@@ -308,6 +308,7 @@ def test_measure_reports_acceptance_z_and_captured_mass():
         "obrs/z_bound_width": [(z.upper - z.lower)[row[0]].item() for row in rows],
         "obrs/rollout_mass": [z.rollout_mass[row[0]].item() for row in rows],
         "obrs/target_mass": [z.target_mass[row[0]].item() for row in rows],
+        "obrs/union": [z.union[row[0]].item() for row in rows],
     }
     assert set(measured) == set(expected)
     for name, values in expected.items():

@@ -93,7 +93,7 @@ class Case:
         return OldLogProbs(
             old_log_probs=old * self.mask,
             rollout_model_old_log_probs=rollout_old * self.mask,
-            z=ZEstimate(*(part * self.mask for part in (z, z, z + 0.1, z + 0.5, z + 0.4))),
+            z=ZEstimate(*(part * self.mask for part in (z, z, z + 0.1, z + 0.5, z + 0.4, z + 0.3))),
         )
 
     def log_softmax(self, role):

@@ -125,6 +125,7 @@ def test_topk_bounds_on_a_worked_example(fill_valid, lower, mass):
     assert found.upper.item() == pytest.approx(0.37, rel=RTOL)
     assert found.rollout_mass.item() == pytest.approx(mass, rel=RTOL)
     assert found.target_mass.item() == pytest.approx(0.98 if fill_valid else 0.83, rel=RTOL)
+    assert found.union.item() == float(fill_valid)
 
 
 def test_ids_outside_a_truncated_support_change_nothing():
@@ -137,8 +138,8 @@ def test_ids_outside_a_truncated_support_change_nothing():
 
 def test_topk_without_lists_knows_only_the_range_of_z():
     case = (np.log([0.5, 0.5]).tolist(), np.log([0.5, 0.5]).tolist(), [], [], False)
-    assert [x.item() for x in estimate(*case, 0.5)] == [0.0, 0.0, 1.0, 0.0, 0.0]
-    assert [x.item() for x in estimate(*case, 4.0)] == [0.0, 0.0, 0.25, 0.0, 0.0]
+    assert [x.item() for x in estimate(*case, 0.5)] == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [x.item() for x in estimate(*case, 4.0)] == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0]
 
 
 def test_topk_rows_are_independent_and_lam_may_be_one_per_row():

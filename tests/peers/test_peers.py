@@ -145,7 +145,7 @@ def correct(name, numbers, dtype=torch.float64):
         response_mask=MASK,
         uniforms=nothing.double(),
         advantages=nothing,
-        z=ZEstimate(*[nothing] * 5),
+        z=ZEstimate(*[nothing] * 6),
     )
     return make_correction(name, **numbers).apply(inputs, {})
 

@@ -259,9 +259,9 @@ def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
 def test_fill_ins_need_the_writing_weights_in_training(version, exact_engines):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2, version=version)
     blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, exact_engines=exact_engines), items)
-    assert value(blind, "obrs/z_bound_width") > 0.01
+    assert value(blind, "obrs/z_bound_width") > 0.01 and value(blind, "obrs/union") == 0.0
     fresh = one_step(make_learner(POLICY, ROLLOUT_MODEL), write(ROLLOUT_MODEL, num_top_log_probs=2))
-    assert value(fresh, "obrs/z_bound_width") < 1e-5
+    assert value(fresh, "obrs/z_bound_width") < 1e-5 and value(fresh, "obrs/union") == 1.0
     assert value(fresh, "obrs/z") > value(blind, "obrs/z") + 0.01
 
 

@@ -60,13 +60,14 @@ def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: flo
 
 
 class ZEstimate(NamedTuple):
-    """Holds an estimate of Z from a part of the vocabulary, with bounds lower <= Z <= upper. All [...], float."""
+    """An estimate of Z from a part of the vocabulary, with bounds lower <= Z <= upper. All [...], float."""
 
     value: Tensor  # enters the weight; equals `lower` (the paper's Z_approx) unless Z is exact
     lower: Tensor
     upper: Tensor
     rollout_mass: Tensor  # p_inf of the tokens whose two probabilities are both known
     target_mass: Tensor  # p_target of the same tokens, but for those that a truncated sampler never gives
+    union: Tensor  # 1 where they are the top k of both models, or all; 0 where they are the top k of the sampler alone
 
 
 def topk_z(
@@ -119,13 +120,13 @@ def topk_z(
     missing = torch.minimum(rest, unknown_mass + torch.minimum(rest, target_rest / scale))
     ceiling = (1.0 / scale).clamp(max=1.0)
     upper = torch.minimum(known + missing, torch.maximum(ceiling, known))
-    return ZEstimate(known, known, upper, rollout_mass, target_mass)
+    return ZEstimate(known, known, upper, rollout_mass, target_mass, fill_valid.to(known.dtype))
 
 
 def known_z(z: Tensor) -> ZEstimate:
     """Wrap an exactly known Z, [...], as an estimate whose bounds meet."""
     ones = torch.ones_like(z)
-    return ZEstimate(z, z, z, ones, ones)
+    return ZEstimate(z, z, z, ones, ones, ones)
 
 
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:

@@ -205,6 +205,7 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
         "obrs/z_bound_width": Mean.of(z.upper - z.lower, mask),
         "obrs/rollout_mass": Mean.of(z.rollout_mass, mask),
         "obrs/target_mass": Mean.of(z.target_mass, mask),
+        "obrs/union": Mean.of(z.union, mask),
     }
 
 
