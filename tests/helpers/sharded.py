@@ -83,10 +83,13 @@ def moments_of(learner: JointLearner) -> dict[str, torch.Tensor]:
 
 
 def compared(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
-    """The largest relative difference of two tensors."""
+    """The largest relative difference of two tensors; log-probs of -inf are equal to others."""
+
+    def finite(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double().nan_to_num(nan=torch.nan, neginf=-100.0)
+
     return max(
-        ((one.double() - two.double()).norm() / two.double().norm()).item()
-        for one, two in zip(found, wanted, strict=True)
+        ((finite(one) - finite(two)).norm() / finite(two).norm()).item() for one, two in zip(found, wanted, strict=True)
     )
 
 

@@ -90,6 +90,13 @@ FORMULAS = {  # "file::function": tests
         "a_budget_chooses_lam_so_that_z_is_the_budget",
         "a_budget_rejects_evenly_what_the_policy_generated",
     ),
+    **dict.fromkeys(
+        [
+            f"objectives/kernels/support.py::{name}"
+            for name in ("support_log_probs", "_RowProducts.forward", "_RowProducts.backward")
+        ],
+        ("objectives/kernels/test_support.py",),
+    ),
     "objectives/obrs.py::topk_z": ("objectives/test_topk_z.py",),
     "objectives/obrs.py::kappa": CORRECTIONS,
     **dict.fromkeys(
@@ -144,7 +151,7 @@ FORMULAS = {  # "file::function": tests
         (*STEP, ROLLOUT_MODEL_STEPS, NOT_CARRIED),
     ),
     "training/joint_learner.py::JointLearner._engine_gap": (*AGES, *MIXED),
-    "training/joint_learner.py::JointLearner._lag": (ROLLOUT_MODEL_STEPS,),
+    "objectives/metrics.py::lag": (ROLLOUT_MODEL_STEPS,),
     "training/joint_learner.py::JointLearner._generated_by": (*AGES, *MIXED),
     "training/components.py::RunComponents.next_writers": (
         "training/test_drafted_runs.py::test_who_generates_or_drafts_next_needs_new_weights",

@@ -21,7 +21,7 @@ from training.test_sharded import QUICK, SLOW, check
 
 pytestmark = pytest.mark.mutants
 NOTICED = (AssertionError, ProcessRaisedException, ProcessExitedException)
-THREE, REPAIRED = QUICK["three micro-batches"], SLOW["three, read again for kappa"]
+THREE, REPAIRED = QUICK["three micro-batches"], SLOW["three, read again for kappa, on a sampler's support"]
 Patch = Callable[[pytest.MonkeyPatch], Any]
 
 

@@ -15,6 +15,13 @@ from jackpot.models.load import load_model
 from jackpot.training.run_folder.folder import RunFolder
 
 
+def test_a_truncated_sampler_and_its_models_have_one_support(tmp_path: Path) -> None:
+    run(small_config("sampling.top_k=5", "iterations=2"), tmp_path)
+    for line in metrics(tmp_path)[1:]:
+        assert line["mismatch/kept_mass"] == pytest.approx(1.0, abs=1e-5) and line["mismatch/engine_gap_max"] < 1e-5
+        assert line["obrs/z_bound_width"] < 1e-5 and line["obrs/rollout_mass"] > 1.0 - 1e-5
+
+
 def test_all_tokens_give_the_exact_z_and_more_are_refused(tmp_path: Path) -> None:
     ten = settings(tmp_path)
     assert small_config(*ten).sampling.num_top_log_probs == 20

@@ -666,6 +666,31 @@ def test_the_kept_mass_is_that_of_what_the_engine_may_sample(truncation):
     assert value(result, "mismatch/kept_mass") == pytest.approx(wanted, rel=1e-5)
 
 
+def test_a_truncated_sampler_is_compared_on_its_support():
+    """The writer as the policy: on the support all ratios are 1, and Z is known. Over the vocabulary none is."""
+    items = write(ROLLOUT_MODEL, seed=3, top_k=5, num_top_log_probs=6)
+    policies = {"support": (ROLLOUT_MODEL, None), "pair": (ROLLOUT_MODEL, ROLLOUT_MODEL)}
+    for models in policies.values():
+        result = one_step(make_learner(*models, exact_engines=(), on_support=True), items)
+        assert value(result, "mismatch/kept_mass") == pytest.approx(1.0, abs=1e-5)
+        assert value(result, "mismatch/engine_gap_max") < 1e-5
+        assert value(result, "obrs/acceptance") == pytest.approx(value(result, "obrs/z"), abs=1e-5)
+        assert value(result, "obrs/z_bound_width") < 1e-5 and value(result, "obrs/rollout_mass") > 1.0 - 1e-5
+    whole = one_step(make_learner(ROLLOUT_MODEL, ROLLOUT_MODEL, exact_engines=()), items)
+    assert value(whole, "obrs/acceptance") < value(result, "obrs/acceptance") - 0.02
+
+
+def test_kappa_repairs_the_gradient_on_the_support():
+    items = write(ROLLOUT_MODEL, seed=3, top_k=5, num_top_log_probs=5)
+    moved = {}
+    for kappa in ("auto", "prepass"):
+        objective = policy_objective(kappa=kappa, kappa_tolerance=0.0, c1=1.01)
+        learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, exact_engines=(), on_support=True)
+        one_step(learner, items, budget=40)
+        moved[kappa] = parameters(learner, "policy")
+    assert_same_move(moved["auto"], moved["prepass"], flat(POLICY))
+
+
 @pytest.mark.parametrize("mini_batch_size", [None, 6])
 def test_the_engine_is_compared_on_tokens_of_equal_weights(mini_batch_size):
     """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""

@@ -17,7 +17,9 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Probability mass of nucleus sampling; 1: off."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of most probable tokens that are sampled from; 0: all. It is not `num_top_log_probs`."""
+    """Number of most probable tokens that are sampled from; 0: all. Where `num_top_log_probs` is as large, the engine's
+    lists hold all that could be sampled, and training renormalizes the models on them: the policy that is trained is
+    the truncated one."""
     max_new_tokens: Count = 256
     """Limit of a whole response, tokens, those of tools' replies included."""
     num_top_log_probs: Annotated[int, Field(ge=0)] = 20
@@ -30,6 +32,11 @@ class Sampling(Strict):
     def truncated(self) -> bool:
         """Return whether a filter gives probability zero to tokens that the model would sample."""
         return self.top_p < 1.0 or self.top_k > 0
+
+    @property
+    def lists_support(self) -> bool:
+        """Return whether the engine's list names all tokens of a position that could have been sampled, several."""
+        return 1 < self.top_k <= self.num_top_log_probs
 
     @property
     def described(self) -> str:

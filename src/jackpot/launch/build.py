@@ -319,6 +319,7 @@ def make_learner(
         advantage=config.objective.advantage,
         within_model=config.objective.baseline == "model",
         beta=config.objective.oapl_beta,
+        on_support=config.sampling.lists_support,
         exact_engines=exact_engines,
         is_mixed=config.is_mixed,
         autocast=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],

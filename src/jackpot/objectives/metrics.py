@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jackpot.core.bands import POSITIONS, band_masks
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Means, Sum, Sums, means
+from jackpot.core.types import TokenBatch, Version
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.base import split_by_model
 
@@ -161,6 +162,16 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
         "health/non_finite_tokens": Sum.of(mask & ~finite),
         "health/empty_responses": Sum.of(~mask.any(-1)),
     }
+
+
+def lag(batch: TokenBatch, version: Version) -> Sums:
+    """Count the optimizer steps that each model has taken since each token was generated, to the version of now."""
+    sums: Sums = {}
+    for role, now, then in zip(Version._fields, version, batch.versions.unbind(-1), strict=True):
+        steps = (now - then).double()
+        sums[f"lag/{role}"] = Mean.of(steps, batch.response_mask)
+        sums[f"lag/{role}_max"] = Max.of(steps, batch.response_mask)
+    return sums
 
 
 def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:

@@ -211,7 +211,7 @@ def _tokens(batch: TokenBatch, pads: bool) -> int:
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
-    """Undo `collate` for one row, but for the top-k lists and for what no model reads."""
+    """Undo `collate` for one row, but for what no model reads."""
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 
@@ -222,8 +222,8 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
         token_ids=batch.response_ids[row, :length],
         rollout_log_probs=batch.rollout_log_probs[row, :length],
         sampled_mask=batch.response_mask[row, :length],
-        top_ids=batch.top_ids[row, :length, :0],
-        top_log_probs=batch.top_log_probs[row, :length, :0],
+        top_ids=batch.top_ids[row, :length],
+        top_log_probs=batch.top_log_probs[row, :length],
         versions=batch.versions[row, :length],
     )
 

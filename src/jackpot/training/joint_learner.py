@@ -46,6 +46,7 @@ from jackpot.objectives.joint import (
 )
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
+from jackpot.objectives.metrics import lag
 from jackpot.objectives.obrs import known_z
 from jackpot.training.advantages import Critic, response_advantages
 from jackpot.training.batching import batch_to
@@ -102,6 +103,9 @@ class LearnerOptions:
     """As in `response_advantages`."""
     beta: float = 1.0
     """As in `response_advantages`."""
+    on_support: bool = False
+    """Whether both models' log-probs are renormalized on the tokens that a truncated sampler kept, which its lists
+    name. Entropies and divergences stay those of the whole vocabulary."""
     exact_engines: Collection[Role] = ()
     """Models whose engine samples from the weights it is sent, neither quantized nor truncated, so that their
     forward pass can stand in for p_inf."""
@@ -328,7 +332,7 @@ class JointLearner(Learner):
         split = GradientSplit(loss.rollout_model_ppo, read.hidden["rollout_model"]) if splits else None
         (loss.policy + loss.rollout_model).backward()
 
-        metrics = loss.metrics | self._engine_gap(micro, old) | self._lag(batch) | self._critic_backward(batch)
+        metrics = loss.metrics | self._engine_gap(micro, old) | lag(batch, self.version) | self._critic_backward(batch)
         return _BackwardPass(
             policy=PolicyPass(dealt, loss.terms, loss.correction, norms and norms.spread(batch)),
             measured=measured,
@@ -462,6 +466,16 @@ class JointLearner(Learner):
         wanted = self._reference if is_trained else None
         reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
 
+        if self._options.on_support:
+            if isinstance(head, JointOutput):
+                head = replace(
+                    head,
+                    policy=self._on_support(head.policy, hidden["policy"], batch),
+                    rollout_model=self._on_support(head.rollout_model, hidden["rollout_model"], batch, True),
+                )
+            else:
+                head = self._on_support(head, hidden["policy"], batch)
+
         budgeted = (
             self._head.z_for_budget(*pair, temperature=self._options.temperature, budget=budget) if budget else None
         )
@@ -531,15 +545,6 @@ class JointLearner(Learner):
             "mismatch/kept_mass": Mean.of(kept, own),
         }
 
-    def _lag(self, batch: TokenBatch) -> Sums:
-        """Count the optimizer steps that each model has taken since each token was generated."""
-        sums: Sums = {}
-        for role, now, then in zip(Version._fields, self.version, batch.versions.unbind(-1), strict=True):
-            lag = (now - then).double()
-            sums[f"lag/{role}"] = Mean.of(lag, batch.response_mask)
-            sums[f"lag/{role}_max"] = Max.of(lag, batch.response_mask)
-        return sums
-
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
         """Mark the tokens sampled from the distribution that the model of theirs has in training: [B, T] bool."""
         only = "rollout_model" if self._separate else "policy"
@@ -553,9 +558,24 @@ class JointLearner(Learner):
 
         def read() -> HeadOutput:
             hidden, ids = response_hidden(self.models["policy"], batch), batch.at_sampled(batch.response_ids)
-            return self._head(hidden, None, ids, temperature=self._options.temperature, only_log_probs=True)
+            head = self._head(hidden, None, ids, temperature=self._options.temperature, only_log_probs=True)
+            return self._on_support(head, hidden, batch) if self._options.on_support else head
 
         return batch.spread(self._run(read).log_probs)
+
+    def _on_support(
+        self, output: HeadOutput, hidden: Tensor, batch: TokenBatch, of_rollout_model: bool = False
+    ) -> HeadOutput:
+        """Renormalize a model's log-probs on the ids to which the engine's lists give a probability; within `_run`."""
+        return self._head.on_support(
+            output,
+            hidden,
+            batch.at_sampled(batch.response_ids),
+            support_ids=batch.at_sampled(batch.top_ids),
+            is_kept=~batch.at_sampled(batch.top_log_probs).isneginf(),
+            temperature=self._options.temperature,
+            of_rollout_model=of_rollout_model,
+        )
 
     def _run(self, work: Callable[[], _Result]) -> _Result:
         """Run a part of a forward pass in the precision of the settings, with the weights that it reads.

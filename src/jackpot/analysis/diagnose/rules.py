@@ -272,7 +272,8 @@ RULES: tuple[Rule, ...] = (
         metric="mismatch/kept_mass",
         low=0.98,
         explanation="top-p or top-k take so much of the rollout model's mass that the policy's ratios are too small",
-        suggestion="set sampling.top_p=1 and sampling.top_k=0",
+        suggestion="set sampling.top_p=1 and sampling.top_k=0, or a sampling.top_k of at most "
+        "sampling.num_top_log_probs, with which training renormalizes too",
     ),
     Rule(
         group="mismatch",

@@ -23,7 +23,7 @@ Log-probabilities, entropies and divergences are in nats.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -33,6 +33,7 @@ from torch.utils._pytree import register_dataclass
 from jackpot.core.shards import is_sharded
 from jackpot.objectives import obrs
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
+from jackpot.objectives.kernels.support import support_log_probs
 from jackpot.objectives.kernels.tiles import Head, has_mixed_product
 
 _SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a time
@@ -271,6 +272,34 @@ class LinearHead(nn.Module):
         lam = lam if is_pair else None  # one head has no Z
         outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
         return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
+
+    def on_support(
+        self,
+        output: HeadOutput,
+        hidden: Tensor,
+        ids: Tensor,
+        *,
+        support_ids: Tensor,
+        is_kept: Tensor,
+        temperature: float,
+        of_rollout_model: bool = False,
+    ) -> HeadOutput:
+        """Return a model's output with log-probs, of `ids` and of `gather_ids`, renormalized on a sampler's support.
+
+        Entropy and top-k stay those of the whole vocabulary.
+
+        Args:
+            output: of these hidden states and ids, with `support_ids` as `gather_ids`.
+            support_ids, is_kept: as in `support.support_log_probs`.
+        """
+        layer, soft_cap = self.policy, self.policy_soft_cap
+        if of_rollout_model:
+            assert self.rollout_model is not None  # as for `output`
+            layer, soft_cap = self.rollout_model, self.rollout_model_soft_cap
+
+        head = head_of(layer, hidden, soft_cap)
+        log_probs, listed = support_log_probs(head, ids, support_ids, is_kept, temperature)
+        return replace(output, log_probs=log_probs, gathered=listed)
 
     @torch.no_grad()
     def z_for_budget(
