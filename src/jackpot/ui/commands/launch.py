@@ -11,7 +11,7 @@ from jackpot.ui.arguments import Arm, Overrides, Recipe
 from jackpot.ui.lazy import lazy
 
 with lazy():
-    from jackpot.config import names, recipes
+    from jackpot.config import names, processes, recipes
     from jackpot.launch import checks
     from jackpot.launch import slurm as cluster
 
@@ -56,6 +56,8 @@ def launch(
 
     text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
 
-    checks.check_start(config, config.model_paths(), nodes * job.ranks)
+    # what the ranks will decide once they are started, and refuse
+    placed = processes.place_engines(config, nodes * job.ranks, gpus > 0, job.ranks)
+    checks.check_start(placed, placed.model_paths(), nodes * job.ranks)
 
     typer.echo(text, nl=False)
