@@ -91,10 +91,7 @@ FORMULAS = {  # "file::function": tests
         "a_budget_rejects_evenly_what_the_policy_generated",
     ),
     **dict.fromkeys(
-        [
-            f"objectives/kernels/support.py::{name}"
-            for name in ("support_log_probs", "_RowProducts.forward", "_RowProducts.backward")
-        ],
+        [f"objectives/kernels/support.py::{name}" for name in ("support_log_probs", "_RowProducts.backward")],
         ("objectives/kernels/test_support.py",),
     ),
     "objectives/obrs.py::topk_z": ("objectives/test_topk_z.py",),
