@@ -89,7 +89,7 @@ def topk_numbers(states: StatePairs, fill_in: bool) -> TopKNumbers:
         )
         for k in ks
     ]
-    value, lower, upper, captured, _ = (torch.stack(columns, dim=-1) for columns in zip(*estimates, strict=True))
+    value, lower, upper, captured, *_ = (torch.stack(columns, dim=-1) for columns in zip(*estimates, strict=True))
     return TopKNumbers(value=value, lower=lower, upper=upper, captured=captured)
 
 
