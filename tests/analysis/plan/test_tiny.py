@@ -31,6 +31,7 @@ MAY_CHANGE = {
     "task.test.source", "task.test.subset", "task.test.split", "task.test.limit",
     "task.train.columns.problem", "task.train.columns.answer", "task.train.answers",
     "task.test.columns.problem", "task.test.columns.answer", "task.test.answers",
+    "task.train",  # a mixture, each part as above
     "task.max_prompt_tokens", "task.reward_workers", "sampling.max_new_tokens", "sampling.stop_token_ids",
     "batch.prompts", "batch.group_size", "batch.mini_batch_size", "batch.micro_batch_tokens",
     "evaluation.problems", "evaluation.k", "evaluation.benchmarks",
