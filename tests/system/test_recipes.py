@@ -70,7 +70,8 @@ def distinct_arms(recipe: str) -> list[str | None]:
     "recipe", [pytest.param(recipe, id=Path(recipe).name, marks=MARKS.get(recipe, [])) for recipe in RECIPES]
 )
 def test_every_recipe_trains_in_this_process(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "SEQUENCES", 16)  # half of what --tiny generates, and of half the length
+    if recipe != "jet_rl":  # whose mixture has more answers to hit upon
+        monkeypatch.setattr(tiny, "SEQUENCES", 16)  # half of what --tiny generates, and of half the length
     monkeypatch.setattr(tiny, "NEW_TOKENS", 16)
     monkeypatch.setattr(tiny, "STEP_SEQUENCES", 1)
     for arm in distinct_arms(recipe):
