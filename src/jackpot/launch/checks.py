@@ -39,15 +39,18 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     check_ranks(config, ranks)
     outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
     others = {role: _outline(role, path) for role, path in reference_path(config).items()}
+
     if ranks > 1:
         for role, model in {**outlines, **others}.items():
             check_layers(role, model)
     prompt_limit(config, [model.config for model in outlines.values()])
-    engines = [config.engine, *([config.evaluation.engine or config.engine] if config.is_mixed else [])]
+
     parts = engine_parts(config, paths)
     _check_rows(config, parts)
+    check_top_log_probs(config, parts["engine"].rows)
+
+    engines = [config.engine, *([config.evaluation.engine or config.engine] if config.is_mixed else [])]
     for settings in engines:
-        check_top_log_probs(config, parts["engine"].rows)
         engine_is_exact(config, is_quantized(settings), settings)
     return outlines
 
@@ -93,11 +96,13 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
         ConfigError: there is no room for any prompt.
     """
     contexts = [getattr(model.get_text_config(), "max_position_embeddings", None) for model in models]
-    engines = [getattr(one, "max_model_len", None) for one in (config.engine, config.evaluation.engine)]
+    engines = [getattr(engine, "max_model_len", None) for engine in (config.engine, config.evaluation.engine)]
+
     rooms = [("the models' context", context) for context in contexts]
     rooms += [("engine.max_model_len", length) for length in engines]
     rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
+
     wanted = config.sampling.max_new_tokens
     if room <= wanted:
         more = "take models with a longer one" if name == "the models' context" else f"raise {name}"

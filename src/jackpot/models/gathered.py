@@ -144,12 +144,14 @@ def gather(
         if not is_sharded(tensor):
             yield name, tensor
             continue
+
         rank = rank_of(name, tensor.nbytes)
         bucket = buckets.setdefault(rank, [])
         if bucket and sum(other.nbytes for _, other in bucket) + tensor.nbytes > BUCKET:
             yield from _gathered(bucket, rank)
             bucket.clear()
         bucket.append((name, tensor))
+
     for rank, bucket in buckets.items():
         if bucket:
             yield from _gathered(bucket, rank)

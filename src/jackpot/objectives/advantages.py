@@ -72,10 +72,11 @@ def oapl(outcomes: Outcomes) -> Tensor:
     V estimates the optimal value at this prompt of reward minus beta KL(policy || sampler); a group is finite, so it is
     too low on average. A is not centred. Equal rewards, and a group of one, give exactly 0.
     """
-    rewards, groups, beta = outcomes.rewards, outcomes.groups, outcomes.beta
-    below = rewards - _group_extreme(rewards, groups, "amax")
-    mean = _group_sum((below / beta).exp(), groups) / _group_sizes(outcomes)
-    return torch.where(_is_equal(outcomes), 0.0, below - beta * mean.log())
+    # from the group's largest reward, so that no exponential overflows
+    below = outcomes.rewards - _group_extreme(outcomes.rewards, outcomes.groups, "amax")
+    mean = _group_sum((below / outcomes.beta).exp(), outcomes.groups) / _group_sizes(outcomes)
+
+    return torch.where(_is_equal(outcomes), 0.0, below - outcomes.beta * mean.log())
 
 
 def reinforce_pp(outcomes: Outcomes) -> Tensor:

@@ -295,6 +295,7 @@ def measured_inputs(
     """
     named = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
     aim = old if objective.target == "old" else now
+
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=named[objective.target],
@@ -381,6 +382,7 @@ def policy_report(
     inputs, lam = terms.inputs, objective.correction.lam
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
     of_budget = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
+
     return PolicyReport(
         metrics=correction_metrics(correction, inputs, lam, terms.clipped, totals)
         | {"policy/loss": _quotient(numerator, denominator)}

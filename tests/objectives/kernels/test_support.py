@@ -43,13 +43,13 @@ def test_it_is_the_softmax_over_the_kept_ids(kind, gathered, monkeypatch):
     log_probs, of_list = support_log_probs(head, sampled, ids, is_kept, TEMPERATURE)
     wanted = naive(naive_log_probs(head, TEMPERATURE), sampled, ids, is_kept)
 
-    own = wanted.gather(1, sampled[:, None])[:, 0]
-    torch.testing.assert_close(log_probs, own)
+    of_sampled = wanted.gather(1, sampled[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, of_sampled)
     torch.testing.assert_close(of_list, wanted.detach().gather(1, ids).masked_fill(~is_kept, -torch.inf))
     assert not of_list.requires_grad
 
     coefficients = torch.arange(N, dtype=torch.float64) - 2.5
-    assert_same_gradients((log_probs * coefficients).sum(), (own * coefficients).sum(), leaves(head))
+    assert_same_gradients((log_probs * coefficients).sum(), (of_sampled * coefficients).sum(), leaves(head))
 
 
 def test_its_gradient_is_that_of_the_truncated_policy():
@@ -65,15 +65,15 @@ def test_its_gradient_is_that_of_the_truncated_policy():
     lam = 1.3
     z = torch.minimum(p_inf, policy[kept[0]].detach() / lam).sum()
     sums = {"rho": 0.0, "obrs": 0.0, "untruncated": 0.0}
-    for place, token in enumerate(kept[0]):
+    for column, token in enumerate(kept[0]):
         log_prob = support_log_probs(head, token[None], kept, everything, 1.0)[0][0]
-        rho = (log_prob.exp() / p_inf[place]).detach()
+        rho = (log_prob.exp() / p_inf[column]).detach()
         accepted, weight = (rho / lam).clamp(max=1.0), z * rho.clamp(min=lam)
-        sums["rho"] += p_inf[place] * rho * advantages[place] * log_prob
-        sums["obrs"] += p_inf[place] * accepted * weight * advantages[place] * log_prob
+        sums["rho"] += p_inf[column] * rho * advantages[column] * log_prob
+        sums["obrs"] += p_inf[column] * accepted * weight * advantages[column] * log_prob
 
         whole = naive_log_probs(head, 1.0)[0, token]
-        sums["untruncated"] += p_inf[place] * (whole.exp() / p_inf[place]).detach() * advantages[place] * whole
+        sums["untruncated"] += p_inf[column] * (whole.exp() / p_inf[column]).detach() * advantages[column] * whole
 
     gradients = {name: torch.autograd.grad(total, leaves(head), retain_graph=True) for name, total in sums.items()}
     torch.testing.assert_close(gradients["rho"], wanted)

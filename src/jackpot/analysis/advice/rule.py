@@ -62,8 +62,8 @@ NEARLY = 0.95  # share of the greatest worth that counts as a tie
 SURE = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the rollout model
 _ORDER = {  # simple corrections with small weights first
-    name: place
-    for place, name in enumerate(
+    name: rank
+    for rank, name in enumerate(
         ("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo", "ipo")
     )
 }

@@ -172,20 +172,25 @@ def train_in_codes(
             f"{type(model).__name__} keeps a recurrent state, which an engine in bf16 rounds token by token and "
             f"training by chunks, so that they differ; set engine.dtype=fp32, or precision to fp32 or bf16"
         )
+
     assert scheme.activations is not None  # the settings have no precision of another scheme
     attend_as_engine(model, fp8_cache, exact)
-    with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
-        is_cached = not fp8_cache or reads_what_it_caches(model)
-    if not is_cached:
-        raise ModelError(
-            f"{type(model).__name__} caches other keys and values than its attention reads, so training cannot round "
-            f"what an engine's cache rounds; leave engine.kv_cache_dtype out"
-        )
+
+    if fp8_cache:
+        with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
+            is_cached = reads_what_it_caches(model)
+        if not is_cached:
+            raise ModelError(
+                f"{type(model).__name__} caches other keys and values than its attention reads, so training cannot "
+                f"round what an engine's cache rounds; leave engine.kv_cache_dtype out"
+            )
+
     rows = LastRows(scheme.activations)
     try:
         replace_linears(model, lambda layer: CodedLinear(layer, scheme.weights, backward, rows))
     except ValueError as error:
         raise ModelError(f"{error}; take precision fp32 or bf16") from error
+
     if dtype != torch.float32:
         _compute_in(model, dtype)
 

@@ -41,6 +41,7 @@ from jackpot.objectives.kernels.tiles import (
     KeptTiles,
     Workspace,
     operand_dtype,
+    sum_dtype,
 )
 from jackpot.objectives.kernels.topk import BLOCK
 
@@ -108,7 +109,7 @@ def tiled_heads(
     for two also fill_ins [N, K] and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
-    dtype = _sum_dtype(heads)
+    dtype = sum_dtype(heads)
     positions, tokens = default_tile(len(ids), vocabulary, ids.device.type) if tile is None else tile
     plan = _TilePlan(
         reader=options.reader,
@@ -138,14 +139,8 @@ def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...
         for head in heads
     ]
     keeps = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
-    size = sum(len(head.hidden) * len(head.weight) * _sum_dtype(heads).itemsize for head in compress(heads, keeps))
+    size = sum(len(head.hidden) * len(head.weight) * sum_dtype(heads).itemsize for head in compress(heads, keeps))
     return tuple(keep and size <= options.logits_memory for keep in keeps)
-
-
-def _sum_dtype(heads: Sequence[Head]) -> torch.dtype:
-    """Return the dtype of logits and sums: float64 where any tensor has it, else float32."""
-    dtypes = {tensor.dtype for head in heads for tensor in head.tensors if tensor is not None}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 class _TilePlan(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from jackpot.objectives.kernels.tiles import Head, operand_dtype
+from jackpot.objectives.kernels.tiles import Head, operand_dtype, sum_dtype
 
 _GATHERED = 2**24  # elements of gathered rows at a time
 
@@ -36,7 +36,8 @@ def support_log_probs(
     columns = torch.cat((ids[:, None], support_ids), dim=1)
     in_support = torch.cat((torch.ones_like(ids[:, None], dtype=torch.bool), is_kept & ~is_sampled), dim=1)
 
-    logits = _RowProducts.apply(_sum_dtype(head), operand_dtype(head, _sum_dtype(head)), columns, *head.tensors[:2])
+    dtype = sum_dtype([head])
+    logits = _RowProducts.apply(dtype, operand_dtype(head, dtype), columns, head.hidden, head.weight)
     if head.bias is not None:
         logits = logits + head.bias[columns]
     if head.soft_cap is not None:
@@ -46,11 +47,6 @@ def support_log_probs(
     sampled = log_probs[:, 0]
     listed = torch.where(is_sampled, sampled[:, None], log_probs[:, 1:]).masked_fill(~is_kept, -torch.inf)
     return sampled, listed.detach()
-
-
-def _sum_dtype(head: Head) -> torch.dtype:
-    """Return the dtype of logits: float64 where a tensor has it, else float32."""
-    return torch.float64 if torch.float64 in (head.hidden.dtype, head.weight.dtype) else torch.float32
 
 
 class _Context(FunctionCtx):

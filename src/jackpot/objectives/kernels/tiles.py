@@ -236,6 +236,12 @@ class HeadGrads:
         return [None if grad is None or tensor is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
+def sum_dtype(heads: Sequence[Head]) -> torch.dtype:
+    """Return the dtype of logits and sums: float64 where any tensor has it, else float32."""
+    dtypes = {tensor.dtype for head in heads for tensor in head.tensors if tensor is not None}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 def operand_dtype(head: Head, dtype: torch.dtype) -> torch.dtype:
     """Choose the dtype that a head's hidden states and weight are cast to before they are multiplied."""
     device = head.hidden.device

@@ -186,6 +186,7 @@ class HostPeer(Peer):
             self._is_open, self.was_restarted = False, True
         if newest.is_resting and not self._is_open:
             return
+
         self._is_starting = not self._is_open or self.error is not None
         try:
             if self._is_starting:

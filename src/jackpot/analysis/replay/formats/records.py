@@ -74,12 +74,14 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
         for part in pq.ParquetFile(path).iter_batches(batch_size=_ROWS, columns=columns and list(columns)):
             for index in range(len(part)):
                 row = part.slice(index, 1)
+
                 try:
                     for column in row.columns:
                         check_size(*_sizes(column))
                     yield number, row.to_pylist()[0]
                 except DamagedRecord as error:
                     warn(f"{path.name}, response {number}: {error}; left out")
+
                 number += 1
     except Exception as error:  # pyarrow raises many kinds on a damaged file, ValueError and OverflowError among them
         warn(f"{path.name} cannot be read after row {number}: {first_line(error)}")
