@@ -30,7 +30,7 @@ from research.families import (
     source_parser,
 )
 
-KS = (5, 10, 20, 40, 80, 160)
+KS = (2, 5, 10, 20, 40, 80, 160)
 RECIPE_K = 20  # k of the paper and of the recipes
 _LOW_QUANTILE = 0.01
 

@@ -254,3 +254,18 @@ def test_a_list_that_is_no_distribution_has_no_z(fault: str) -> None:
     given["response_mask"][place] = True
     with pytest.raises(JackpotError, match=r"z holds 1 numbers that are not finite .* names a token twice"):
         correct("obrs", z=z, **arguments(given))
+
+
+def test_masked_logits_give_the_z_of_a_truncated_policy() -> None:
+    given = rollouts()
+    is_kept = torch.zeros(B, T, V, dtype=torch.bool).scatter(-1, given["ids"], True)
+    rollout = given["p_inf"].masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    logits = given["logits"].masked_fill(~is_kept, -torch.inf)
+
+    top = rollout.gather(-1, given["ids"])
+    z = estimate_z(rollout_top_ids=given["ids"], rollout_top_log_probs=top, policy_logits=logits)
+
+    exact = obrs.exact_z(rollout, logits.log_softmax(-1), 1.0)
+    torch.testing.assert_close(z.value, exact)
+    torch.testing.assert_close(z.upper, exact)
+    torch.testing.assert_close(z.target_mass, torch.ones(B, T))
