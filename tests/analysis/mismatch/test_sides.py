@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from helpers.engines.architectures import make_model
-from helpers.engines.reference import rollout_of, save_tiny_model, tiny_model, tiny_prompt
+from helpers.engines.reference import rollout_of, save_longer, tiny_model, tiny_prompt
 from helpers.learners import batches, make_learner, smallest_model, write
 from helpers.runs import FinishedRuns, small_config
 from jackpot.analysis.mismatch import learner, mismatch
@@ -333,12 +333,21 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path):
         apart({"name": "vllm", "autocast": "bf16"})
     with pytest.raises(DataError, match="did you mean 'arithmetic'"):
         apart({}, benchmarks=["aritmetic"])
-    save_tiny_model(tmp_path, seed=0, vocab_size=40)
-    load_tokenizer(POLICY).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="differ in size"):
-        apart({"path": str(tmp_path)})
     with pytest.raises(ModelError, match="nowhere"):
         apart({}, model="nowhere")
+
+
+@pytest.mark.parametrize("is_sampler", [True, False])
+def test_rows_that_only_one_side_has_are_not_read(tmp_path: Path, is_sampler: bool):
+    rows = save_longer(str(starter_path("policy")), tmp_path)
+    longer, shorter = {"path": str(tmp_path)}, {"path": POLICY}
+    sampler, other = (longer, shorter) if is_sampler else (shorter, longer)
+    [pair] = apart(other, samplers=(sampler,))
+    assert pair.vocabulary == rows and pair.numbers.max_gap < 1e-5
+
+    server = {"path": str(tmp_path), "name": "vllm_server", "urls": ["http://127.0.0.1:9"], "weights_folder": "w"}
+    with pytest.raises(ModelError, match=rf"vllm_server reads all {rows + 7} rows .* another side has {rows}"):
+        apart(server, samplers=(shorter,))
 
 
 def test_sides_are_told_apart_by_their_names():

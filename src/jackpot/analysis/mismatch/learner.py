@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.types import Rollout
+from jackpot.models.forward import cut_head
 from jackpot.models.load import DTYPES, load_model
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.routing import expert_layers, recorded_experts
@@ -38,13 +39,20 @@ class LearnerScores:
     experts: Tensor | None = None  # [T, layers, experts of a token] int64; None where there are none, or not known
 
 
-def learner_model(settings: TransformersEngineConfig, path: str, device: torch.device) -> PreTrainedModel:
+def learner_model(
+    settings: TransformersEngineConfig, path: str, device: torch.device, rows: int | None = None
+) -> PreTrainedModel:
     """Load the model as the transformers engine with these settings holds it.
+
+    Args:
+        rows: of the output layer that are read; None: all.
 
     Raises:
         ModelError, EngineError: as `load_model`, `set_engine_attention`, `ModelWeights`.
     """
     model = load_model(path, DTYPES[settings.dtype], device)
+    if rows is not None:
+        cut_head(model, rows)
     set_engine_attention(model, settings)
     ModelWeights(model, settings)  # quantizes the model in place
     return model.eval()

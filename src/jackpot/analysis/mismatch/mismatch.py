@@ -17,7 +17,7 @@ from jackpot.analysis.mismatch.learner import LearnerScores, learner_model, lear
 from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
-from jackpot.config.engines import TransformersEngineConfig
+from jackpot.config.engines import TransformersEngineConfig, is_remote
 from jackpot.config.sampling import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
 from jackpot.core.cores import pick_threads
@@ -79,12 +79,8 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
     tokenizer = load_tokenizer(paths[0])
     for path in paths:
         check_same_tokenizer(tokenizer, load_tokenizer(path))
-    sizes = {path: head_rows({path: path}, tokenizer) for path in paths}
-    if len(set(sizes.values())) > 1:
-        raise ModelError(
-            f"the models' output layers differ in size, {sizes}; sides are compared over all rows: take a copy of the "
-            f"longer one that model.resize_token_embeddings({min(sizes.values())}) has cut"
-        )
+    rows = head_rows({path: path for path in paths}, tokenizer)
+    _check_servers(sides, rows)
 
     names = short_names(sides)
     samplers, learners = names[: len(config.samplers)], names[len(config.samplers) :]
@@ -97,11 +93,11 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
 
         for name, sampler in zip(samplers, config.samplers, strict=True):
             listen(f"{name} generates")
-            rollouts, scores = _sample(config, sampler, tasks, tokenizer, device)
+            rollouts, scores = _sample(config, sampler, tasks, tokenizer, device, rows)
             for learner_name, learner in zip(learners, config.learners, strict=True):
                 listen(f"{learner_name} scores the responses of {name}")
                 temperature = learner.temperature or config.sampling.temperature
-                read = _learner_scores(learner, rollouts, temperature, device)
+                read = _learner_scores(learner, rollouts, temperature, device, rows)
                 sums = MismatchSums()
                 for by, reading in zip(scores, read, strict=True):
                     sums.add(by.uid, token_mismatch(by, reading))
@@ -125,15 +121,27 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
     return MismatchResult(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
 
 
+def _check_servers(sides: Sequence[SideConfig], rows: int) -> None:
+    """Refuse servers that would sample or score over more rows of an output layer than all sides have."""
+    for side in sides:
+        size = head_rows({side.path: side.path})
+        if is_remote(side.engine) and size > rows:
+            raise ModelError(
+                f"{side.engine.name} reads all {size} rows of the output layer of {side.path}, and another side has "
+                f"{rows}; take a copy of the longer model that model.resize_token_embeddings({rows}) has cut"
+            )
+
+
 def _sample(
     config: MismatchConfig,
     sampler: SideConfig,
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
+    rows: int,
 ) -> tuple[list[Rollout], list[SamplerScores]]:
     """Generate the responses. Every sampler has the same prompts and the same random numbers."""
-    with closing(make_engine(sampler.engine, sampler.path, device, _VERSION)) as engine:
+    with closing(make_engine(sampler.engine, sampler.path, device, _VERSION, rows=rows)) as engine:
         vocabulary = engine.capabilities.vocab_size
         settings = config.sampling.model_dump() | {"num_top_log_probs": _top_log_probs(config, engine.capabilities)}
         sampling = Sampling.model_validate(settings)
@@ -147,7 +155,7 @@ def _sample(
     has_experts = isinstance(sampler.engine, TransformersEngineConfig) and expert_layers(load_meta_model(sampler.path))
     if config.reread or has_experts:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
-        read = _learner_scores(as_learner, rollouts, sampling.temperature, device)
+        read = _learner_scores(as_learner, rollouts, sampling.temperature, device, rows)
         scores = [_read_again(*both, config.reread) for both in zip(scores, read, strict=True)]
     return rollouts, scores
 
@@ -180,15 +188,15 @@ def _requests(
 
 
 def _learner_scores(
-    learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device
+    learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device, rows: int
 ) -> list[LearnerScores]:
     """Score the responses: transformers gives whole distributions, every other engine single tokens."""
     if isinstance(learner.engine, TransformersEngineConfig):
-        model = learner_model(learner.engine, learner.path, device)
+        model = learner_model(learner.engine, learner.path, device, rows)
         return list(
             learner_scores(model, rollouts, temperature, DTYPES[learner.autocast] if learner.autocast else None)
         )
-    with closing(make_engine(learner.engine, learner.path, device, _VERSION)) as engine:
+    with closing(make_engine(learner.engine, learner.path, device, _VERSION, rows=rows)) as engine:
         return [LearnerScores(log_probs=log_probs.double()) for log_probs in engine.score(rollouts, temperature)]
 
 
