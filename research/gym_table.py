@@ -21,18 +21,20 @@ from jackpot.rollout.evaluate import evaluate
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.registry import make_task
 
-INSTRUCTION = "Answer with nothing but the result."  # a small model does not learn tags from a request
-DATA_SETS = {  # at the easy end of their settings
-    "chain_sum": "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
-    "products": "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}",
-    "simple_equations": "{min_terms: 2, max_terms: 2, min_value: 1, max_value: 9}",
-    "gcd": "{min_numbers: 2, max_numbers: 2, min_value: 1, max_value: 20}",
-    "spell_backward": "{min_word_len: 3, max_word_len: 4}",
-    "letter_counting": "{min_words: 1, max_words: 3}",
-    "leg_counting": "{min_animals: 1, max_animals: 2, max_instances: 3}",
-    "syllogism": "{}",
-    "family_relationships": "{}",
-    "isomorphic_strings": "{max_string_length: 4}",
+NUMBER = {"instruction": "Answer with the number.", "answer_regex": r"-?\d+"}
+WORD = {"instruction": "Answer with one word.", "answer_regex": "[A-Za-z]+"}
+CHOICE = {"instruction": "Answer with one word.", "answer_regex": "Yes|No|True|False"}
+DATA_SETS: dict[str, tuple[dict[str, int], dict[str, str]]] = {  # at the easy end of their settings, and how they ask
+    "chain_sum": ({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, NUMBER),
+    "products": ({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, NUMBER),
+    "simple_equations": ({"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9}, NUMBER),
+    "gcd": ({"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 20}, NUMBER),
+    "letter_counting": ({"min_words": 1, "max_words": 3}, NUMBER),
+    "leg_counting": ({"min_animals": 1, "max_animals": 2, "max_instances": 3}, NUMBER),
+    "spell_backward": ({"min_word_len": 3, "max_word_len": 4}, WORD),
+    "family_relationships": ({}, WORD),
+    "syllogism": ({}, CHOICE),
+    "isomorphic_strings": ({"max_string_length": 4}, CHOICE),
 }
 
 
@@ -47,10 +49,9 @@ def main() -> None:
 
     tokenizer = load_tokenizer(options.model)
     with closing(make_engine(TransformersEngineConfig(), options.model, pick_device("auto"), Version(0, 0))) as engine:
-        for name, settings in DATA_SETS.items():
-            data = f"[{{name: {name}, kwargs: {settings}}}]"
-            task = f"task={{name: reasoning_gym, instruction: {INSTRUCTION}, dataset: {data}}}"
-            config = resolve("smollm", None, [f"policy.path={options.model}", task])
+        for name, (settings, asked) in DATA_SETS.items():
+            task = json.dumps({"name": "reasoning_gym", "dataset": [{"name": name, "kwargs": settings}]} | asked)
+            config = resolve("smollm", None, [f"policy.path={options.model}", f"task={task}"])
             with closing(make_task(config.task, tokenizer)) as problems:
                 prompts = PromptStream(problems, "test", seed=0).next(options.problems)
                 result = evaluate(engine, problems, tokenizer, prompts, config.sampling, seed=0, k=options.samples)
@@ -60,6 +61,7 @@ def main() -> None:
             line = {
                 "data_set": name,
                 "settings": settings,
+                **asked,
                 "problems": options.problems,
                 "samples": options.samples,
                 "score": result.reward,

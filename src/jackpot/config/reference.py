@@ -246,4 +246,6 @@ def _yaml(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, re.Pattern):
+        return value.pattern
     return str(value).replace("inf", ".inf") if isinstance(value, float) else str(value) or '""'

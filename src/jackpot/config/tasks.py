@@ -1,5 +1,6 @@
 """Settings of the tasks, one class each, chosen by name (docs/tasks.md)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from re import Pattern
 from typing import Annotated, Any, Literal
@@ -317,7 +318,10 @@ class ReasoningGymConfig(Strict):
     system_prompt: str | None = None
     """System message of the prompt; null: the chat template's own, if it has one."""
     instruction: str = "Put the final answer between <answer> and </answer>."
-    """Text after the problem. Of a response without these tags all of its text is the answer."""
+    """Text after the problem."""
+    answer_regex: Pattern[str] = re.compile(r"(?s)<answer>(.*?)</answer>")
+    """What an answer looks like in a response: of the last match its last group counts, or all of it where it has none;
+    of a response without a match all of its text."""
     solved: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Least score of an answer that counts as right."""
     reward_workers: Annotated[Count | Literal["auto"], MAY_CHANGE] = "auto"

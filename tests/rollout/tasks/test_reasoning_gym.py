@@ -38,6 +38,15 @@ def test_the_tagged_answer_counts_or_all_of_the_response(task):
     assert scores[0].reward == 1.0 and not any(score.reward_error for score in scores)
 
 
+def test_another_pattern_finds_the_answer():
+    task = task_of("chain_sum", answer_regex=r"-?\d+")
+    prompt = task.prompt("test", 0)
+    responses = [f"7 and 5 are {prompt.answer}.", f"{prompt.answer} is not 7", "no number"]
+    scores = task.scores([DecodedResponse(prompt, response, True) for response in responses])
+    assert [score.correct for score in scores] == [True, False, False]
+    task.close()
+
+
 def test_the_same_index_is_the_same_problem_in_another_task(task):
     again = task_of("chain_sum", {"name": "letter_counting", "weight": 3.0})
     assert [again.prompt("train", index) for index in range(6)] == [task.prompt("train", index) for index in range(6)]

@@ -28,7 +28,6 @@ TEST_SHARE = 0.1  # share of questions in the test split
 PROBLEMS = 20_000  # problems that a data set is asked for, the most that all of them generate
 _SCORER = "jackpot.rollout.tasks.gym_scorer:score_answer"
 _EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(Task):
@@ -72,7 +71,7 @@ class ReasoningGym(Task):
         return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
-        """Score responses; what stands between the last <answer> and </answer> counts, else all of the response."""
+        """Score responses; the last match of `answer_regex` counts, else all of the response."""
         return self.start_scoring(responses)()
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
@@ -103,9 +102,14 @@ class ReasoningGym(Task):
         """Return the arguments of `gym_scorer.score_answer`."""
         _, source, number = response.prompt.uid.partition("@")[0].rsplit("/", 2)
         data = self._settings.dataset[int(source)]
-        tagged = _TAGGED.findall(response.text)
-        answer = (tagged[-1] if tagged else response.text).strip()
-        return {"name": data.name, "arguments": _arguments(data.kwargs), "number": int(number), "answer": answer}
+        *_, match = (None, *self._settings.answer_regex.finditer(response.text))
+        answer = response.text if match is None else match[match.lastindex or 0]
+        return {
+            "name": data.name,
+            "arguments": _arguments(data.kwargs),
+            "number": int(number),
+            "answer": answer.strip(),
+        }
 
     def _score(self, result: RewardResult) -> Score:
         return Score(
