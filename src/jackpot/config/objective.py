@@ -68,27 +68,24 @@ class ObjectiveConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         counts_accepted = self.count == "accepted"
-        point = (self.correction.name, self.correction.proximal)
-        said = (
-            "surrogate is 'oapl', a regression of each response's log-ratio to its sampler on the advantage 'oapl', but"
-        )
+        correction, proximal = self.correction.name, self.correction.proximal
+        is_oapl = self.surrogate == "oapl"
+        oapl = "surrogate is 'oapl', a regression of each response's log-ratio to its sampler on the advantage 'oapl'"
 
         return [
-            *(
-                (self.surrogate == "oapl" and is_so, f"{said} {what}")
-                for is_so, what in (
-                    (
-                        point != ("none", "rollout"),
-                        f"correction is {point[0]!r} with proximal {point[1]!r}; set correction to "
-                        "{name: none, proximal: rollout}",
-                    ),
-                    (self.advantage != "oapl", f"advantage is {self.advantage!r}; set advantage to oapl"),
-                    (
-                        self.loss_agg_mode == "seq-mean-token-mean",
-                        "loss_agg_mode 'seq-mean-token-mean' divides each response by its length; use token-mean or "
-                        "seq-mean-token-sum-norm",
-                    ),
-                )
+            (
+                is_oapl and (correction, proximal) != ("none", "rollout"),
+                f"{oapl}, but correction is {correction!r} with proximal {proximal!r}; set correction to "
+                "{name: none, proximal: rollout}",
+            ),
+            (
+                is_oapl and self.advantage != "oapl",
+                f"{oapl}, but advantage is {self.advantage!r}; set advantage to oapl",
+            ),
+            (
+                is_oapl and self.loss_agg_mode == "seq-mean-token-mean",
+                f"{oapl}, but loss_agg_mode 'seq-mean-token-mean' divides each response by its length; use token-mean "
+                "or seq-mean-token-sum-norm",
             ),
             (
                 counts_accepted and self.loss_agg_mode == "seq-mean-token-sum-norm",
