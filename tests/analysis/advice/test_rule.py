@@ -158,9 +158,19 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
         return judge(those, "some tokens", Costs(flops=0.2, weights=0.2))
 
     near, far = advice(0.1), advice(0.7)
-    assert near.correction == "tis" and "Fewest rollout FLOPs for the same progress: share 1," in near.sentence
-    assert "counted fully" not in near.sentence and near.sentence.endswith("Judged on some tokens.")
-    assert "same progress: the policy alone" in far.sentence and "share 1 would take 0.22" in far.sentence
+    assert near.correction == "tis" and list(near.lines) == [
+        "Use",
+        "After tis",
+        "Cheapest mix",
+        "With 7 drafts a pass",
+        "Judged on",
+    ]
+    cheapest = near.lines["Cheapest mix"]
+    assert cheapest.startswith("let the rollout model generate everything; same progress for 27% (95 % CI 27% to 27%)")
+    assert "counted fully" not in near.sentence and near.lines["Judged on"] == "some tokens"
+    assert near.lines["With 7 drafts a pass"].startswith("speculative decoding: 58% fewer weight reads, 69% more FLOPs")
+    cheapest = far.lines["Cheapest mix"]
+    assert cheapest.startswith("let the policy generate everything") and cheapest.endswith("generate everything, 22%")
     assert judge([candidate("none")], "some tokens").generation == ()
     assert judge([], "no tokens").verdict == "cannot tell"
     assert Estimate(0.5, math.nan).text == "0.50" and Estimate(0.5, 0.123).text == "0.50 ± 0.12"

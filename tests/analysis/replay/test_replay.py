@@ -43,7 +43,8 @@ def candidates(found: ReplayResult, label: str):
 def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
     found = of(tmp_path, noise(0.02), names=WITH_MASK)
     assert (found.answer.verdict, found.answer.correction) == ("none needed", "none")
-    assert "No correction is needed" in found.answer.sentence and "Judged on 1,200 tokens" in found.answer.sentence
+    assert found.answer.lines["Use"].startswith("no correction is needed; a rollout is then worth 0.9")
+    assert found.answer.lines["Judged on"].startswith("1,200 tokens")
 
 
 def test_of_one_distribution_no_variation_is_left(tmp_path):

@@ -95,31 +95,41 @@ def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
 def test_the_verdict_names_the_highest_arm_and_its_distance(baseline: str) -> None:
     ends = {"none": (0.50, 0.51, 0.52), "obrs": (0.79, 0.80, 0.81)}
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
-    text = comparison_verdict(compare(runs, baseline=baseline))
-    other, sign = ("obrs", "+") if baseline == "none" else ("none", "-")
-    assert text.startswith(f"Highest: obrs, 80.0 ± 1.0 percent; {other} minus {baseline}: {sign}29.0 ± ")
-    assert text.endswith(", on 3 of 3 seeds.")
+    assert comparison_verdict(compare(runs, baseline=baseline)) == {
+        "Highest": "obrs, 80.0 % right (3 seeds)",
+        "Against none": "obrs is 29.0 points higher than none (95 % CI +29.0 to +29.0, 3 seeds): significant, on 3 of 3",
+    }
 
 
-@pytest.mark.parametrize(("baseline", "other"), [("none", "obrs"), ("obrs", "none")])
-def test_a_seed_on_which_both_end_alike_speaks_for_neither(baseline: str, other: str) -> None:
+def test_seeds_on_which_both_end_alike_do_not_count() -> None:
     ends = {"none": (0.5, 0.5, 0.5, 0.5, 0.8), "obrs": (0.8, 0.8, 0.8, 0.8, 0.8)}
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
-    text = comparison_verdict(compare(runs, baseline=baseline))
-    assert f"{other} minus {baseline}" in text and text.endswith(", on 4 of 5 seeds.")
+    assert comparison_verdict(compare(runs))["Against none"].endswith("significant, on 4 of 5")
 
 
 def test_the_verdict_does_not_call_a_difference_of_chance_one() -> None:
     runs = [
         run(arm, seed, (0.4, end)) for arm in ("a", "b") for seed, end in enumerate((0.5, 0.6 if arm == "a" else 0.62))
     ]
-    assert comparison_verdict(compare(runs)).endswith(", which chance alone can make.")
-    assert comparison_verdict(compare(runs[:2])) == "Highest: a, 55.0 ± 7.1 percent."
+    assert comparison_verdict(compare(runs))["Against a"].endswith("2 seeds): not significant")
+    assert comparison_verdict(compare(runs[:2])) == {"Highest": "a, 55.0 % right (2 seeds)"}
+    one = comparison_verdict(compare([runs[0], runs[3]]))
+    assert "no common seed" in one.values()
+    one = comparison_verdict(compare([runs[1], runs[3]]))
+    assert one["Against a"] == "b is 2.0 points higher than a (1 seed, no interval): cannot tell"
 
 
 def test_three_seeds_need_students_quantile_to_be_no_chance() -> None:
     ends = {"a": (0.5, 0.5, 0.5), "b": (0.51, 0.53, 0.55)}  # a difference of 0.03 with an error of 0.0115: 2.6 of them
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
-    assert comparison_verdict(compare(runs)).endswith(", which chance alone can make.")
+    text = comparison_verdict(compare(runs))["Against a"]
+    assert text == "b is 3.0 points higher than a (95 % CI -2.0 to +8.0, 3 seeds): not significant"
     wide = runs[:3] + [run("b", seed, (0.4, end + 0.03)) for seed, end in enumerate(ends["b"])]
-    assert comparison_verdict(compare(wide)).endswith(", on 3 of 3 seeds.")  # 5.2
+    assert comparison_verdict(compare(wide))["Against a"].endswith("significant, on 3 of 3")  # 5.2
+
+
+def test_of_many_arms_the_baseline_and_the_next_are_paired() -> None:
+    ends = {"none": 0.2, "a": 0.5, "b": 0.6, "c": 0.7, "d": 0.8, "e": 0.75}
+    runs = [run(arm, seed, (0.1, end + 0.01 * seed)) for arm, end in ends.items() for seed in range(2)]
+    expected = ["Highest", "Against none", "Against e", "Against c", "Against b"]
+    assert list(comparison_verdict(compare(runs))) == expected

@@ -44,14 +44,14 @@ by the third assumption. Pure: sums and settings in, a result out.
 Status: experimental.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from jackpot.core.statistics import Estimate
+from jackpot.core.statistics import Estimate, student_t
 from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 
 GROUPS = 20  # of prompts, over which standard errors are taken
@@ -262,10 +262,15 @@ class Recommendation:
     verdict: Conclusion
     correction: str | None  # label; None where none is recommended
     settings: dict[str, object]  # of `objective.correction` in a recipe
-    sentence: str
+    lines: Mapping[str, str]  # by their labels, at most five
     measured_on: str  # which tokens of which weights
     candidates: tuple[JudgedCorrection, ...]
     generation: tuple[Generation, ...]  # empty where the models' costs are not known
+
+    @property
+    def sentence(self) -> str:
+        """Return all lines as one text."""
+        return " ".join(f"{label}: {text}." for label, text in self.lines.items())
 
     def numbers(self) -> dict[str, Any]:
         """Return the advice as plain values."""
@@ -275,6 +280,7 @@ class Recommendation:
             "verdict": self.verdict,
             "correction": self.correction,
             "settings": self.settings,
+            "lines": dict(self.lines),
             "sentence": self.sentence,
             "measured_on": self.measured_on,
             "candidates": [
@@ -307,70 +313,73 @@ def judge(
     """
     found, settings, generation, label = tuple(candidates), {}, (), None
     chosen = None if problem else choose(found)
-    if problem is None and not any(one.advisable for one in found):
+    best = chosen or max((one for one in found if one.advisable), key=lambda one: one.of_tokens.value, default=None)
+    if problem is None and best is None:
         problem = "none of the corrections that the rule may recommend could be judged"
 
-    if problem:
-        verdict, sentence = "cannot tell", f"No correction can be recommended: {problem}."
+    if problem or best is None:
+        verdict, lines = "cannot tell", {"Use": "no correction can be recommended", "Fix first": str(problem)}
     elif chosen is None:
-        verdict, sentence = "too far", _too_far(found)
+        verdict, lines = "too far", _too_far(best)
     else:
         verdict, label = ("none needed" if chosen.kind == "none" else "correct"), chosen.label
         settings = {"name": chosen.name, **chosen.settings}
-        sentence = _use(chosen, found)
+        lines = {"Use": _use(chosen, found), f"After {chosen.label}": _after(chosen)}
         if costs:
             generation = (*(of_share(share, chosen.groups, costs) for share in SHARES), of_drafts(chosen.groups, costs))
-            sentence += _generate(generation)
+            lines |= _generate(generation)
+    if best and not problem:
+        lines["Judged on"] = f"{measured_on}{_known(best)}"
 
     return Recommendation(
         verdict=verdict,
         correction=label,
         settings=settings,
-        sentence=sentence + ("" if problem else f" Judged on {measured_on}."),
+        lines=lines,
         measured_on=measured_on,
         candidates=found,
         generation=generation,
     )
 
 
-def _what(one: JudgedCorrection) -> str:
+def _interval(one: Estimate, form: str = ".2f") -> str:
+    """Return a number with its 95 % interval by Student's t over the groups; the number alone without an error."""
+    if one.error is None:
+        return f"{one.value:{form}} (too few prompts for an interval)"
+    half = student_t(GROUPS - 1) * one.error
+    return f"{one.value:{form}} (95 % CI {one.value - half:{form}} to {one.value + half:{form}})"
+
+
+def _after(one: JudgedCorrection) -> str:
+    """Say what a correction leaves, and what it is worth where drift of the prefixes does not count."""
     gap = 100.0 * one.tv_after_correction.value
-    left = "less than 0.01" if gap < 0.005 else f"{gap:.2g}"
-    share = one.elsewhere.value
-    states = f", and {share:.0%} of the states are some that the policy visits less often" if share >= 0.01 else ""
-    return f"It leaves {left} % total variation and {one.effective.value:.0%} of the tokens effective{states}."
+    left = "below 0.01" if gap < 0.005 else f"{gap:.2g}"
+    text = f"residual gap {left} % (TV), {one.effective.value:.0%} effective sample size"
+    if one.elsewhere.value < 0.01:
+        return text
+    drift = f"{one.elsewhere.value:.0%} of prefixes are under-visited by the policy"
+    return f"{text}; {drift}. Ignoring prefix drift a rollout is worth {_interval(one.of_tokens)}"
 
 
 def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
     """Say which correction to use, beside none and the best one of another name."""
-    advice = "No correction is needed" if chosen.kind == "none" else f"Use {chosen.label}"
+    advice = "no correction is needed" if chosen.kind == "none" else chosen.label
 
     others = [one for one in candidates if one.kind != chosen.kind and one.effective.value >= ENOUGH]
     none = [one for one in others if one.advisable and one.kind == "none"][:1]
     rest = [one for one in others if one.advisable and one.kind != "none"]
     best = [max(rest, key=lambda one: one.worth.value)] if rest else []
-    against = [f"{one.label}: {one.worth.text}" for one in (*none, *best)]
+    against = [f"{one.label} {one.worth.value:.2f}" for one in (*none, *best)]
     if best and best[0].worth.value > chosen.worth.value:
-        against[-1] += f", a tie at {relative(best[0], chosen).text} times as much"
+        against[-1] += ", a tie"
 
-    text = f"{advice}: a rollout is then worth {chosen.worth.text} of the policy's own"
-    text += f" ({'; '.join(against)})." if against else "."
-    if chosen.elsewhere.value >= 0.01:
-        text += f" By its tokens alone, whatever its states, {chosen.of_tokens.text}."
-    if chosen.worth.error is None:
-        text += " Too few prompts for error bars."
-    return f"{text} {_what(chosen)}{_whole(chosen, others)}{_known(chosen)}"
-
-
-def _whole(chosen: JudgedCorrection, others: Sequence[JudgedCorrection]) -> str:
-    """Name the best correction that is not recommended, where it is worth more but for chance."""
+    text = f"{advice}; a rollout is then worth {_interval(chosen.worth)} of the policy's own"
+    text += f"; {', '.join(against)}" if against else ""
     better = [one for one in others if one.is_whole and _is_better(one, chosen)]
-    if not better:
-        return ""
-    best = max(better, key=lambda one: one.worth.value)
-    return (
-        f" {best.label} reads whole responses and would be worth {best.worth.text}, if its sampled tokens miss nothing."
-    )
+    if better:
+        whole = max(better, key=lambda one: one.worth.value)
+        text += f". {whole.label} reads whole responses: {whole.worth.value:.2f}, if its sampled tokens miss nothing"
+    return text
 
 
 def _is_better(one: JudgedCorrection, other: JudgedCorrection) -> bool:
@@ -379,13 +388,13 @@ def _is_better(one: JudgedCorrection, other: JudgedCorrection) -> bool:
     return share.error is not None and share.value - 1.0 > SURE * share.error
 
 
-def _too_far(candidates: Sequence[JudgedCorrection]) -> str:
-    best = max((one for one in candidates if one.advisable), key=lambda one: one.of_tokens.value)
-    return (
-        f"No correction closes this gap: with {best.label}, the best, a rollout is worth {best.of_tokens.text} of the "
-        f"policy's own by its tokens. {_what(best)} Take a closer rollout model, update its weights more often, or "
-        f"distil the policy into it.{_known(best)}"
-    )
+def _too_far(best: JudgedCorrection) -> dict[str, str]:
+    return {
+        "Use": f"no correction closes this gap; with {best.label}, the best, a rollout is worth "
+        f"{_interval(best.of_tokens)} of the policy's own, prefix drift ignored",
+        f"After {best.label}": _after(best),
+        "Fix first": "take a closer rollout model, update its weights more often, or distil the policy into it",
+    }
 
 
 def _known(chosen: JudgedCorrection) -> str:
@@ -393,22 +402,27 @@ def _known(chosen: JudgedCorrection) -> str:
         return ""
     if chosen.known > 0.0:
         known = f"for {chosen.known:.0%} of the tokens"
-        return f" Summed over both distributions where the top-k lists hold them, {known}, and sampled at the others."
-    return (
-        " Sampled, not summed over the vocabulary: a tail that was not sampled is missing; top-k lists would show it."
-    )
+        return f". Summed over both distributions where the top-k lists hold them, {known}, and sampled at the others"
+    return ". Sampled, not summed over the vocabulary: a tail that was not sampled is missing; top-k lists would show it"
 
 
-def _generate(generation: Sequence[Generation]) -> str:
-    """Say which way to generate takes the fewest FLOPs for the same progress, and which reads the fewest weights."""
+def _generate(generation: Sequence[Generation]) -> dict[str, str]:
+    """Say which way to generate takes the fewest FLOPs for the same progress, and what drafts cost."""
     by = {name: min(generation, key=lambda one: getattr(one, name).value) for name in ("flops", "flops_any_state")}
     least, any_state = by["flops"], by["flops_any_state"]
-    text = f" Fewest rollout FLOPs for the same progress: {least.label}, {least.flops.text} of the policy's own"
+    text = f"{_way(least)}; same progress for {_interval(least.flops, '.0%')} of the rollout FLOPs"
     if any_state.label != least.label:
-        text += (
-            f"; {any_state.label} would take {any_state.flops_any_state.text} if what is learned in states of the "
-            f"rollout model counted fully"
-        )
+        text += f". If under-visited prefixes counted fully: {_way(any_state)}, {any_state.flops_any_state.value:.0%}"
     drafts = generation[-1]
-    exact = f"{drafts.weights.text} of the weights read and {drafts.flops.text} of the FLOPs"
-    return f"{text}. {drafts.label}, exact: {exact}."
+    costs = {"weight reads": drafts.weights.value - 1.0, "FLOPs": drafts.flops.value - 1.0}
+    changes = [f"{abs(change):.0%} {'more' if change > 0 else 'fewer'} {name}" for name, change in costs.items()]
+    return {"Cheapest mix": text, f"With {drafts.label}": f"speculative decoding: {', '.join(changes)}, no bias"}
+
+
+def _way(one: Generation) -> str:
+    """Return who generates."""
+    if one.drafts:
+        return "let the rollout model draft for the policy"
+    if one.share in (0.0, 1.0):
+        return f"let the {'rollout model' if one.share else 'policy'} generate everything"
+    return f"let the rollout model generate {one.share:.0%}"

@@ -83,6 +83,8 @@ class Comparison:
     baseline: str
     accuracy: float | None  # accuracy to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
+    best: str  # arm of the highest mean at the budget
+    ahead: Mapping[str, Difference | None]  # the best arm minus each other one; None without a seed in common
     measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
     sampling: str = "sampled"  # how the answers were sampled
 
@@ -128,16 +130,20 @@ def compare(
     _check_budget(runs, unit, budget)
     accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
 
-    base = {run.seed: _at(run, unit, budget) for run in arms[baseline]}
+    at = {arm: {run.seed: _at(run, unit, budget) for run in those} for arm, those in arms.items()}
     rows = tuple(
-        _row(arm, those, unit, budget, accuracy, None if arm == baseline else base) for arm, those in arms.items()
+        _row(arm, those, unit, budget, accuracy, None if arm == baseline else at[baseline])
+        for arm, those in arms.items()
     )
+    best = max(rows, key=lambda row: row.after.mean).arm
     return Comparison(
         unit=unit,
         budget=budget,
         baseline=baseline,
         accuracy=accuracy,
         rows=rows,
+        best=best,
+        ahead={arm: _difference(at[best], of_arm) for arm, of_arm in at.items() if arm != best},
         measure=runs[0].measure,
         sampling=runs[0].sampling,
     )

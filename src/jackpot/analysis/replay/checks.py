@@ -24,8 +24,8 @@ def few_sequences(run: Sums) -> str:
     if effective >= FEW_SEQUENCES:
         return ""
     return (
-        f" Do not weigh whole responses: over {float(run['length'].value):.0f} tokens their ratios leave "
-        f"{effective:.1%} of them effective."
+        f". Do not weigh whole responses: over {float(run['length'].value):.0f} tokens their ratios leave "
+        f"{effective:.1%} of them effective"
     )
 
 

@@ -91,12 +91,15 @@ class Measured:
             if alike := [response for response in responses if response.has_lists == has_lists]:
                 self._add(collate(alike), torch.tensor([groups[id(response)] for response in alike]))
 
-    def advice(self, weights: str, costs: Costs | None, problem: str | None = None) -> Recommendation:
+    def advice(
+        self, weights: str, costs: Costs | None, problem: str | None = None, rounding: str = ""
+    ) -> Recommendation:
         """Apply the rule.
 
         Args:
             weights: whose weights generated and scored the tokens.
             problem: reason against any recommendation, found before the numbers are looked at.
+            rounding: which log-probs are rounded, and what that makes of the total variation.
         """
         stale = is_stale(self.run)
         candidates = [
@@ -116,7 +119,10 @@ class Measured:
         problem = problem or not_finite(self.run, numbers) or why_not(self.run)
 
         advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
-        return advice if problem else replace(advice, sentence=advice.sentence + few_sequences(self.run))
+        more = {label: few_sequences(self.run) for label in advice.lines if label.startswith("After")}
+        lines = {"Precision": rounding} if rounding else {}
+        lines |= {label: text + more.get(label, "") for label, text in advice.lines.items()}
+        return replace(advice, lines=lines)
 
     def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         gap = Estimate(float(self.run["total_variation"].value), None)

@@ -13,7 +13,9 @@ from jackpot.analysis.advice.costs import costs_of_run
 from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.replay.formats import AUTO, find_format
 from jackpot.analysis.replay.formats.base import DumpFormat, read_files
+from jackpot.analysis.replay.formats.columns import OURS
 from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.mixups import ColumnPairs
 from jackpot.analysis.replay.responses import SavedResponse, response_batches
 from jackpot.analysis.replay.results import ReplayResult
 from jackpot.analysis.replay.scoring import PolicyScorer
@@ -61,9 +63,13 @@ def replay(
         temperature = config.sampling.temperature if config else 1.0
     scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
+    theirs = dump.columns or OURS
+    policy_column = "what --model gives" if scorer else theirs.old_log_probs or theirs.log_probs
+    pairs = ColumnPairs(theirs.rollout_log_probs, policy_column, one_model=not (config and config.rollout_model))
     for part in response_batches(reading.responses(every)):
         batch = scorer.score(part) if scorer else part
         ends.add(batch)
+        pairs.add(batch)
         measured.add(batch)
         listen(reading.read)
     reading.check()
@@ -85,7 +91,7 @@ def replay(
         left_out=(*measured.left_out, *reading.left_out, *why),
         unreadable=reading.unreadable,
         problems=reading.problems,
-        answer=measured.advice(weights, costs, _COPIED if is_copied else None),
+        answer=measured.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
     )
 
 

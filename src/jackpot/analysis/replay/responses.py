@@ -134,11 +134,19 @@ def _check_values(
             value = sampled[~sampled.isfinite()][0]
             raise DamagedRecord(f"{where}: {name} has {value:g} at a sampled token. {_MASK_IT}")
         if name.endswith("log_probs") and sampled.gt(1e-3).any():
-            raise DamagedRecord(f"{where}: {name} has {sampled.max():.4g}; a log-probability is at most 0")
+            raise DamagedRecord(f"{where}: {name} has {sampled.max():.4g}; {_above_0(sampled)}")
         if name == "rollout_log_probs" and sampled.exp().eq(0.0).any():
             raise DamagedRecord(
                 f"{where}: {name} has {sampled.min():g}, a token that cannot have been sampled. {_MASK_IT}"
             )
+
+
+def _above_0(values: Tensor) -> str:
+    """Say what a column may be that has numbers above 0."""
+    if values.min() < 0.0:
+        return "a log-probability is at most 0"
+    is_share = values.max() <= 1.0
+    return "these are " + ("probabilities; write their logarithm" if is_share else "negative log-probs; write -x for x")
 
 
 def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import Overrides, Recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_answer
+from jackpot.ui.terminal.output import labelled, print_line, show_answer
 
 with lazy():
     from jackpot.analysis.compare import arms as comparing
@@ -72,7 +72,7 @@ def compare(
     sections = views.comparison_sections(found, runs)
     files = results.write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
     commands = {f"jackpot report {quote(str(where))}": "one page with every metric of every run"}
-    show_answer(console, [views.comparison_verdict(found)], sections.values(), True, files, commands)
+    show_answer(console, [labelled(views.comparison_verdict(found))], sections.values(), True, files, commands)
 
 
 def _listener(console: Console) -> "scheduler.ArmListener":

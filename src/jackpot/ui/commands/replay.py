@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_answer, show_next
+from jackpot.ui.terminal.output import labelled, print_line, show_answer, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
@@ -65,7 +65,7 @@ def replay(
 def _show(console: Console, result: "results.ReplayResult", show_all: bool) -> None:
     """Print the recommendation, every correction, with `show_all` the facts of the run too, and what was left out."""
     about = charts.Section(title="", intro="", items=(views.facts(result),))
-    show_answer(console, [result.answer.sentence], [about, views.corrections(result)], show_all)
+    show_answer(console, [labelled(result.answer.lines)], [about, views.corrections(result)], show_all)
     for sentence in result.left_out:
         print_line(console, f"Left out: {sentence}")
     for sentence in result.problems:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import Arm, Overrides, Recipe, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import show_answer
+from jackpot.ui.terminal.output import labelled, show_answer
 from jackpot.ui.terminal.progress import status
 
 with lazy():
@@ -53,7 +53,7 @@ def simulate(
     files = results.write_results(folder, "simulate", title, sections, numbers)
 
     several = len(found) > 1
-    verdicts = [f"{one.name}: " * several + one.answer["sentence"] for one in found]
+    verdicts = [f"{one.name}\n" * several + labelled(one.answer["lines"]) for one in found]
     typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
     commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}
     show_answer(console, verdicts, sections.values(), show_all, files, commands)

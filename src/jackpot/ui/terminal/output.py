@@ -55,6 +55,12 @@ def print_line(console: Console, text: str, is_whole: bool = False) -> None:
     console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)
 
 
+def labelled(lines: Mapping[str, str]) -> str:
+    """Lay texts out below each other, each behind its label."""
+    width = max(map(len, lines)) + 1
+    return "\n".join(f"{label + ':':<{width}} {text}" for label, text in lines.items())
+
+
 def show_answer(
     console: Console,
     verdicts: Iterable[str],
@@ -66,7 +72,7 @@ def show_answer(
     """Print verdicts, then tables, then the names of written files, then commands.
 
     Args:
-        verdicts: sentences that answer what the user asked.
+        verdicts: what answers the user's question: sentences, or `labelled` lines.
         sections: of their tables those marked `is_detail` are printed only with `show_all`.
         files: as in `show_files`.
         commands: as in `show_next`.

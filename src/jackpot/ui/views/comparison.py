@@ -10,6 +10,7 @@ from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.numbers import amount, measured, with_error
 
+_MOST_PAIRS = 4  # of the highest arm with another, the baseline first; the table has all arms
 _COSTS = ("reached", "rollout FLOPs", "training FLOPs", "CPU seconds", "seconds")
 
 
@@ -21,24 +22,31 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     return (_accuracies(comparison), *costs, *((trouble,) if troubles else ()))
 
 
-def comparison_verdict(comparison: Comparison) -> str:
-    """Say which arm is highest at the budget, and how far it is from the baseline, or from the next arm if it is it."""
-    unit = " percent" if comparison.measure == "accuracy" else ""
-    rows = sorted(comparison.rows, key=lambda row: -row.after.mean)
-    best = rows[0]
-    said = f"Highest: {best.arm}, {spread_text(best.after, comparison.measure)}{unit}"
-    compared = [(row, row.difference) for row in rows if row.difference]
-    if not compared:
-        return f"{said}."
+def comparison_verdict(comparison: Comparison) -> dict[str, str]:
+    """Return lines by their labels: the highest arm, and whether it is surely above the baseline and the next ones."""
+    rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
+    best = next(row for row in rows if row.arm == comparison.best)
+    unit = " % right" if comparison.measure == "accuracy" else " mean reward"
+    scale, form = (100.0, ".1f") if comparison.measure == "accuracy" else (1.0, ".3g")
+    seeds = f"{len(best.seeds)} seed{'s' * (len(best.seeds) > 1)}"
+    lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({seeds})"}
+    for other in [row.arm for row in rows if row is not best][:_MOST_PAIRS]:
+        difference = comparison.ahead[other]
+        lines[f"Against {other}"] = _pair(best.arm, other, difference, scale, form) if difference else "no common seed"
+    return lines
 
-    other, difference = compared[0]
-    text, _ = difference_cells(difference, comparison.measure)
-    error, count = difference.error, difference.higher if other is best else difference.lower
-    said += f"; {other.arm} minus {comparison.baseline}: {text}"
-    sure = student_t(difference.seeds - 1) if difference.seeds > 1 else 2.0  # of one seed: the error by the problems
-    if error is None or abs(difference.spread.mean) <= sure * error:
-        return f"{said}, which {'one seed' if error is None else 'chance alone'} can make."
-    return f"{said}, on {count} of {difference.seeds} seeds."
+
+def _pair(best: str, other: str, difference: Difference, scale: float, form: str) -> str:
+    """Say how far an arm is from another, with a 95 % interval, and whether that is sure."""
+    mean, count = scale * difference.spread.mean, difference.seeds
+    by = f"{abs(mean):{form}}{' points' if scale > 1.0 else ''} {'lower' if mean < 0.0 else 'higher'}"
+    text = f"{best} is {by} than {other}"
+    if difference.error is None:
+        return f"{text} (1 seed, no interval): cannot tell"
+    half = scale * difference.error * (student_t(count - 1) if count > 1 else 2.0)  # of one seed: by the problems
+    seeds = f"{count} seed{'s' * (count > 1)}"
+    sure = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
+    return f"{text} (95 % CI {mean - half:+{form}} to {mean + half:+{form}}, {seeds}): {sure}"
 
 
 _NOTHING_ROSE = (

@@ -33,6 +33,9 @@ class Columns:
     ends_sampled: bool = False  # it ends with its last one where `present` is missing: padding may follow
 
 
+OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names of `response_of`
+
+
 def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
     """Return the columns of `response_of` of a library's record: prompt and response apart, without padding.
 
