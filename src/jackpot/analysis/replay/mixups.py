@@ -129,13 +129,13 @@ class ColumnPairs:
         kl, error = self._kl()
         where = "one of them is not at the temperature that sampled the tokens"
         if kl > LIKELY * error:
-            where = f"{self._policy} is wrong: score the policy at about {1.0 / slope:.2g} times its temperature"
+            where = f"{self._policy} is wrong. Score the policy at about {1.0 / slope:.2g} times its temperature"
         if kl < -LIKELY * error:
             where = (
-                f"{self._engine} is wrong: the tokens were sampled at about {slope:.2g} times its temperature. Have "
+                f"{self._engine} is wrong. The tokens were sampled at about {slope:.2g} times its temperature: have "
                 f"the engine report what it sampled from (vLLM: logprobs_mode=processed_logprobs)"
             )
-        return f"the columns are at two temperatures: the slope of their log-odds is {slope:.2f}. {where[0].upper()}{where[1:]}"
+        return f"the columns are at two temperatures (slope of their log-odds {slope:.2f}): {where}"
 
     def _swapped(self) -> str | None:
         kl, error = self._kl()

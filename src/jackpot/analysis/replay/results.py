@@ -11,6 +11,8 @@ from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Histogram, Mean, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
+GROWN = 3.0  # times the total variation of the first file or iteration, at which the last one's has grown
+NOTABLE = 0.02  # total variation below which it does not matter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,3 +112,18 @@ def result_numbers(result: ReplayResult) -> dict[str, Any]:
         "corrections": [asdict(correction_result(correction)) for correction in result.corrections],
         "answer": result.answer.numbers(),
     }
+
+
+def dump_findings(result: ReplayResult) -> dict[str, str]:
+    """Return what is wrong with saved rollouts, whatever the correction, by labels; empty where nothing is."""
+    lines, run = result.answer.lines, result.run
+    found = {"Precision": lines["Precision"]} if "Precision" in lines else {}
+    if result.answer.verdict == "cannot tell":
+        found["Log-probs"] = lines["Fix first"]
+    if float(run["no_advantage"].value) == 1.0:
+        found["Advantages"] = "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
+    (first, before), (last, after) = result.ends[0], result.ends[-1]
+    if after > max(NOTABLE, GROWN * before):
+        grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"
+        found["Gap"] = f"total variation between engine and policy grew {grown}: does the engine get new weights?"
+    return found

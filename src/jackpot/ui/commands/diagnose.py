@@ -11,24 +11,31 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import plain, show_next, show_table
+from jackpot.ui.terminal.output import labelled, plain, print_line, show_next, show_table
 
 with lazy():
     from jackpot.analysis.diagnose import diagnose as diagnosing
+    from jackpot.analysis.replay import replay as replaying
+    from jackpot.analysis.replay import results as dumps
     from jackpot.training.run_folder import folder as run_folder
     from jackpot.ui.report import summary
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="Run folder, of a finished run or of one that is still training.")],
+    run: Annotated[
+        Path, typer.Argument(help="Run folder, finished or still training; or rollouts that another trainer saved.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Look for signs that a run is unhealthy: what is wrong, since when, which metric shows it and what to try.
 
+    Of rollouts of another trainer it looks at the log-probs of engine and policy alone: docs/my-run-collapses.md.
     Without a finding it says which signs it looked at. Exit code 0: no finding; 1: unhealthy; 2: no run there.
 
     Status: supported.
     """
+    if run.exists() and not (run / "config.yaml").is_file():
+        return _diagnose_dump(run, as_json)
     config, folder = run_folder.run_config(run), run_folder.RunFolder(run)
     found = diagnosing.diagnose(folder.read("metrics.jsonl"), folder.read("events.jsonl"), config)
     if as_json:
@@ -52,3 +59,18 @@ def _show(console: Console, diagnosis: "diagnosing.Diagnosis") -> None:
     show_table(console, "Causes before their symptoms", columns, rows, columns[1:4])
     for finding in diagnosis.findings:
         console.print(plain(f"{finding.metric}: {finding.explanation}. Try: {finding.suggestion}."), highlight=False)
+
+
+def _diagnose_dump(path: Path, as_json: bool) -> None:
+    """Print what is wrong with saved rollouts of another trainer."""
+    result = replaying.replay(path, names=["none"])
+    found = dumps.dump_findings(result)
+    if as_json:
+        typer.echo(json.dumps({"verdict": "unhealthy" if found else "healthy", "findings": found}, indent=2))
+    else:
+        looked_at = {"Looked at": f"{result.format}, {result.answer.measured_on}"}
+        nothing = {"Found": "nothing: the columns fit each other, and the policy's can be what scored these tokens"}
+        print_line(console := Console(), labelled((found or nothing) | looked_at))
+        show_next(console, {f"jackpot replay {quote(str(path))}": "which correction it wants, and what that is worth"})
+    if found:
+        raise typer.Exit(1)
