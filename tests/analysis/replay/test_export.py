@@ -4,14 +4,18 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from helpers.runs import SHORT, FinishedRuns
+from helpers.synthetic_rollouts import noise, records, write
 from jackpot.analysis.replay.export import export_rollouts
 from jackpot.analysis.replay.formats import WRITABLE, find_format
 from jackpot.analysis.replay.formats.base import read_files
+from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.rewards import score_again
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 
 SETTINGS = ("rollouts.every=1", "iterations=2", "batch.prompts=2", "evaluation.problems=1", SHORT)
@@ -68,7 +72,7 @@ def test_the_files_have_what_the_other_trainer_writes_itself(trained, tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown format to write 'verrl'; did you mean 'verl'\? Valid: jsonl, verl"):
+    with pytest.raises(ConfigError, match=r"unknown format to write 'verrl'; did you mean 'verl'\? Valid: jackpot, jsonl, verl"):
         export_rollouts(trained, "verrl", tmp_path / "out")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         export_rollouts(tmp_path, "verl", tmp_path / "out")
@@ -93,3 +97,36 @@ def test_damaged_files_are_named_and_the_others_exported(trained, tmp_path):
     second.unlink()
     with pytest.raises(DataError, match=r"has no saved rollouts to export: rollouts\.every"):
         export_rollouts(run, "verl", tmp_path / "again")
+
+
+def test_a_bundle_has_one_step_or_one_response_and_its_settings(trained, tmp_path):
+    step = export_rollouts(trained, "jackpot", tmp_path / "step", iteration=2)
+    [file] = step.files
+    assert step.responses == 8 and pq.read_schema(file).metadata[b"schema_version"] == b"1"
+    whole = trained / "rollouts" / file.name
+    assert pq.read_table(file).equals(pq.read_table(whole)) and replay(file, names=["none"]).format == "jackpot"
+    uid = pq.read_table(whole)["uid"].to_pylist()[3]
+    [alone] = export_rollouts(trained, "jackpot", tmp_path / "alone", sample=uid).files
+    assert pq.read_table(alone).equals(pq.read_table(whole).slice(3, 1))
+    [line] = export_rollouts(trained, "verl", tmp_path / "line", sample=uid).files
+    assert json.loads(line.read_text())["uid"] == uid
+    with pytest.raises(DataError, match="iteration 3 is not saved; saved are 1, 2"):
+        export_rollouts(trained, "jackpot", tmp_path / "none", iteration=3)
+    with pytest.raises(DataError, match="no saved response has the uid 'x'"):
+        export_rollouts(trained, "jackpot", tmp_path / "none", sample="x")
+
+
+def test_rewards_are_computed_again_from_a_bundle(finished_run: FinishedRuns, tmp_path):
+    overlong = "objective.overlong_buffer={len: 6, penalty_factor: 0.5}"
+    run = finished_run(*SETTINGS, overlong)
+    [file] = export_rollouts(run, "jackpot", tmp_path / "bundle", iteration=1).files
+    again = score_again(file)
+    assert len(again) == 8 and all(one.is_same for one in again) and min(one.saved for one in again) < 0.0
+    table = pq.read_table(file)
+    rewards = table["reward"].to_pylist()
+    wrong = table.set_column(table.column_names.index("reward"), "reward", pa.array([rewards[0] + 1.0, *rewards[1:]]))
+    pq.write_table(wrong, file)
+    first, *others = score_again(file)
+    assert (first.saved, first.now) == (rewards[0] + 1.0, rewards[0]) and all(one.is_same for one in others)
+    with pytest.raises(DataError, match="leave out --rewards"):
+        score_again(write(tmp_path / "a.jsonl", records(noise(0.3), responses=1)))

@@ -342,7 +342,7 @@ def judge(
     )
 
 
-def _interval(one: Estimate, form: str = ".2f") -> str:
+def interval_text(one: Estimate, form: str = ".2f") -> str:
     """Return a number with its 95 % interval by Student's t over the groups; the number alone without an error."""
     if one.error is None:
         return f"{one.value:{form}} (too few prompts for an interval)"
@@ -358,7 +358,7 @@ def _after(one: JudgedCorrection) -> str:
     if one.elsewhere.value < 0.01:
         return text
     drift = f"{one.elsewhere.value:.0%} of prefixes are under-visited by the policy"
-    return f"{text}; {drift}. Ignoring prefix drift a rollout is worth {_interval(one.of_tokens)}"
+    return f"{text}; {drift}. Ignoring prefix drift a rollout is worth {interval_text(one.of_tokens)}"
 
 
 def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
@@ -373,7 +373,7 @@ def _use(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> st
     if best and best[0].worth.value > chosen.worth.value:
         against[-1] += ", a tie"
 
-    text = f"{advice}; a rollout is then worth {_interval(chosen.worth)} of the policy's own"
+    text = f"{advice}; a rollout is then worth {interval_text(chosen.worth)} of the policy's own"
     text += f"; {', '.join(against)}" if against else ""
     better = [one for one in others if one.is_whole and _is_better(one, chosen)]
     if better:
@@ -391,7 +391,7 @@ def _is_better(one: JudgedCorrection, other: JudgedCorrection) -> bool:
 def _too_far(best: JudgedCorrection) -> dict[str, str]:
     return {
         "Use": f"no correction closes this gap; with {best.label}, the best, a rollout is worth "
-        f"{_interval(best.of_tokens)} of the policy's own, prefix drift ignored",
+        f"{interval_text(best.of_tokens)} of the policy's own, prefix drift ignored",
         f"After {best.label}": _after(best),
         "Fix first": "take a closer rollout model, update its weights more often, or distil the policy into it",
     }
@@ -410,7 +410,7 @@ def _generate(generation: Sequence[Generation]) -> dict[str, str]:
     """Say which way to generate takes the fewest FLOPs for the same progress, and what drafts cost."""
     by = {name: min(generation, key=lambda one: getattr(one, name).value) for name in ("flops", "flops_any_state")}
     least, any_state = by["flops"], by["flops_any_state"]
-    text = f"{_way(least)}; same progress for {_interval(least.flops, '.0%')} of the rollout FLOPs"
+    text = f"{_way(least)}; same progress for {interval_text(least.flops, '.0%')} of the rollout FLOPs"
     if any_state.label != least.label:
         text += f". If under-visited prefixes counted fully: {_way(any_state)}, {any_state.flops_any_state.value:.0%}"
     drafts = generation[-1]

@@ -14,6 +14,7 @@ from jackpot.analysis.advice.rule import (
     JudgedCorrection,
     Recommendation,
     estimate,
+    interval_text,
     judge,
 )
 from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, why_not
@@ -128,8 +129,8 @@ class Measured:
         gap = Estimate(float(self.run["total_variation"].value), None)
         if candidates:
             gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
-        error = f" ± {gap.error:.2%}" if gap.error is not None else ""
-        return f"{self.tokens:,} tokens of {weights}, with {gap.value:.2%}{error} total variation before the correction"
+        before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
+        return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
 
     def _group(self, response: SavedResponse) -> int:
         """Return the group of a response: prompts are dealt to the groups in turn."""

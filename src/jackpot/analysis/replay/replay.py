@@ -12,6 +12,7 @@ from pathlib import Path
 from jackpot.analysis.advice.costs import costs_of_run
 from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.replay.formats import AUTO, find_format
+from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.analysis.replay.formats.base import DumpFormat, read_files
 from jackpot.analysis.replay.formats.columns import OURS
 from jackpot.analysis.replay.measured import Measured
@@ -24,7 +25,6 @@ from jackpot.analysis.replay.stats import EndGaps
 from jackpot.config.config import Config
 from jackpot.core.errors import DataError, JackpotError
 from jackpot.training.run_folder.checkpoint import resolve_model_path
-from jackpot.training.run_folder.folder import run_config
 
 MOST_WARNINGS = 20  # kinds of warnings that are kept as text; all are counted
 MOST_CHARACTERS = 400  # of a warning, which may quote what the file has
@@ -56,7 +56,7 @@ def replay(
         ModelError: a model that cannot be read.
     """
     dump, files = find_format(path, name)
-    config = run_config(path) if dump.name == "jackpot" else None
+    config = ours.config_of(path) if dump.name == "jackpot" else None
     measured, ends = Measured(settings_of(config, names)), EndGaps()
 
     if temperature is None:

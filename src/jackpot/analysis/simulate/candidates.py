@@ -6,7 +6,8 @@ several rollout models can be compared before a run trains with one of them.
 Status: supported.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -91,13 +92,14 @@ class PairBench:
         prompts: int,
         seed: int,
         split: Split = "test",
+        listen: Callable[[float], None] = lambda _: None,
     ) -> None:
         if config.sampling.truncated:
             raise ConfigError(
                 f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
                 f"this compares distributions over the whole vocabulary; use sampling.top_p=1.0 sampling.top_k=0"
             )
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._listen = config, seed, listen
         paths = {"policy": policy} | {f"rollout model {path}": path for path in candidates}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
         self._rows = head_rows(paths, self._tokenizer)
@@ -107,7 +109,9 @@ class PairBench:
 
     def measure(self, policy: str, rollout_model: str) -> Candidate:
         """Measure the models in two folders on the responses of the second one, which names them."""
+        begun = time.monotonic()
         sampled = self.answers(rollout_model)
+        self._listen(time.monotonic() - begun)
         with closing(self._engine(policy)) as engine:
             of_policy = evaluate(
                 engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1
@@ -139,12 +143,19 @@ class PairBench:
         return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
 
 
-def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int, seed: int) -> list[Candidate]:
+def simulate_candidates(
+    config: Config,
+    candidates: Sequence[str],
+    prompts: int,
+    seed: int,
+    listen: Callable[[float], None] = lambda _: None,
+) -> list[Candidate]:
     """Compare the recipe's policy with each candidate rollout model, or with the recipe's own where none is given.
 
     Args:
         candidates: paths of rollout models.
         prompts: held-out prompts that each rollout model answers.
+        listen: called with the seconds that the answers of a candidate took.
 
     Raises:
         ConfigError: the recipe has no rollout model and no candidate is given, or one path is given twice.
@@ -158,7 +169,7 @@ def simulate_candidates(config: Config, candidates: Sequence[str], prompts: int,
         )
     if len(set(candidates)) < len(candidates):
         raise ConfigError(f"--rollout-model names a path twice: {', '.join(candidates)}; give each candidate once")
-    bench = PairBench(config, config.policy.path, candidates, prompts, seed)
+    bench = PairBench(config, config.policy.path, candidates, prompts, seed, listen=listen)
     return [bench.measure(config.policy.path, path) for path in candidates]
 
 

@@ -16,6 +16,7 @@ with lazy():
     from jackpot.analysis.compare import arms as comparing
     from jackpot.analysis.compare import process, scheduler
     from jackpot.config import recipes
+    from jackpot.core import cores
     from jackpot.training.run_folder import folder as run_folder
     from jackpot.ui import numbers, results
     from jackpot.ui.views import comparison as views
@@ -64,7 +65,7 @@ def compare(
     )
 
     try:
-        found, runs = comparing.run_arms(configs, given, where, plan, jobs, _listener(console))
+        found, runs = comparing.run_arms(configs, given, where, plan, jobs, _listener(console, len(configs), jobs))
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
@@ -75,13 +76,27 @@ def compare(
     show_answer(console, [labelled(views.comparison_verdict(found))], sections.values(), True, files, commands)
 
 
-def _listener(console: Console) -> "scheduler.ArmListener":
-    """Return a listener that prints a line for every evaluation of a run and for the end of a run."""
+def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmListener":
+    """Return a listener that prints a line for every evaluation of a run and for the end of a run.
+
+    The first line of a run that trains tells about how long all of them take together.
+    """
     shown: dict[str, int] = {}  # newest evaluation of each run, iteration
+    left = runs  # that were not done before; 0 once the time was told
 
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
+        nonlocal left
         evaluated = [line for line in lines if run_folder.measure_of(line)]
         newest = evaluated[-1]["iteration"] if evaluated else -1
+        if left and end:
+            left -= 1
+        elif left and lines and lines[-1]["iteration"] > 0:
+            phases = {name: value for name, value in lines[-1].items() if name.startswith("seconds/")}
+            each = sum(phases.values()) - phases.get("seconds/prepass", 0.0)
+            at_once = min(left, jobs or max(1, cores.free_cores()))
+            minutes = each * run.config.iterations * left / at_once / 60.0
+            print_line(console, f"{left} runs, {at_once} at a time: about {minutes:,.0f} minutes in all, by {run.name}")
+            left = 0
         if end or newest > shown.get(run.name, -1):
             shown[run.name] = newest
             accuracy = f"policy {numbers.evaluated(evaluated[-1], 'policy')}" if evaluated else ""

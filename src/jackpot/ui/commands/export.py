@@ -17,13 +17,18 @@ with lazy():
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder with saved rollouts.")],
-    form: Annotated[str, typer.Option("--format", help="Format to write: jsonl or verl.")],
+    form: Annotated[str, typer.Option("--format", help="Format to write: jackpot, jsonl or verl.")],
     out: Annotated[
         Path | None,
         typer.Option(help="Folder, empty or not there yet; default that of the run with -FORMAT."),
     ] = None,
+    iteration: Annotated[int | None, typer.Option(help="Iteration to write; default all that are saved.")] = None,
+    sample: Annotated[str | None, typer.Option(help="Uid of the response to write; default all.")] = None,
 ) -> None:
     """Write the saved rollouts of a run in the format of another trainer, a file for each iteration.
+
+    With --format jackpot a file is a bundle of its own: all columns, the run's settings and a schema version, which
+    `jackpot replay FILE` reads anywhere, and `jackpot replay FILE --rewards` scores again.
 
     `jackpot replay` reads them back; docs/replay.md says what each format is, and what of ours it does not have.
 
@@ -33,7 +38,11 @@ def export(
     named = run if run.name.strip(".") else run.resolve()  # `.` is no name
     folder = out or named.with_name(f"{named.name}-{form}")
     with status(console, "writing", LINE_SECONDS) as show:
-        found = exporting.export_rollouts(run, form, folder, lambda responses: show(f"wrote {responses:,} responses"))
+
+        def listen(responses: int) -> None:
+            show(f"wrote {responses:,} responses")
+
+        found = exporting.export_rollouts(run, form, folder, listen, iteration=iteration, sample=sample)
     files = f"{len(found.files)} {'file' if len(found.files) == 1 else 'files'}"
     print_line(console, f"Wrote {found.responses:,} responses of {found.tokens:,} tokens to {files} in {folder}")
     print_line(console, f"Not in the format of {form}: {found.lost}")

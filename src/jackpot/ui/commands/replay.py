@@ -13,12 +13,17 @@ from jackpot.ui.terminal.output import labelled, print_line, show_answer, show_n
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
+    from jackpot.analysis.replay import formats
     from jackpot.analysis.replay import replay as replaying
     from jackpot.analysis.replay import results
+    from jackpot.analysis.replay import rewards as scoring
     from jackpot.config import recipes
     from jackpot.ui import charts
     from jackpot.ui import results as saving
     from jackpot.ui.views import replay as views
+
+_LARGE = 5.0  # MB of saved rollouts, from which on the time is told before
+_MOST_REWARDS = 20  # that differ, of which each has a line
 
 
 def replay(
@@ -39,6 +44,9 @@ def replay(
     ] = None,
     corrections: Annotated[str, typer.Option(help="Names of corrections, separated by commas; default all.")] = "",
     every: Annotated[int, typer.Option(min=1, help="Replay one of every so many responses of a file.")] = 1,
+    rewards: Annotated[
+        bool, typer.Option("--rewards", help="Compute the rewards of Jackpot's rollouts again and compare them.")
+    ] = False,
     show_all: ShowAll = False,
     as_json: AsJson = False,
 ) -> None:
@@ -50,16 +58,26 @@ def replay(
     Status: supported. Status of what it says of worth and savings: experimental. --model is not yet run on a GPU.
     """
     console = Console(stderr=as_json)
+    megabytes = sum(file.stat().st_size for file in formats.find_format(path, form)[1]) / 1e6
+    if megabytes > _LARGE:
+        print_line(console, f"{megabytes:,.0f} MB at about 10,000 tokens a second; --every 10 takes a tenth of the time")
     with status(console, "reading", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
             show(f"read {responses:,} responses")
 
         result = replaying.replay(path, form, recipes.split_names(corrections), model, temperature, every, listen)
+        again = scoring.score_again(path) if rewards else []
     if as_json:
-        typer.echo(json.dumps(saving.to_json(results.result_numbers(result)), indent=2, allow_nan=False))
+        numbers = results.result_numbers(result) | ({"rewards": [one._asdict() for one in again]} if rewards else {})
+        typer.echo(json.dumps(saving.to_json(numbers), indent=2, allow_nan=False))
     else:
         _show(console, result, show_all)
+    others = [one for one in again if not one.is_same]
+    if rewards and not as_json:
+        print_line(console, f"Rewards: {len(again) - len(others):,} of {len(again):,} are the same when computed again")
+        for one in others[:_MOST_REWARDS]:
+            print_line(console, f"  {one.uid}: {one.saved:g} saved, {one.now:g} now")
 
 
 def _show(console: Console, result: "results.ReplayResult", show_all: bool) -> None:

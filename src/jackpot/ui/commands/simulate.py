@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import Arm, Overrides, Recipe, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import labelled, show_answer
+from jackpot.ui.terminal.output import labelled, print_line, show_answer
 from jackpot.ui.terminal.progress import status
 
 with lazy():
@@ -43,8 +43,14 @@ def simulate(
     Status: supported. Status of what it says of worth and savings: experimental.
     """
     console, config = Console(), recipes.resolve(recipe, arm, overrides or [])
+    count = prompts or candidates.PROMPTS
     with status(console, "measuring both models"):
-        found = candidates.simulate_candidates(config, rollout_model or [], prompts or candidates.PROMPTS, seed)
+
+        def listen(seconds: float) -> None:
+            left = "the policy's answers and the comparison take about three times as long"
+            print_line(console, f"{count} answers took {seconds:.0f} s; {left}")
+
+        found = candidates.simulate_candidates(config, rollout_model or [], count, seed, listen)
 
     sections = simulation.candidate_sections(found)
     folder = out or Path("runs") / "-".join(filter(None, ["simulate", Path(recipe).stem, arm]))

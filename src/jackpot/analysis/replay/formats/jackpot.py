@@ -1,22 +1,46 @@
-"""Reads the rollouts of Jackpot's own run folders."""
+"""Reads the rollouts of Jackpot's own run folders, and single files of theirs, which hold the run's settings."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.jsonl import COLUMNS
 from jackpot.analysis.replay.formats.records import DumpRecord, Warn, parquet_rows
 from jackpot.analysis.replay.responses import NEEDED
+from jackpot.config.arms import build_config
+from jackpot.config.config import Config
+from jackpot.training.run_folder.folder import run_config
 from jackpot.training.run_folder.rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
+_NAMES = "iteration-*.parquet"
 _COLUMNS = ("iteration", "sampled_by", *COLUMNS)
 
 
-def files(run: Path) -> list[Path]:
-    """Find the saved iterations of a run folder, in their order."""
-    return sorted((run / "rollouts").glob("iteration-*.parquet")) if run.is_dir() else []
+def files(path: Path) -> list[Path]:
+    """Find the saved iterations of a run folder or of a folder of such files, in their order, or the file itself."""
+    if path.is_file():
+        return [path] if path.match(_NAMES) else []
+    return sorted((path / "rollouts").glob(_NAMES)) or sorted(path.glob(_NAMES))
+
+
+def config_of(path: Path) -> Config:
+    """Return the settings of a run folder, or those that stand in the first file of saved rollouts.
+
+    Raises:
+        CheckpointError: a run folder with a damaged config.yaml.
+        ConfigError: settings that do not fit this version.
+        DataError: a damaged file.
+    """
+    if (path / "config.yaml").is_file():
+        return run_config(path)
+    file = files(path)[0]
+    open_rollout_file(file)
+    return build_config(json.loads(pq.read_schema(file).metadata[b"config"]))
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
