@@ -72,7 +72,9 @@ def test_the_files_have_what_the_other_trainer_writes_itself(trained, tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
-    with pytest.raises(ConfigError, match=r"unknown format to write 'verrl'; did you mean 'verl'\? Valid: jackpot, jsonl, verl"):
+    with pytest.raises(
+        ConfigError, match=r"unknown format to write 'verrl'; did you mean 'verl'\? Valid: jackpot, jsonl, verl"
+    ):
         export_rollouts(trained, "verrl", tmp_path / "out")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         export_rollouts(tmp_path, "verl", tmp_path / "out")

@@ -87,7 +87,10 @@ def test_without_padding_the_ids_tell_which_is_shifted(tmp_path):
         ours, theirs = (values - 0.1 * torch.rand(30, generator=generator, dtype=torch.float64) for _ in range(2))
         line = {"uid": str(number), "token_ids": ids[:-1].tolist()}
         lines.append(line | {ENGINE: ours[:-1].tolist(), POLICY: theirs[1:].tolist()})
-    assert f"{POLICY} (the policy's) has at each token the log-prob of the next token" in said(lines, tmp_path)["Fix first"]
+    assert (
+        f"{POLICY} (the policy's) has at each token the log-prob of the next token"
+        in said(lines, tmp_path)["Fix first"]
+    )
     lines = [line | {"token_ids": [7] * 29} for line in lines]  # which say nothing
     assert f"{POLICY} (the policy's) is one token ahead of {ENGINE}" in said(lines, tmp_path)["Fix first"]
 

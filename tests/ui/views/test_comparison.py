@@ -97,7 +97,8 @@ def test_the_verdict_names_the_highest_arm_and_its_distance(baseline: str) -> No
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
     assert comparison_verdict(compare(runs, baseline=baseline)) == {
         "Highest": "obrs, 80.0 % right (3 seeds)",
-        "Against none": "obrs is 29.0 points higher than none (95 % CI +29.0 to +29.0, 3 seeds): significant, on 3 of 3",
+        "Against none": "obrs is 29.0 points higher than none (95 % CI +29.0 to +29.0, 3 seeds): "
+        "significant, on 3 of 3",
     }
 
 

@@ -403,7 +403,9 @@ def _known(chosen: JudgedCorrection) -> str:
     if chosen.known > 0.0:
         known = f"for {chosen.known:.0%} of the tokens"
         return f". Summed over both distributions where the top-k lists hold them, {known}, and sampled at the others"
-    return ". Sampled, not summed over the vocabulary: a tail that was not sampled is missing; top-k lists would show it"
+    return (
+        ". Sampled, not summed over the vocabulary: a tail that was not sampled is missing; top-k lists would show it"
+    )
 
 
 def _generate(generation: Sequence[Generation]) -> dict[str, str]:

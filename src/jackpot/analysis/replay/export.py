@@ -100,9 +100,7 @@ def _numbers_of(file: RolloutFile, sample: str) -> list[int]:
     return [row for row, uid in enumerate(uids) if uid == sample]
 
 
-def _write(
-    writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[int] | None
-) -> dict[Path, RolloutFile]:
+def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[int] | None) -> dict[Path, RolloutFile]:
     """Write the rows of an iteration, all with None, and return what is written by its path; no writer: as ours."""
     path = out / (writer.file_name.format(file.iteration) if writer else file.path.name)
     try:

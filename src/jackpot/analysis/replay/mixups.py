@@ -76,7 +76,9 @@ class ColumnPairs:
             for grid, dtype in GRIDS.items() if len(values) >= FEW else ():
                 if values.to(dtype).double().eq(values).double().mean() >= ROUNDED:
                     units = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
-                    rounded.append(f"{name} is rounded to {grid}, which alone makes {float(units) / 8.0:.2%} total variation")
+                    rounded.append(
+                        f"{name} is rounded to {grid}, which alone makes {float(units) / 8.0:.2%} total variation"
+                    )
                     break
         return "; ".join(rounded)
 

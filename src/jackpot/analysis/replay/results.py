@@ -121,7 +121,9 @@ def dump_findings(result: ReplayResult) -> dict[str, str]:
     if result.answer.verdict == "cannot tell":
         found["Log-probs"] = lines["Fix first"]
     if float(run["no_advantage"].value) == 1.0:
-        found["Advantages"] = "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
+        found["Advantages"] = (
+            "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
+        )
     (first, before), (last, after) = result.ends[0], result.ends[-1]
     if after > max(NOTABLE, GROWN * before):
         grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"

@@ -13,9 +13,8 @@ from jackpot.ui.terminal.output import labelled, print_line, show_answer, show_n
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
-    from jackpot.analysis.replay import formats
+    from jackpot.analysis.replay import formats, results
     from jackpot.analysis.replay import replay as replaying
-    from jackpot.analysis.replay import results
     from jackpot.analysis.replay import rewards as scoring
     from jackpot.config import recipes
     from jackpot.ui import charts
@@ -60,7 +59,9 @@ def replay(
     console = Console(stderr=as_json)
     megabytes = sum(file.stat().st_size for file in formats.find_format(path, form)[1]) / 1e6
     if megabytes > _LARGE:
-        print_line(console, f"{megabytes:,.0f} MB at about 10,000 tokens a second; --every 10 takes a tenth of the time")
+        print_line(
+            console, f"{megabytes:,.0f} MB at about 10,000 tokens a second; --every 10 takes a tenth of the time"
+        )
     with status(console, "reading", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
