@@ -7,8 +7,6 @@ Of one model at two temperatures, the log-odds log p - log(1 - p) of a sampled t
 other tokens share what is left; their slope is the quotient of the temperatures. Of a column that was shifted by one,
 the log-probs go with the column beside at the next token or the one before; which of both is off, the ids tell: the
 log-probs of a token depend on what token it is.
-
-Status: experimental.
 """
 
 import math

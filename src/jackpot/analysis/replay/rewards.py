@@ -1,7 +1,4 @@
-"""`jackpot replay --rewards`: computes the rewards of our saved rollouts again, with the task of their own settings.
-
-Status: supported.
-"""
+"""`jackpot replay --rewards`: computes the rewards of our saved rollouts again, with the task of their own settings."""
 
 from contextlib import closing
 from pathlib import Path
