@@ -75,8 +75,9 @@ def test_the_command_begins_with_the_answer(trained, numbers):
         "obrs kappa=none *",
     ):
         assert text in printed
-    verdict = numbers["answer"]["sentence"]
-    assert 0 <= printed.index(verdict) < printed.index("What a rollout is worth") < printed.index("On the sampled")
+    lines = numbers["answer"]["lines"]
+    verdict = " ".join(f"{label}: {text}" for label, text in lines.items())
+    assert 1 <= len(lines) <= 5 and 0 <= printed.index(verdict) < printed.index("What a rollout is worth") < printed.index("On the sampled")
     short = " ".join(jackpot("replay", str(trained), "--corrections", "none", cwd=trained.parent).stdout.split())
     assert "What a rollout is worth" in short
     assert "On the sampled tokens" not in short and "--all prints" in short
@@ -165,7 +166,7 @@ def test_imported_jsonl_is_replayed(tmp_path):
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     assert "dump.jsonl: jsonl, 1 files" in printed and "as the file has it" in printed
-    assert "Use tis: a rollout is then worth" in printed
+    assert "Use: tis; a rollout is then worth" in printed
     assert "jackpot train RECIPE objective.correction=tis" in printed
     wrong = jackpot("replay", "dump.jsonl", "--format", "verl", cwd=tmp_path)
     assert wrong.returncode == 2 and "lacks responses" in wrong.stderr and "_log_rollout_data" in wrong.stderr

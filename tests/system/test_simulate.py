@@ -50,7 +50,7 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
             f"{one['accuracy']:.1%}",
         ):
             assert text in printed
-    assert "No correction can be recommended: there are" in printed  # 8 responses each
+    assert "Use: no correction can be recommended Fix first: there are" in printed  # 8 responses each
     assert "starter:rollout_model" in (folder / "simulate.html").read_text()
 
 
