@@ -46,11 +46,11 @@ def test_bounds_of_z_from_the_top_k_hold_the_exact_z(name: str, fill_in: bool) -
 
 def test_sizes_stop_at_the_vocabulary() -> None:
     assert (
-        topk_sizes(32) == (5, 10, 20, 32)
-        and topk_sizes(20) == (5, 10, 20)
-        and topk_sizes(160) == (5, 10, 20, 40, 80, 160)
+        topk_sizes(32) == (2, 5, 10, 20, 32)
+        and topk_sizes(20) == (2, 5, 10, 20)
+        and topk_sizes(160) == (2, 5, 10, 20, 40, 80, 160)
     )
-    assert topk_sizes(32_768) == (5, 10, 20, 40, 80, 160)
+    assert topk_sizes(32_768) == (2, 5, 10, 20, 40, 80, 160)
     last = topk_numbers(states("noise", 1.0, vocabulary=32), fill_in=False)
     exact = measure_states(states("noise", 1.0, vocabulary=32)).acceptance[:, RECIPE_LAM]
     np.testing.assert_allclose(last.value[:, -1].numpy(), exact.numpy(), rtol=1e-12)
@@ -60,19 +60,19 @@ def test_sizes_stop_at_the_vocabulary() -> None:
 def test_a_summary_has_kappa_with_its_error() -> None:
     one = states("noise", 1.5, count=10)
     numbers, exact = topk_numbers(one, True), measure_states(one)
-    z, z_k = exact.acceptance[:, RECIPE_LAM].numpy(), numbers.value[:, 1].numpy()
+    z, z_k = exact.acceptance[:, RECIPE_LAM].numpy(), numbers.value[:, 2].numpy()
     accept = np.minimum(1.0, one.rho.numpy())
     kappas = []
     draw = np.random.default_rng(0)
     for _ in range(1_500):
         sampled = np.stack([draw.choice(accept[row], size=4, p=one.rollout[row].exp().numpy()) for row in range(10)])
         kappas.append(sampled.sum() / (4 * z_k.sum()))
-    row = topk_summary(numbers, exact, acceptance_variance(one), torch.from_numpy(sampled), SMALL, True)[1]
+    row = topk_summary(numbers, exact, acceptance_variance(one), torch.from_numpy(sampled), SMALL, True)[2]
     assert row.k == 10 and row.fill_in and row.outside == 0
     assert row.z_share == pytest.approx((z_k / z).mean(), rel=1e-12)
     assert row.z_share_low == pytest.approx(np.quantile(z_k / z, 0.01), rel=1e-12)
-    assert row.width == pytest.approx((numbers.upper - numbers.lower)[:, 1].numpy().mean(), rel=1e-12)
-    assert row.captured == pytest.approx(numbers.captured[:, 1].numpy().mean(), rel=1e-12)
+    assert row.width == pytest.approx((numbers.upper - numbers.lower)[:, 2].numpy().mean(), rel=1e-12)
+    assert row.captured == pytest.approx(numbers.captured[:, 2].numpy().mean(), rel=1e-12)
     assert row.kappa == pytest.approx(kappas[-1], rel=1e-12)
     assert row.kappa_exact == pytest.approx(z.sum() / z_k.sum(), rel=1e-12)
     assert row.corrected == pytest.approx(kappas[-1] * z_k.mean() / z.mean(), rel=1e-12)
@@ -92,6 +92,6 @@ def test_the_estimates_do_not_depend_on_the_chunks_and_are_shown() -> None:
     one = states("noise", 1.0, count=20)
     whole = topk_source("a", [one])
     assert whole == topk_source("a", [one.pick(torch.arange(start, start + 5)) for start in range(0, 20, 5)])
-    assert len(whole.rows) == 12 and whole.vocabulary == SMALL
+    assert len(whole.rows) == 14 and whole.vocabulary == SMALL
     row = next(row for row in whole.rows if row.k == 20 and row.fill_in)
     assert f"{row.z_share:.4f}" in str(topk_section([whole]))

@@ -389,7 +389,7 @@ def test_damaged_lines_are_named_and_the_rest_is_replayed(tmp_path):
     assert found.unreadable == 4 and float(found.run["responses"].value) == 50
     text = "\n".join(found.problems)
     assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has nan at" in text
-    assert "a log-probability is at most 0" in text and "a.jsonl line 54 is no JSON" in text
+    assert "these are probabilities; write their logarithm" in text and "a.jsonl line 54 is no JSON" in text
 
 
 def test_a_response_that_lacks_a_column_is_left_out_and_named(tmp_path):
