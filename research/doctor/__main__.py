@@ -1,0 +1,139 @@
+"""Makes runs sick on purpose, and healthy ones that may not look so, and asks `jackpot diagnose` what they have.
+
+    python -m research.doctor run --seed 11 --out runs/doctor [CASE ...]   # a line each in docs/doctor.jsonl
+    python -m research.doctor judge --seed 1 --out runs/doctor             # diagnoses again what was run, writes nothing
+    python -m research.doctor table                                        # the table of docs/metrics.md from the lines
+
+A case is a few lines of cases.py. Each runs in a process of its own, forked from one that has imported everything.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackpot.analysis.diagnose.diagnose import Diagnosis, diagnose
+from jackpot.config.recipes import resolve
+from jackpot.launch.start import train_run
+from jackpot.training.run_folder.folder import RunFolder, run_config
+from research.doctor.cases import CASES, HEALTHY, SICK, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = ROOT / "docs" / "doctor.jsonl"
+
+
+class Killed(BaseException):
+    """Ends a start of a run as abruptly as an exception can."""
+
+
+def train(case: Case, seed: int, folder: Path, more: list[str]) -> None:
+    """Train the run of a case in `folder`/run; an error that ends it is printed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    case.prepare(folder)
+    config = resolve(case.recipe, case.arm, [*case.overrides(folder, seed), *more])
+    for start in range(case.starts):
+        kill_at = config.iterations // 2 + 3 if start < case.starts - 1 else None
+
+        def listen(line: dict[str, Any], kill_at: int | None = kill_at) -> None:
+            if line["iteration"] == kill_at:
+                raise Killed
+
+        with contextlib.suppress(Killed):
+            train_run(config, folder / "run", listen)
+
+
+def in_a_process(case: Case, seed: int, folder: Path, more: list[str]) -> float:
+    """Train in a fork of this process, with its output in `folder`.log; return the CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = os.fork()
+    if not child:
+        with Path(f"{folder}.log").open("w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            try:
+                train(case, seed, folder, more)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                log.flush()
+                os._exit(0)
+    os.waitpid(child, 0)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def judge(run: Path) -> Diagnosis:
+    """Diagnose a run as `jackpot diagnose` does."""
+    folder = RunFolder(run)
+    return diagnose(folder.read("metrics.jsonl"), folder.read("events.jsonl"), run_config(run))
+
+
+def is_right(case: Case, found: Diagnosis) -> bool:
+    """Return whether the first finding is the cause of the case, or none where there should be none."""
+    if not case.expected:
+        return not found.findings
+    return bool(found.findings) and bool(re.search(case.expected, found.findings[0].explanation))
+
+
+def name_of(case: Case, seed: int) -> str:
+    """Return the name of the folder of a case's run."""
+    return f"{re.sub(r'[^a-z0-9]+', '-', case.name.lower())}-{seed}"
+
+
+def show(case: Case, seed: int, found: Diagnosis, cpu: float) -> dict[str, Any]:
+    """Print what was found of a run, and return its line."""
+    first = found.findings[0] if found.findings else None
+    said = first.explanation if first else found.verdict
+    right = is_right(case, found)
+    print(f"{'right' if right else 'WRONG'}  {case.name} [{seed}] {cpu:.0f} s: {said}", flush=True)
+    if not right:
+        for finding in found.findings:
+            print(f"         {finding.metric} since {finding.since}: {finding.now:.3g} ({finding.limit:.3g})")
+    return {
+        "case": case.name,
+        "seed": seed,
+        "right": right,
+        "metric": first.metric if first else None,
+        "since": first.since if first else None,
+        "said": said,
+        "cpu_seconds": round(cpu, 1),
+    }
+
+
+def main() -> None:
+    """Run, judge or tabulate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "judge", "table"))
+    parser.add_argument("--cases", default="", help="names of cases between semicolons; empty: all of the table")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/doctor"))
+    parser.add_argument("--smollm", default="smollm2/policy", help="path of the policy of the case SmolLM2")
+    parser.add_argument("--lines", type=Path, default=None, help="file that gets a line for each run")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    names = arguments.cases.split("; ") if arguments.cases else [case.name for case in (*SICK, *HEALTHY)]
+    for case in (CASES[name] for name in names):
+        folder, cpu = arguments.out / name_of(case, arguments.seed), 0.0
+        if arguments.what == "run":
+            more = [f"policy.path={arguments.smollm}"] if case.recipe == "smollm" else []
+            cpu = in_a_process(case, arguments.seed, folder, more)
+        if not (folder / "run" / "config.yaml").exists():
+            print(f"no run of {case.name}: see {folder}.log", file=sys.stderr)
+            continue
+        line = show(case, arguments.seed, judge(folder / "run"), cpu)
+        if arguments.lines:
+            with arguments.lines.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
