@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, diagnose
+from jackpot.analysis.diagnose.saved import read_saved
 from jackpot.config.recipes import resolve
 from jackpot.launch.start import train_run
 from jackpot.training.run_folder.folder import RunFolder, run_config
@@ -72,8 +73,8 @@ def in_a_process(case: Case, seed: int, folder: Path, more: list[str]) -> float:
 
 def judge(run: Path) -> Diagnosis:
     """Diagnose a run as `jackpot diagnose` does."""
-    folder = RunFolder(run)
-    return diagnose(folder.read("metrics.jsonl"), folder.read("events.jsonl"), run_config(run))
+    folder, config = RunFolder(run), run_config(run)
+    return diagnose(folder.read("metrics.jsonl"), folder.read("events.jsonl"), config, read_saved(run, config))
 
 
 def is_right(case: Case, found: Diagnosis) -> bool:

@@ -94,11 +94,6 @@ class FaultySums(Arithmetic):
         return lambda: scores
 
 
-def number_after_hash(*, problem: str, response: str, answer: str, finished: bool) -> float:
-    """Return 1 where the number after `#` is the answer; raise ValueError where there is none."""
-    return float(int(response.split("#")[1]) == int(answer) and finished)
-
-
 def raises_at_times(*, problem: str, response: str, answer: str, finished: bool) -> float:
     """Rate as `number_after_hash`, but raise for every response to a problem with a 7."""
     if "7" in problem:
@@ -108,9 +103,11 @@ def raises_at_times(*, problem: str, response: str, answer: str, finished: bool)
 
 
 def write_problems(folder: Path, count: int = 600) -> None:
-    """Write problems.jsonl: sums as rows with problem and answer, for tasks that read a file."""
-    rows = [{"problem": f"{n % 37 + 1}+{n % 29 + 1}=", "answer": str(n % 37 + n % 29 + 2)} for n in range(count)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Write train.jsonl and test.jsonl: sums as rows with problem and answer, for tasks that read files."""
+    for name, first in (("train", 1), ("test", 21)):
+        pairs = [(first + n % 20, 1 + n // 20) for n in range(count)]
+        rows = [{"problem": f"{one}+{other}=", "answer": str(one + other)} for one, other in pairs]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 # Patches
@@ -162,9 +159,7 @@ def rounded(rollout: Rollout) -> Rollout:
 def keeps_old_weights() -> None:
     """Have engines take new weights for received, and go on with the old ones."""
 
-    def update(
-        self: TransformersEngine, named_tensors: Iterable[tuple[str, Tensor]], version: Version
-    ) -> str:
+    def update(self: TransformersEngine, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         digest = WeightsDigest(torch.float32)
         for name, tensor in named_tensors:
             digest.add(name, tensor)

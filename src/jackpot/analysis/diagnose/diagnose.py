@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jackpot.analysis.diagnose.learning import why_unknown
+from jackpot.analysis.diagnose.learning import why_nothing, why_unknown
 from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
-from jackpot.analysis.diagnose.rules import ENGINE_GAP, RULES
+from jackpot.analysis.diagnose.rules import ENGINE_GAP, LOOKS, NOTHING, RULES, SAME
 from jackpot.config.config import Config
 
 _SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")  # a path in a suggestion
@@ -29,7 +29,9 @@ class Finding:
     side: Literal["above", "below"]
     limit: float
     explanation: str  # what is wrong
-    suggestion: str  # which settings to change, of those that the run has
+    suggestion: str  # what to do, the obvious first, with settings that the run has
+    source: str  # where the limit comes from
+    look: str  # what to look at; RUN stands for the run's folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +57,21 @@ class Diagnosis:
         return f"Looked at: {', '.join(self.looked_at) or 'nothing'}.", *unseen
 
 
-def diagnose(lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> Diagnosis:
-    """Apply every rule to the metrics and events of a run.
+def diagnose(
+    lines: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    config: Config,
+    saved: Sequence[Mapping[str, Any]] = (),
+) -> Diagnosis:
+    """Apply every rule to the metrics, events and saved rollouts of a run.
 
     Args:
         lines: records of metrics.jsonl, in their order.
         events: records of events.jsonl.
         config: settings of the run.
+        saved: of `read_saved`.
     """
-    history = MetricHistory(lines, events, config)
+    history = MetricHistory(lines, events, config, saved)
     judged = [(rule.name, _judge(rule, history)) for rule in RULES]
 
     findings = tuple(judgement.finding for _, judgement in judged if judgement.finding)
@@ -135,8 +143,10 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
         now=now,
         side="above" if now > high else "below",
         limit=high if now > high else low,
-        explanation=rule.explanation + _details(rule.metric, history),
+        explanation=rule.explanation + _details(rule, history),
         suggestion=_remedies(rule.suggestion, history.config),
+        source=rule.source,
+        look=rule.look or LOOKS[rule.group],
     )
     return _Judgement(finding)
 
@@ -157,13 +167,15 @@ def _has(config: Config, path: str) -> bool:
     return hasattr(block, name)
 
 
-def _details(metric: str, history: MetricHistory) -> str:
-    """Return what the events say behind a rule's explanation."""
+def _details(rule: Rule, history: MetricHistory) -> str:
+    """Return what events and settings say behind a rule's explanation."""
     details = {
         ENGINE_GAP: history.computed_differently,
-        "events/stopped": lambda: history.why_stopped() + history.computed_differently(),
+        "events/stopped": lambda: history.newest("stopped", "why") + history.computed_differently(),
+        "policy/skipped_steps": lambda: history.newest("skipped_step", "why"),
+        **dict.fromkeys(SAME, lambda: why_nothing(history) if rule.explanation.startswith(NOTHING) else ""),
     }
-    return details[metric]() if metric in details else ""
+    return details[rule.metric]() if rule.metric in details else ""
 
 
 def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, str]) -> str:
@@ -176,10 +188,16 @@ def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, 
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:
-    cause, rest = findings[0], len(findings) - 1
-    sentence = (
-        f"Unhealthy since iteration {cause.since}: {cause.explanation}. {cause.metric} is {cause.now:.3g}, "
-        f"{cause.side} the limit of {cause.limit:.3g}. Try: {cause.suggestion}."
-    )
-    further = f" {rest} further {'finding' if rest == 1 else 'findings'} may follow from it." if rest else ""
-    return sentence + further
+    """Say what is wrong since when, how it shows, what to do first and then, and what to look at, a line each."""
+    cause, *further = findings
+    first, *others = cause.suggestion.split("; ")
+    number = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"
+    follow = f"; may follow from it: {', '.join(finding.metric for finding in further)}" if further else ""
+    lines = {
+        "Unhealthy since iteration": f"{cause.since}: {cause.explanation}",
+        "Sign:": number + follow,
+        "First:": first,
+        "Then:": "; ".join(others),
+        "Look at:": cause.look,
+    }
+    return "\n".join(f"{label} {text}." for label, text in lines.items() if text)

@@ -15,7 +15,10 @@ from jackpot.training.limits import COLLAPSED_BELOW
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where the task has no verdict
 REWARDS = "reward/mean"
 ENOUGH = 30  # iterations before which a policy may have learned nothing, after the warm-up of its learning rate
+MOVES = 1e-5  # learning rate times steps, the furthest that AdamW takes a weight, below which nothing is learned
+CUT = 0.3  # share of the responses that are cut at the limit
 CHANCE = 2.0  # standard errors of a difference beyond which it is not by chance
+AT_ONCE = 2  # iterations whose rewards are those of the start where they fall at once
 _ONE_TAIL = 1.0 - NormalDist().cdf(CHANCE)  # the probability of more
 
 
@@ -41,8 +44,10 @@ def _stretches(history: MetricHistory) -> list[Level]:
     if len(values) < 2 * size:
         return []
     error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
+    first = Level(fmean(values[:AT_ONCE]), error * math.sqrt(size / AT_ONCE))  # what falls at once falls from there
     starts = [0, *range(len(values) % size or size, len(values), size)]
-    return [Level(fmean(values[start : start + size]), error) for start in starts]
+    levels = [Level(fmean(values[start : start + size]), error) for start in starts]
+    return [first if first.mean - levels[0].mean > CHANCE * first.error else levels[0], *levels[1:]]
 
 
 def fallen(metric: str, *, at_once: bool) -> OfRun:
@@ -96,6 +101,72 @@ def risen(metric: str) -> OfRun:
 def below_start_unless_risen(history: MetricHistory, values: Values) -> float:
     """Return a tenth of the entropy at the start; half of that where the policy has become better."""
     return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
+
+
+def unless_learning(limit: float) -> OfRun:
+    """Return a limit of how few groups teach something: rewards may be sparse from the start in a run that learns."""
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        is_sparse = at_start(history, values) > limit
+        return None if is_sparse and (_has_risen(history) or not _is_late(history)) else limit
+
+    return of
+
+
+def unless_risen(limit: float) -> OfRun:
+    """Return a limit that does not apply where the policy has become better."""
+    return lambda history, values: None if _has_risen(history) else limit
+
+
+def unless_rewards_fell(limit: float) -> OfRun:
+    """Return a limit that applies where the rewards are not lower than at the start."""
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        rewards = [value for _, value in history.series(REWARDS)]
+        return limit if rewards and history.recent(REWARDS) >= rewards[0] else None
+
+    return of
+
+
+def never_unequal(history: MetricHistory, values: Values) -> float | None:
+    """Return the least spread of the mean rewards where no iteration had another one than the first."""
+    return math.ulp(1.0) if max(values) == min(values) else None
+
+
+def longer(history: MetricHistory, values: Values) -> float | None:
+    """Return 1.3 times the length at the start, where the reward pays for length and the policy is not better."""
+    pays = history.recent("saved/length_reward") > 0.5 and not _has_risen(history)
+    return 1.3 * at_start(history, values) if pays else None
+
+
+def cut_from_start(history: MetricHistory, values: Values) -> float | None:
+    """Return the limit of the share of responses that are cut, where it was above that from the start."""
+    return unless_cut_earn(history, values) if at_start(history, values) > CUT else None
+
+
+def unless_cut_earn(history: MetricHistory, values: Values) -> float | None:
+    """Return the limit of the share of responses that are cut, where those earn nothing."""
+    return CUT if history.recent("saved/cut_earn") <= 0.0 else None
+
+
+def behind_at_start(history: MetricHistory, values: Values) -> float | None:
+    """Return the policy's first accuracy, where the rollout model's is above it by more than chance, and it costs more.
+
+    Training costs 3 passes of each model that is trained, so with a rollout model of the policy's cost 6 times the
+    FLOPs of the rollouts.
+    """
+    policy, model = (levels_of(history, f"eval/{role}_accuracy") for role in ("policy", "rollout_model"))
+    is_behind = policy and model and model[0].mean > policy[0].mean + CHANCE * _error(policy[0], model[0])
+    rollouts = history.recent("flops/rollout") * history.config.batch.ppo_epochs
+    return policy[0].mean if is_behind and history.recent("flops/train") < 6.0 * rollouts else None
+
+
+def why_nothing(history: MetricHistory) -> str:
+    """Say behind a sentence which settings keep a run from learning; "" where none does."""
+    optimizer, steps = history.config.policy.optimizer, history.iteration * history.config.batch.steps_per_iteration
+    if optimizer and optimizer.learning_rate * steps < MOVES:
+        return f". The learning rate is too low: {steps} steps of {optimizer.learning_rate:g} move no weight"
+    return ". Each group is one response, which is compared with none" if history.config.batch.group_size == 1 else ""
 
 
 def why_unknown(history: MetricHistory) -> str:

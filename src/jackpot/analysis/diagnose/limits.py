@@ -17,6 +17,7 @@ LEAST = 5  # fewest values of a metric for a median
 AVERAGED = 20  # iterations over which acceptance and Z are compared
 SURE = 4.0  # standard errors beyond which a difference is no chance
 ROUNDING = 1e-6  # of acceptance and Z in float32
+MOVED = 5e-3  # KL(p_old || p_new) of a mean step with which some ratios have left a clip of 0.2
 SMALL_KL = 0.2  # KL(policy || rollout model) below which the policy cannot have a tenth of its mass on unseen tokens
 
 MetricSeries = list[tuple[int, float]]  # (iteration, value)
@@ -24,16 +25,27 @@ _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
 
 
 class MetricHistory:
-    """Gives the values of a metric over a run, from the lines of metrics.jsonl and events.jsonl.
+    """Gives the values of a metric over a run, from the lines of metrics.jsonl, events.jsonl and saved rollouts.
 
-    Three metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions in the middle of a mean
+    Four metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions in the middle of a mean
     response; `obrs/acceptance_error` is |acceptance - Z| over what chance and the bounds of Z allow (`_with_error`);
-    `events/NAME` counts the events of that name in the newest tenth of the iterations.
+    `seconds/slowest` is how many times its median the slowest phase so far took (`_with_slowest`); `events/NAME` counts
+    the events of that name in the newest tenth of the iterations.
+
+    Args:
+        saved: of `read_saved`.
     """
 
-    def __init__(self, lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config) -> None:
+    def __init__(
+        self,
+        lines: Sequence[Mapping[str, Any]],
+        events: Sequence[Mapping[str, Any]],
+        config: Config,
+        saved: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self.config, self.problems = config, problems_of(lines, config)  # problems of each evaluation
-        self._lines = _with_error([dict(line) | _prefix_ess(line) for line in lines])
+        derived = _with_slowest(_with_error([dict(line) | _prefix_ess(line) for line in lines]), events)
+        self._lines = [*derived, *map(dict, saved)]
         self._events = events
         self.iteration: int = lines[-1]["iteration"] if lines else 0  # the newest
 
@@ -79,9 +91,9 @@ class MetricHistory:
         named = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in found[-1]]
         return f". They compute differently: {'; '.join(named)}" if named else ""
 
-    def why_stopped(self) -> str:
-        """Give the reason of the newest event `stopped` behind a sentence; "" without one."""
-        found = [event["why"] for event in self._events if event["event"] == "stopped" and "why" in event]
+    def newest(self, name: str, key: str) -> str:
+        """Give what the newest event of a name says under a key, behind a sentence; "" without one."""
+        found = [event[key] for event in self._events if event["event"] == name and key in event]
         return f": {found[-1]}" if found else ""
 
     def recent(self, metric: str) -> float:
@@ -117,9 +129,29 @@ def _with_error(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
+def _with_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add `seconds/slowest` to the lines: the most times its median that a phase took so far, in one iteration.
+
+    It counts where that cost more than DELAY seconds and DELAYED median iterations. The first iterations of a start, in
+    which the engine is checked thoroughly, warm up.
+    """
+    starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
+    timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]
+    usual = {phase: median([line.get(f"seconds/{phase}") or 0.0 for line in timed] or [0.0]) for phase in PHASES}
+    least, slowest = max(DELAY, DELAYED * sum(usual.values())), 1.0
+    for line in timed:
+        for phase, seconds in usual.items():
+            took = line.get(f"seconds/{phase}") or 0.0
+            slowest = max(slowest, took / max(seconds, TICK)) if took - seconds > least else slowest
+        line["seconds/slowest"] = slowest
+    return lines
+
+
+PHASES = ("rollout", "score", "check", "train", "sync")  # whose time is alike in all iterations
+DELAY, DELAYED, TICK = 5.0, 3.0, 1e-3  # seconds, median iterations; least median of a phase
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantized.md
 
-Group = Literal["bug", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
+Group = Literal["bug", "data", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
 OfRun = Callable[[MetricHistory, Values], float | None]  # a limit that depends on the run; None: it does not apply
 Limit = float | OfRun
@@ -133,6 +165,16 @@ def latest(values: Values) -> float:
 def increase(values: Values) -> float:
     """Return the increase of a running total across the window (last minus first value)."""
     return values[-1] - values[0]
+
+
+def spread(values: Values) -> float:
+    """Return the difference between the largest and the smallest value of the window."""
+    return max(values) - min(values)
+
+
+def together(values: Values) -> float:
+    """Return how many standard errors several values are from 0 together, each a number of standard errors."""
+    return sum(values) / math.sqrt(len(values))
 
 
 def rounding(metric: str) -> OfRun:
@@ -151,6 +193,34 @@ def rounding(metric: str) -> OfRun:
         return max(history.largest_gap(metric, *one) for one in engines.items()) if all(alike) else None
 
     return of
+
+
+def since_later(limit: OfRun) -> OfRun:
+    """Return the limit where the first value keeps it, so that what is beyond it began later; else None."""
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        most = limit(history, values)
+        return most if most is not None and values[0] <= most else None
+
+    return of
+
+
+def uncorrected(limit: OfRun) -> OfRun:
+    """Return the limit where nothing corrects the rollouts of another model; else None."""
+
+    def of(history: MetricHistory, values: Values) -> float | None:
+        config = history.config
+        is_uncorrected = config.rollout_model is not None and config.objective.correction.name == "none"
+        return limit(history, values) if is_uncorrected else None
+
+    return of
+
+
+def clipped(history: MetricHistory, values: Values) -> float | None:
+    """Return the least share of tokens that a clip takes, where the policy moves far within an iteration."""
+    objective = history.config.objective
+    has_clip = objective.clip_low is not None and objective.clip_high is not None and objective.surrogate != "oapl"
+    return math.ulp(1.0) if has_clip and history.recent("policy/approx_kl_k3") > MOVED else None
 
 
 def quantizing(metric: str) -> OfRun:
@@ -230,8 +300,10 @@ class Rule:
     explained_by: Explained = unexplained  # settings that explain a value beyond the limit
     aggregate: Callable[[Values], float] = median  # reduces the values in the window to one
     after_steps: int = 0  # optimizer steps before the rule applies
+    source: str = "21 honest runs of the quickstart keep it"  # where the limit comes from
     explanation: str  # what is wrong
-    suggestion: str  # which settings to change; behind each semicolon another remedy
+    suggestion: str  # what to do, the obvious first; behind each semicolon another remedy
+    look: str = ""  # what to look at; empty: what `LOOKS` says of the group
 
     @property
     def name(self) -> str:
@@ -241,7 +313,7 @@ class Rule:
     @property
     def needs_many(self) -> bool:
         """Return whether the rule needs LEAST values."""
-        return self.aggregate in (median, fmean)
+        return self.aggregate in (median, fmean, spread)
 
     def limits(self, history: MetricHistory, values: Values) -> tuple[float, float]:
         """Return the low and the high limit for these values of the metric."""

@@ -3,6 +3,8 @@
 The rules are in causal order: an earlier finding can cause a later one.
 """
 
+import math
+from collections.abc import Mapping
 from statistics import fmean
 
 from jackpot.analysis.diagnose.explained import (
@@ -21,24 +23,60 @@ from jackpot.analysis.diagnose.explained import (
     by_weights_of_rollout_model,
     unexplained,
 )
-from jackpot.analysis.diagnose.learning import EVALUATED, REWARDS, below_start_unless_risen, fallen, risen
+from jackpot.analysis.diagnose.learning import (
+    EVALUATED,
+    REWARDS,
+    behind_at_start,
+    below_start_unless_risen,
+    cut_from_start,
+    fallen,
+    longer,
+    never_unequal,
+    risen,
+    unless_cut_earn,
+    unless_learning,
+    unless_rewards_fell,
+    unless_risen,
+)
 from jackpot.analysis.diagnose.limits import (
+    Group,
     Rule,
     above_first_alone,
     above_start,
     all_rounds,
     below_start,
+    clipped,
     increase,
     latest,
     near_1,
     quantizing,
     rounding,
+    since_later,
+    spread,
+    together,
+    uncorrected,
 )
 
 _CLOSER = (
     "raise rollout_model.distill_weight or rollout_model.optimizer.learning_rate; lower policy.optimizer.learning_rate"
 )
 _ANSWERS = "read answers (`jackpot sample RUN`): the template or the reward may be wrong"
+_SLOWER = "lower policy.optimizer.learning_rate"
+EXACT = "it is exact in a sound run"
+CHANCE = "more than chance makes of it"
+CASES = "healthy runs of research/doctor keep it"
+LOOKS: Mapping[Group, str] = {  # what to look at, by the group of the finding; RUN is the run's folder
+    "bug": "the newest events in RUN/events.jsonl, and `jackpot report RUN`, Tokens, coloured by ratio",
+    "data": "prompts, answers and rewards: `jackpot sample RUN`, and the tokens of `jackpot report RUN`",
+    "precision": "`jackpot mismatch RUN`",
+    "learning": "answers before and after: `jackpot sample RUN`",
+    "signal": "prompts, answers and rewards: `jackpot sample RUN`",
+    "mismatch": "the tokens of the largest ratio: `jackpot report RUN`, Tokens, coloured by ratio",
+    "correction": "the tokens with the weight 0: `jackpot report RUN`, Tokens, coloured by weight",
+    "models": "answers before and after: `jackpot sample RUN`",
+    "length": "the longest answers: `jackpot sample RUN`",
+    "disk": "RUN/events.jsonl",
+}
 _OTHER_PROMPTS = "take other prompts (task), a larger batch.group_size, or batch.filter_groups={}"
 _CORRECT = "set objective.correction=tis or what jackpot replay advises for this run"
 _MORE_TOP = "raise sampling.num_top_log_probs"
@@ -55,13 +93,97 @@ _WORSE = (  # metric, who is worse, its aggregate, which settings explain that
     (EVALUATED[1], "the policy earns less on held-out problems", latest, unexplained),
     (REWARDS, "the rollouts earn less", fmean, by_share),
 )
-_SAME = {
+NOTHING = "the run has learned nothing"
+SAME = {
     EVALUATED[0]: "the policy's accuracy is",
     EVALUATED[1]: "the policy's reward is",
     REWARDS: "the rollouts' rewards are",
 }
 
 RULES: tuple[Rule, ...] = (
+    *(
+        Rule(
+            group="bug",
+            metric=metric,
+            high=0.0,
+            aggregate=max,
+            explanation=f"{what} not finite",
+            source=EXACT,
+            suggestion=f"{_SLOWER}; set precision=fp32; cap the weights: {_CORRECT}",
+            look="policy/grad_norm and mismatch/ratio_max just before: `jackpot report RUN`",
+        )
+        for metric, what in (
+            ("health/non_finite_tokens", "log-probs of training are"),
+            ("response/non_finite", "log-probs of the engine are"),
+            ("health/non_finite_steps", "gradients are"),
+        )
+    ),
+    Rule(
+        group="bug",
+        metric="events/stopped",
+        high=0.0,
+        aggregate=latest,
+        explanation="the run stopped itself",
+        source=EXACT,
+        suggestion="mend what the reason names, and continue by the same command",
+    ),
+    *(
+        Rule(
+            group="bug",
+            metric=f"engine/{name}",
+            low=low,
+            high=high,
+            explained_by=by_truncation,
+            aggregate=latest,
+            source="where no gap is, it is " + sound,
+            explanation=text,
+            suggestion=suggestion,
+        )
+        for name, low, high, sound, text, suggestion in (
+            (
+                "bf16",
+                -math.inf,
+                0.9,
+                "0.004 by chance",
+                "the engine's log-probs are rounded to bf16, 3 digits, and the ratios with them",
+                "have the engine report log-probs in fp32",
+            ),
+            (
+                "off_by_one",
+                -math.inf,
+                0.5,
+                "0",
+                "the engine's log-probs are off by one: they are those of the token next to it",
+                "shift them where the rollouts are made; set guard.check_engine=true",
+            ),
+            (
+                "of_other_model",
+                -math.inf,
+                0.5,
+                "0",
+                "the models are swapped: the engine's log-probs are those of the other model",
+                "give the engine the weights of rollout_model.path; set guard.check_engine=true",
+            ),
+            (
+                "temperature",
+                0.96,
+                1.04,
+                "1",
+                "the engine samples at another temperature than training: it is that many times sampling.temperature",
+                "have the engine sample at sampling.temperature; set guard.check_engine=true",
+            ),
+        )
+    ),
+    Rule(
+        group="bug",
+        metric=ENGINE_GAP,
+        high=since_later(rounding(ENGINE_GAP)),
+        explained_by=by_truncation,
+        aggregate=latest,
+        source="what rounding explains",
+        explanation="the engine goes on with old weights: its log-probs were right and are not any more",
+        suggestion="mend what sends the weights (update_weights); set guard.check_engine=true",
+    ),
     *(
         Rule(
             group="bug",
@@ -73,6 +195,18 @@ RULES: tuple[Rule, ...] = (
             suggestion=_ENGINE,
         )
         for metric, model in _GAPS.items()
+    ),
+    Rule(
+        group="bug",
+        metric="engine/draws",
+        low=-5.0,
+        high=5.0,
+        explained_by=by_filter,
+        aggregate=together,
+        source="standard errors; chance exceeds 5 once in a million runs",
+        explanation="the engine reports one distribution and samples from another: top-p, top-k or a temperature is "
+        "not in its log-probs",
+        suggestion="have it return processed log-probs, after temperature, top_p and top_k",
     ),
     Rule(
         group="bug",
@@ -111,34 +245,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         group="bug",
-        metric="events/stopped",
-        high=0.0,
-        aggregate=latest,
-        explanation="the run stopped itself",
-        suggestion="mend what the reason names, and continue by the same command",
-    ),
-    Rule(
-        group="bug",
         metric="events/rollback",
         high=0.0,
         aggregate=latest,
         explanation="the policy collapsed, and the run went back to an earlier checkpoint; events.jsonl says why",
         suggestion=f"lower policy.optimizer.learning_rate, or {_CORRECT}",
-    ),
-    *(
-        Rule(
-            group="bug",
-            metric=metric,
-            high=0.0,
-            aggregate=max,
-            explanation=f"{what} not finite",
-            suggestion="set precision=fp32, lower policy.optimizer.learning_rate, cap weights (objective.correction)",
-        )
-        for metric, what in (
-            ("health/non_finite_tokens", "log-probs of training are"),
-            ("response/non_finite", "log-probs of the engine are"),
-            ("health/non_finite_steps", "gradients are"),
-        )
     ),
     Rule(
         group="bug",
@@ -166,6 +277,136 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
+            group="data",
+            metric=f"saved/{name}",
+            high=limit,
+            aggregate=latest,
+            source=CASES,
+            explanation=text,
+            suggestion=suggestion,
+        )
+        for name, limit, text, suggestion in (
+            (
+                "ambiguous_prompts",
+                0.2,
+                "the prompts are cut: one prompt stands for problems with different answers",
+                "read the prompts as the model does (`prompt` in RUN/rollouts): mend the template, or what cuts them",
+            ),
+            (
+                "repeated_prompts",
+                0.45,
+                "the same prompt comes again and again within a batch",
+                "remove duplicates from the problems (task); shuffle them",
+            ),
+        )
+    ),
+    *(
+        Rule(
+            group="data",
+            metric=metric,
+            high=0.01,
+            explanation=f"scoring {what}, and those responses count as wrong or have reward 0",
+            suggestion=f"read events.jsonl; {hint}",
+        )
+        for metric, what, hint in (
+            ("reward/timeouts", "takes longer than its limit", "raise task.reward_timeout or task.reward_workers"),
+            ("reward/errors", "fails", "a reward function raises, ends its process or returns no number"),
+        )
+    ),
+    Rule(
+        group="data",
+        metric="saved/end_inside",
+        high=0.3,
+        aggregate=latest,
+        source=CASES,
+        explanation="responses go on after an end-of-sequence token: the stop tokens are wrong",
+        suggestion="set sampling.stop_token_ids, or eos_token_id in the model's generation_config.json",
+    ),
+    Rule(
+        group="data",
+        metric="saved/ended_by_stop_ids",
+        high=unless_risen(0.9),
+        aggregate=latest,
+        source=CASES,
+        explanation="a stop token ends the responses, and the policy is no better: it may end them too early",
+        suggestion="read what the responses end with; set sampling.stop_token_ids=[]",
+    ),
+    Rule(
+        group="data",
+        metric="response/tokens",
+        high=longer,
+        source="1.3 times the start, with a correlation of reward and length above 0.5",
+        explanation="responses get longer and not better: the reward pays for length",
+        suggestion="mend the reward; penalize length with objective.overlong_buffer",
+        look="long answers and their rewards: `jackpot sample RUN`",
+    ),
+    Rule(
+        group="data",
+        metric="saved/right_earn",
+        low=-0.5,
+        aggregate=latest,
+        source="right responses earn more than wrong ones",
+        explanation="the reward has the wrong sign: right responses earn less than wrong ones",
+        suggestion="turn the sign of the reward (task)",
+    ),
+    Rule(
+        group="data",
+        metric="saved/commonest",
+        high=unless_rewards_fell(0.9),
+        aggregate=latest,
+        source=CASES,
+        explanation="the policy gives the same answer to every problem, and the reward pays for it",
+        suggestion="mend the reward or balance the answers of the problems (task); raise objective.entropy_coeff; "
+        + _SLOWER,
+    ),
+    Rule(
+        group="data",
+        metric="response/truncated",
+        high=cut_from_start,
+        explanation="responses are cut at the limit before they can earn anything",
+        suggestion="raise sampling.max_new_tokens",
+    ),
+    Rule(
+        group="data",
+        metric="reward/mean",
+        low=never_unequal,
+        aggregate=spread,
+        source="rewards differ where there is anything to learn",
+        explanation="the run never had a reward to learn from: all responses earn the same",
+        suggestion=f"{_ANSWERS}; {_OTHER_PROMPTS}",
+    ),
+    Rule(
+        group="data",
+        metric="eval/rollout_model_accuracy",
+        high=behind_at_start,
+        aggregate=latest,
+        source="2 standard errors at iteration 0, of a rollout model that costs more FLOPs than the policy",
+        explanation="the models may be swapped: the rollout model answers better than the policy from the start",
+        suggestion="exchange policy.path and rollout_model.path",
+        look="`policy.path` and `rollout_model.path` in RUN/config.yaml; both models' answers: `jackpot sample RUN`",
+    ),
+    *(
+        Rule(
+            group="data",
+            metric=metric,
+            high=uncorrected(above_start(0.25, 2.0)),
+            explanation="the rollout model and the policy are far apart, they drift, and nothing corrects it",
+            suggestion=f"{_CORRECT}; {_CLOSER}",
+            look=LOOKS["mismatch"],
+        )
+        for metric in ("mismatch/kl_rollout_policy", "mismatch/kl_policy_rollout")
+    ),
+    Rule(
+        group="data",
+        metric="saved/held_out",
+        high=0.05,
+        aggregate=latest,
+        source=CASES,
+        explanation="held-out problems are trained on, so evaluations show what is known by heart",
+        suggestion="take other problems for evaluations (task.test)",
+    ),
+    *(
+        Rule(
             group="precision",
             metric=metric,
             high=quantizing(metric),
@@ -184,8 +425,9 @@ RULES: tuple[Rule, ...] = (
             low=fallen(metric, at_once=True),
             explained_by=explained,
             aggregate=aggregate,
-            explanation=f"{who} than at the start, and never did better",
-            suggestion=f"lower policy.optimizer.learning_rate first; {_CORRECT}; {_ANSWERS}",
+            source=CHANCE,
+            explanation=f"the learning rate is too high: {who} than at the start, and never did better",
+            suggestion=f"{_SLOWER}; {_CORRECT}; {_ANSWERS}",
         )
         for metric, who, aggregate, explained in _WORSE
     ),
@@ -193,20 +435,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="signal",
             metric=metric,
-            high=0.01,
-            explanation=f"scoring {what}, and those responses count as wrong or have reward 0",
-            suggestion=f"read events.jsonl; {hint}",
-        )
-        for metric, what, hint in (
-            ("reward/timeouts", "takes longer than its limit", "raise task.reward_timeout or task.reward_workers"),
-            ("reward/errors", "fails", "a reward function raises, ends its process or returns no number"),
-        )
-    ),
-    *(
-        Rule(
-            group="signal",
-            metric=metric,
-            high=0.9,
+            high=unless_learning(0.9),
             explained_by=explained,
             explanation=text,
             suggestion=f"{_ANSWERS}; {_OTHER_PROMPTS}",
@@ -360,6 +589,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="correction",
         metric="policy/clip_frac",
+        low=clipped,
+        aggregate=max,
+        explained_by=by_proximal,
+        source="with an approx_kl above 0.005 some ratios are outside of any usual clip",
+        explanation="the clip never acts, however far the policy moves: its ratio is not to the policy before",
+        suggestion="set objective.correction.proximal=old; lower objective.clip_low and objective.clip_high",
+    ),
+    Rule(
+        group="correction",
+        metric="policy/clip_frac",
         high=0.3,
         explained_by=by_proximal,
         explanation="the clip of the policy's ratio takes much of the gradient",
@@ -378,7 +617,7 @@ RULES: tuple[Rule, ...] = (
             group="models",
             metric=f"{model}/entropy",
             low=below_start_unless_risen,
-            explanation=f"the {model.replace('_', ' ')} has collapsed to one answer in every state",
+            explanation=f"the entropy of the {model.replace('_', ' ')} has collapsed: it gives one answer in every state",
             suggestion="lower policy.optimizer.learning_rate; raise objective.entropy_coeff",
         )
         for model in ("policy", "rollout_model")
@@ -411,12 +650,13 @@ RULES: tuple[Rule, ...] = (
             group="models",
             metric=metric,
             low=risen(metric),
+            source=CHANCE,
             explained_by=by_frozen_rollouts if metric == REWARDS else unexplained,
             aggregate=fmean if metric == REWARDS else latest,
-            explanation=f"the run has learned nothing: {what} not measurably above the start",
+            explanation=f"{NOTHING}: {what} not measurably above the start",
             suggestion=f"raise policy.optimizer.learning_rate; {_ANSWERS}; raise evaluation.problems to see more",
         )
-        for metric, what in _SAME.items()
+        for metric, what in SAME.items()
     ),
     Rule(
         group="models",
@@ -454,9 +694,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="length",
         metric="response/truncated",
-        high=0.3,
+        high=unless_cut_earn,
         explanation="many responses are cut at the limit",
         suggestion="raise sampling.max_new_tokens, or penalize length with objective.overlong_buffer",
+    ),
+    Rule(
+        group="disk",
+        metric="seconds/slowest",
+        high=6.0,
+        aggregate=latest,
+        source="6 times the median of that phase, more than 5 s and 3 iterations too much",
+        explanation="a phase of an iteration took many times its median",
+        suggestion="see which one (`seconds/*`) and what else the machine did; look for a slow reward or a stuck engine",
+        look="`seconds/*` in `jackpot report RUN`, and RUN/events.jsonl at that iteration",
     ),
     Rule(
         group="disk",

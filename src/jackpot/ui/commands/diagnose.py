@@ -11,14 +11,14 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import labelled, plain, print_line, show_next, show_table
+from jackpot.ui.terminal.output import labelled, plain, print_line, show_next
 
 with lazy():
     from jackpot.analysis.diagnose import diagnose as diagnosing
+    from jackpot.analysis.diagnose import saved
     from jackpot.analysis.replay import replay as replaying
     from jackpot.analysis.replay import results as dumps
     from jackpot.training.run_folder import folder as run_folder
-    from jackpot.ui.report import summary
 
 
 def diagnose(
@@ -37,28 +37,18 @@ def diagnose(
     if run.exists() and not (run / "config.yaml").is_file():
         return _diagnose_dump(run, as_json)
     config, folder = run_folder.run_config(run), run_folder.RunFolder(run)
-    found = diagnosing.diagnose(folder.read("metrics.jsonl"), folder.read("events.jsonl"), config)
+    lines, events = folder.read("metrics.jsonl"), folder.read("events.jsonl")
+    found = diagnosing.diagnose(lines, events, config, saved.read_saved(run, config))
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
-        _show(console := Console(), found)
-        show_next(console, {f"jackpot report {quote(str(run))}": "the charts of these metrics, and every saved token"})
+        console, where = Console(), quote(str(run))
+        said = [found.summary.replace("RUN", where), *(() if found.findings else found.coverage)]
+        for text in said:
+            console.print(plain(text), highlight=False)
+        show_next(console, {f"jackpot report {where}": "the charts of these metrics, and every saved token"})
     if found.verdict == "unhealthy":
         raise typer.Exit(1)
-
-
-def _show(console: Console, diagnosis: "diagnosing.Diagnosis") -> None:
-    """Print the summary, and the findings with what they mean and what to try; without one, what was looked at."""
-    console.print(plain(diagnosis.summary), highlight=False)
-    if not diagnosis.findings:
-        for sentence in diagnosis.coverage:
-            console.print(plain(sentence), highlight=False)
-        return
-    columns = ("metric", "since", "then", "now", "limit")
-    rows = [summary.finding_cells(finding)[: len(columns)] for finding in diagnosis.findings]
-    show_table(console, "Causes before their symptoms", columns, rows, columns[1:4])
-    for finding in diagnosis.findings:
-        console.print(plain(f"{finding.metric}: {finding.explanation}. Try: {finding.suggestion}."), highlight=False)
 
 
 def _diagnose_dump(path: Path, as_json: bool) -> None:

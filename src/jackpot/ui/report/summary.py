@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
+from jackpot.analysis.diagnose.saved import read_saved
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
 from jackpot.ui.numbers import evaluated
@@ -14,7 +15,8 @@ _NOTHING = "-"
 
 def diagnoses(arms: Sequence[Arm]) -> list[tuple[Run, Diagnosis]]:
     """Diagnose every run, in the order of the arms."""
-    return [(run, diagnose(run.lines, run.events, run.config)) for arm in arms for run in arm.runs]
+    runs = [run for arm in arms for run in arm.runs]
+    return [(run, diagnose(run.lines, run.events, run.config, read_saved(run.folder, run.config))) for run in runs]
 
 
 def summary_section(arms: Sequence[Arm], found: Sequence[tuple[Run, Diagnosis]], unreadable: Sequence[str]) -> Section:
