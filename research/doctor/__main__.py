@@ -1,8 +1,8 @@
 """Makes runs sick on purpose, and healthy ones that may not look so, and asks `jackpot diagnose` what they have.
 
-    python -m research.doctor run --seed 11 --out runs/doctor [CASE ...]   # a line each in docs/doctor.jsonl
-    python -m research.doctor judge --seed 1 --out runs/doctor             # diagnoses again what was run, writes nothing
-    python -m research.doctor table                                        # the table of docs/metrics.md from the lines
+    python -m research.doctor run --seed 11 --lines docs/doctor.jsonl     # runs every case, a line each
+    python -m research.doctor judge --seed 11 --lines docs/doctor.jsonl   # diagnoses again what was run
+    python -m research.doctor table                                       # writes the table into docs/metrics.md
 
 A case is a few lines of cases.py. Each runs in a process of its own, forked from one that has imported everything.
 """
@@ -29,7 +29,9 @@ from jackpot.training.run_folder.folder import RunFolder, run_config
 from research.doctor.cases import CASES, HEALTHY, SICK, Case
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = ROOT / "docs" / "doctor.jsonl"
+LINES, PAGE = ROOT / "docs" / "doctor.jsonl", ROOT / "docs" / "metrics.md"
+BEGIN, END = "<!-- python -m research.doctor table -->", "<!-- end of the table -->"
+KINDS = {"sick": [case.name for case in SICK], "healthy": [case.name for case in HEALTHY]}
 
 
 class Killed(BaseException):
@@ -109,6 +111,30 @@ def show(case: Case, seed: int, found: Diagnosis, cpu: float) -> dict[str, Any]:
     }
 
 
+def write_table() -> None:
+    """Write the table of all lines into the page, between its two comments."""
+    rows = [json.loads(line) for line in LINES.read_text().splitlines()]
+    seeds = sorted({row["seed"] for row in rows})
+    right = {kind: sum(row["right"] for row in rows if row["case"] in kind_names) for kind, kind_names in KINDS.items()}
+    of = {kind: sum(row["case"] in kind_names for row in rows) for kind, kind_names in KINDS.items()}
+    lines = [
+        f"Right: {right['sick']} of {of['sick']} sick runs, {right['healthy']} of {of['healthy']} healthy ones "
+        f"(seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}; {sum(row['cpu_seconds'] for row in rows):.0f} "
+        "CPU seconds).",
+        "",
+        "| run | first finding | by | since | right |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        said = row["said"].split(". ")[0].split(": the engine's log-probs are not those")[0]
+        metric, since = (f"`{row['metric']}`", row["since"]) if row["metric"] else ("", "")
+        lines.append(f"| {row['case']} | {said} | {metric} | {since} | {'yes' if row['right'] else '**no**'} |")
+
+    page = PAGE.read_text()
+    start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    PAGE.write_text(f"{page[:start]}\n" + "\n".join(lines) + f"\n{page[end:]}")
+
+
 def main() -> None:
     """Run, judge or tabulate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,6 +147,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
+    if arguments.what == "table":
+        return write_table()
     names = arguments.cases.split("; ") if arguments.cases else [case.name for case in (*SICK, *HEALTHY)]
     for case in (CASES[name] for name in names):
         folder, cpu = arguments.out / name_of(case, arguments.seed), 0.0
@@ -130,6 +158,9 @@ def main() -> None:
         if not (folder / "run" / "config.yaml").exists():
             print(f"no run of {case.name}: see {folder}.log", file=sys.stderr)
             continue
+        if cpu:
+            (folder / "cpu_seconds").write_text(f"{cpu:.1f}")
+        cpu = float((folder / "cpu_seconds").read_text())
         line = show(case, arguments.seed, judge(folder / "run"), cpu)
         if arguments.lines:
             with arguments.lines.open("a") as file:

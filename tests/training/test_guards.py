@@ -135,6 +135,29 @@ def test_other_weights_are_refused_and_the_likely_cause_named():
         check_gap(rollouts, PLAIN, ["fp32"], lambda sampling: other.score("rollout_model", batches, sampling))
 
 
+def shifted(rollout):
+    moved = torch.cat([rollout.rollout_log_probs[:1], rollout.rollout_log_probs[:-1]])
+    return replace(rollout, rollout_log_probs=moved)
+
+
+def rounded(rollout):
+    return replace(rollout, rollout_log_probs=rollout.rollout_log_probs.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "change", "why"),
+    [
+        (1.0, shifted, "They are off by one: those of the token next to it"),
+        (1.0, rounded, "They are rounded to bf16"),
+        (0.6, replace, "They are the log-probs of temperature 0.6"),
+    ],
+)
+def test_what_wrong_log_probs_are_is_named(temperature, change, why):
+    rollouts = list(map(change, written(TransformersEngine, PLAIN.model_copy(update={"temperature": temperature}))))
+    with pytest.raises(EngineError, match=why):
+        check_gap(rollouts, PLAIN, [CPU_FP32], score(rollouts))
+
+
 def test_the_coarsest_precision_rules_what_is_rounding():
     rollouts = written(TransformersEngine, PLAIN)
     off = [replace(one, rollout_log_probs=(one.rollout_log_probs.exp() * 0.98).log()) for one in rollouts]

@@ -29,6 +29,8 @@ QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a qu
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # of so many rollouts it takes one, but no fewer than these
 LISTS_MAY = 3.0  # times as much may whole lists differ, in total variation: they are never closer than single tokens
 
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)  # of the engine over training's, which are tried
+
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # `Learner.score` by rollout uid, under `Sampling`
@@ -320,10 +322,24 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
         "of the model before top_p and top_k": plain,
         "of the model before the temperature": {"temperature": 1.0},
     }
+    known |= {
+        f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
+        for factor in TEMPERATURES
+    }
     for description, changes in known.items():
         other = sampling.model_copy(update=changes)
         if other != sampling and engine_gap(rollouts, score(other)) <= allowed:
             return f"They are the log-probs {description}; have the engine return processed log-probs"
+
+    reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
+    if torch.equal(reported, reported.bfloat16().float()):
+        return "They are rounded to bf16; have the engine report them in fp32"
+    scores = score(sampling)
+    behind, before = slice(1, None), slice(None, -1)
+    for here, there in ((behind, before), (before, behind)):
+        pairs = [(one.rollout_log_probs[here].exp(), scores[one.uid][there, 0].exp()) for one in rollouts]
+        if float(torch.cat([(own - other).abs() for own, other in pairs]).mean()) <= allowed:
+            return "They are off by one: those of the token next to it; shift them where the rollouts are made"
     largest = max(float(rollout.rollout_log_probs[rollout.sampled_mask].max()) for rollout in rollouts)
     hint = "they are no distribution over tokens" if largest > 1e-3 else "other weights, or another tokenizer"
     return f"Likely causes: {hint}; a temperature or filter that one side does not apply; a broken weight update"

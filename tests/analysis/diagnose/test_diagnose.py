@@ -3,26 +3,35 @@
 import json
 import math
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from helpers.folders import write_lines
 from helpers.runs import FinishedRuns, read_lines, small_config
 from jackpot.analysis.diagnose.diagnose import diagnose
-from jackpot.analysis.diagnose.rules import RULES
+from jackpot.analysis.diagnose.rules import LOOKS, RULES
+from jackpot.analysis.diagnose.saved import read_saved
 from jackpot.config import base as config_base
 from jackpot.config.batch import FilterGroupsConfig
 from jackpot.config.config import Config
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import CheckpointError
+from jackpot.training.run_folder.folder import run_config
 from jackpot.ui import cli
+from research.doctor import __main__ as doctor
+from research.doctor.cases import CASES
 
 ITERATIONS, BROKEN_FROM = 100, 60
-GROUPS = ["bug", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
+GROUPS = ["bug", "data", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 HEALTHY = {
     "checkpoint/failed": 0,
     "correction/accepted": 0.92,
@@ -32,6 +41,11 @@ HEALTHY = {
     "critic/explained_variance": 0.4,
     "critic/skipped_steps": 0.0,
     "files/failed": 0,
+    "engine/bf16": 0.004,
+    "engine/draws": 0.5,
+    "engine/of_other_model": 0.0,
+    "engine/off_by_one": 0.0,
+    "engine/temperature": 1.0,
     "health/non_finite_steps": 0,
     "health/non_finite_tokens": 0,
     "mismatch/engine_gap": 1e-7,
@@ -76,6 +90,15 @@ HEALTHY = {
     "rollout_model/skipped_steps": 0.0,
     "rollout_model/weight": 1.0,
     "sampling/gen_batches": 2.0,
+    "saved/ambiguous_prompts": 0.0,
+    "saved/commonest": 0.1,
+    "saved/end_inside": 0.0,
+    "saved/ended_by_stop_ids": 0.0,
+    "saved/held_out": 0.0,
+    "saved/repeated_prompts": 0.05,
+    "saved/right_earn": 1.0,
+    "seconds/rollout": 2.0,
+    "seconds/train": 1.0,
 }
 EVALUATED = {
     "eval/policy_accuracy": 0.5,
@@ -137,14 +160,29 @@ BROKEN = {  # what makes a rule fire, by its name
     "rollout_model/ppo_grad_norm / rollout_model/distill_grad_norm": {"rollout_model/ppo_grad_norm": 0.05},
     "rollout_model/grad_cosine": {"rollout_model/grad_cosine": -0.95},
     "critic/explained_variance": {"critic/explained_variance": -0.1},
+    "response/tokens": {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43},
     "response/truncated": {"response/truncated": 0.4},
     "files/failed": {"files/failed": 1},
+    "engine/bf16": {"engine/bf16": 1.0},
+    "engine/draws": {"engine/draws": 4.0},
+    "engine/of_other_model": {"engine/of_other_model": 1.0},
+    "engine/off_by_one": {"engine/off_by_one": 1.0},
+    "engine/temperature": {"engine/temperature": 0.6},
+    "saved/ambiguous_prompts": {"saved/ambiguous_prompts": 0.6},
+    "saved/commonest": {"saved/commonest": 1.0, "reward/mean": 0.5},
+    "saved/end_inside": {"saved/end_inside": 1.0},
+    "saved/ended_by_stop_ids": {"saved/ended_by_stop_ids": 1.0, "eval/policy_accuracy": 0.43},
+    "saved/held_out": {"saved/held_out": 0.5},
+    "saved/repeated_prompts": {"saved/repeated_prompts": 0.9},
+    "saved/right_earn": {"saved/right_earn": -1.0},
 }
 WITH = {  # settings with which a rule applies, where they are not those of `config`
+    "engine/draws": ("batch.mini_batch_size=8",),
     "obrs/acceptance_error": ("batch.mini_batch_size=8",),
     "mismatch/ratio_max": ("batch.mini_batch_size=8", "objective.correction=is"),
 }
-RULE_NAMES = list(dict.fromkeys(rule.name for rule in RULES if not rule.metric.startswith("events/")))
+STAYS = ("events/", "seconds/")  # what happened once stays a finding
+RULE_NAMES = list(dict.fromkeys(rule.name for rule in RULES if not rule.metric.startswith(STAYS)))
 ALSO = {"eval/rollout_model_accuracy": {"eval/policy_accuracy"}}  # rules that fire with another
 
 
@@ -236,7 +274,7 @@ def test_causes_stand_before_their_symptoms(config: Config) -> None:
     found = diagnose(history(broken), [], config)
     assert [finding.metric for finding in found.findings] == names[::-1]
     assert "mismatch/engine_gap is 0.002, above the limit of 0.001" in found.summary
-    assert "5 further findings" in found.summary
+    assert "may follow from it: reward/frac_zero_std, mismatch/kl_rollout_policy" in found.summary
 
 
 def test_bf16_may_round_more(config: Config) -> None:
@@ -355,15 +393,15 @@ def test_answers_are_read_first_where_none_was_ever_right(config: Config) -> Non
     never = {"reward/all_wrong": 1.0, "reward/mean": 0.0}
     lines = [line | (never if line["iteration"] else {}) for line in evaluated(0.0, 0.0, 0.0, 0.0, error=0.004)]
     found = diagnose(lines, [], config)
-    assert [finding.metric for finding in found.findings] == ["reward/all_wrong", "eval/policy_accuracy"]
-    assert "Try: read answers (`jackpot sample RUN`)" in found.summary
+    assert [one.metric for one in found.findings] == ["reward/mean", "reward/all_wrong", "eval/policy_accuracy"]
+    assert "never had a reward" in found.summary and "First: read answers (`jackpot sample RUN`)" in found.summary
 
 
 def test_a_fall_right_after_the_start_is_of_the_learning_rate(config: Config) -> None:
     lines = evaluated(0.4, 0.31, 0.3)
     assert [group for group, _, _ in learning(lines, config)] == ["learning"]
     found = diagnose(lines, [], config)
-    assert found.findings[0].since == 10 and "Try: lower policy.optimizer.learning_rate first" in found.summary
+    assert found.findings[0].since == 10 and "First: lower policy.optimizer.learning_rate." in found.summary
     assert learning(evaluated(0.4, 0.35), config) == []  # 0.057 are two standard errors
 
 
@@ -529,6 +567,170 @@ def test_what_to_try_are_settings_that_exist() -> None:
             assert set(path.split(".")) <= known, f"{rule.name}: {path}"
 
 
+def test_every_limit_has_a_source_and_every_verdict_something_to_look_at() -> None:
+    assert all(rule.source and (rule.look or LOOKS[rule.group]) for rule in RULES)
+
+
+def test_a_verdict_has_five_lines(config: Config) -> None:
+    found = diagnose(history(BROKEN["obrs/acceptance"]), [], config)
+    labels = [line.split(" ")[0] for line in found.summary.splitlines()]
+    assert labels == ["Unhealthy", "Sign:", "First:", "Then:", "Look"]
+    assert "`jackpot report RUN`" in found.summary
+
+
+def test_sparse_rewards_are_no_finding_in_a_run_that_learns(config: Config) -> None:
+    sparse = {"reward/all_wrong": 0.95}
+    assert diagnose(history(sparse, since=1), [], config).verdict == "no finding"
+    flat = [
+        line | ({"eval/policy_accuracy": 0.4} if "eval/policy_accuracy" in line else {}) for line in history(sparse, 1)
+    ]
+    assert diagnose(flat, [], config).findings[0].metric == "reward/all_wrong"
+
+
+def test_a_run_that_learned_nothing_says_why() -> None:
+    lines = evaluated(*4 * [0.4], error=0.05)  # too few problems to see it, but the settings say it
+    still, alone = "policy.optimizer.learning_rate=1e-9", ("batch.group_size=1", "objective.advantage=reinforce_pp")
+    assert diagnose(lines, [], small_config()).verdict == "no finding"
+    assert "The learning rate is too low: 30 steps of 1e-09" in diagnose(lines, [], small_config(still)).summary
+    assert "Each group is one response" in diagnose(lines, [], small_config(*alone, "batch.prompts=8")).summary
+
+
+def test_what_falls_at_once_fell_from_the_start(config: Config) -> None:
+    """A learning rate that is far too high takes the rewards of the third iteration, within the first window."""
+    lines = [line | ({"reward/mean": 0.3 if line["iteration"] < 3 else 0.01}) for line in history()[:21]]
+    [finding] = diagnose(lines, [], config).findings
+    assert finding.metric == "reward/mean" and "the learning rate is too high" in finding.explanation
+
+
+def test_engines_that_keep_old_weights_began_right(config: Config) -> None:
+    for since, what in ((10, "goes on with old weights"), (1, "give the same tokens")):
+        [finding] = diagnose(history({"mismatch/engine_gap": 0.1}, since=since), [], config).findings
+        assert what in finding.explanation
+
+
+def test_responses_that_are_cut_from_the_start_are_a_cause_unless_they_earn(config: Config) -> None:
+    [finding] = diagnose(history({"response/truncated": 1.0}, since=1), [], config).findings
+    assert finding.group == "data"
+    assert diagnose(history({"response/truncated": 1.0, "saved/cut_earn": 0.5}, since=1), [], config).findings == ()
+
+
+def test_longer_responses_are_a_finding_where_the_reward_pays_for_them(config: Config) -> None:
+    longer = {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43}
+    [finding] = diagnose(history(longer), [], config).findings
+    assert finding.metric == "response/tokens" and "pays for length" in finding.explanation
+    assert diagnose(history(longer | {"saved/length_reward": 0.1}), [], config).findings == ()
+    assert diagnose(history({"response/tokens": 15.0, "saved/length_reward": 0.9}), [], config).findings == ()
+
+
+def test_models_are_swapped_where_the_dearer_one_is_better(config: Config) -> None:
+    flops = {"flops/rollout": 1.0, "flops/train": 4.0}
+    lines = [line | flops for line in history()]
+    lines[0] |= {"eval/policy_accuracy_stderr": 0.02, "eval/rollout_model_accuracy_stderr": 0.02}
+    lines[0] |= {"eval/rollout_model_accuracy": 0.5}
+    for line in lines[1:]:
+        line |= {"eval/rollout_model_accuracy": 0.5} if "eval/policy_accuracy" in line else {}
+    [finding] = diagnose(lines, [], config).findings
+    assert "swapped" in finding.explanation
+    assert diagnose([line | {"flops/train": 7.0} for line in lines], [], config).findings == ()
+
+
+def test_a_clip_that_never_acts_is_a_finding_where_the_policy_moves(config: Config) -> None:
+    far = {"policy/approx_kl_k3": 0.01, "policy/clip_frac": 0.0}
+    assert [one.metric for one in diagnose(history(far), [], config).findings] == ["policy/clip_frac"]
+    assert diagnose(history(far | {"policy/clip_frac": 0.01}), [], config).findings == ()
+    assert diagnose(history(far), [], small_config("objective.clip_low=null")).findings == ()
+
+
+def test_a_mismatch_without_a_correction_is_a_cause() -> None:
+    drifts = history({"mismatch/kl_rollout_policy": 0.9})
+    [finding] = diagnose(drifts, [], small_config("objective.correction=none")).findings
+    assert finding.group == "data" and finding.suggestion.startswith("set objective.correction=tis")
+
+
+def test_a_phase_that_takes_far_longer_once_is_a_finding(config: Config) -> None:
+    """3 s an iteration: more than 9 s and 6 times its median."""
+    for seconds, times in ((13.0, 6.5), (10.0, None), (11.5, None)):
+        lines = history()
+        lines[40] |= {"seconds/rollout": seconds}
+        found = diagnose(lines, [], config).findings
+        assert [(one.metric, one.since, one.now) for one in found] == (
+            [("seconds/slowest", 40, pytest.approx(times, rel=0.05))] if times else []
+        )
+    lines[40] |= {"seconds/rollout": 60.0}
+    assert diagnose(lines, [{"event": "engine_check", "iteration": 40}], config).findings == ()  # a start warms up
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[dict[str, list]], dict[str, list]]) -> list[dict[str, Any]]:
+    """What is read from a copy of a run whose first saved rollouts have other columns."""
+    shutil.copytree(source, folder)
+    path = folder / "rollouts" / "iteration-000001.parquet"
+    table = pq.read_table(path)
+    columns = table.to_pydict()
+    columns |= change(columns)
+    pq.write_table(pa.table(columns, schema=table.schema), path)
+    return read_saved(folder, run_config(folder))
+
+
+def test_saved_rollouts_of_a_sound_run_show_nothing(finished_run: FinishedRuns) -> None:
+    folder = finished_run()
+    first, *others = read_saved(folder, run_config(folder))
+    assert first["iteration"] == 1 and others
+    assert first["engine/bf16"] < 0.1 and abs(first["engine/draws"]) < 4.0
+    assert not {"engine/off_by_one", "engine/temperature"} & set(first)  # there is no gap to explain
+    zero = ("saved/end_inside", "saved/ended_by_stop_ids", "saved/ambiguous_prompts", "saved/held_out")
+    assert [first[name] for name in zero] == [0.0] * 4 and first["saved/commonest"] < 0.7
+
+
+LIES = {
+    "engine/bf16": lambda now: {
+        "rollout_log_probs": [torch.tensor(row).bfloat16().tolist() for row in now["rollout_log_probs"]]
+    },
+    "engine/off_by_one": lambda now: {"rollout_log_probs": [[*row[:1], *row[:-1]] for row in now["rollout_log_probs"]]},
+    "engine/of_other_model": lambda now: {"rollout_log_probs": now["old_log_probs"]},
+    "engine/temperature": lambda now: {
+        "rollout_model_log_probs": [
+            [0.6 * drawn - math.log(sum(math.exp(0.6 * one) for one in top)) for drawn, top in zip(*both, strict=True)]
+            for both in zip(now["rollout_log_probs"], now["rollout_top_log_probs"], strict=True)
+        ]
+    },
+    "saved/ambiguous_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
+    "saved/repeated_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
+    "saved/commonest": lambda now: {"response": ["7" for _ in now["response"]]},
+    "saved/end_inside": lambda now: {"tokens": [["<end>", *row] for row in now["tokens"]]},
+    "saved/right_earn": lambda now: {"reward": [1.0 - reward for reward in now["reward"]]},
+    "saved/length_reward": lambda now: {"reward": [float(len(row)) for row in now["token_ids"]]},
+}
+SHOWN = {"engine/temperature": 0.6, "saved/repeated_prompts": 0.75, "saved/right_earn": -1.0}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_saved_rollouts_show_what_is_wrong(name: str, finished_run: FinishedRuns, tmp_path: Path) -> None:
+    first, *_ = rewritten(finished_run(), tmp_path / "run", LIES[name])
+    assert first[name] == pytest.approx(SHOWN.get(name, 1.0), abs=0.01)
+
+
+def test_held_out_problems_that_are_trained_on_are_seen(finished_run: FinishedRuns, tmp_path: Path) -> None:
+    def leak(now: dict[str, list]) -> dict[str, list]:
+        rows = [json.loads(line) for line in (finished_run() / "eval" / "iteration-000004-policy.jsonl").open()]
+        chosen = [rows[index % len(rows)] for index in range(len(now["prompt"]))]
+        return {"prompt": [row["prompt"] for row in chosen], "answer": [row["answer"] for row in chosen]}
+
+    first, *_ = rewritten(finished_run(), tmp_path / "run", leak)
+    assert first["saved/held_out"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["learning rate x20", "reward of the wrong sign", "template cut", "stale weights", "wrong stop tokens", "lam 2"],
+)
+def test_real_runs_are_diagnosed_right(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    doctor.in_a_process(case, 3, tmp_path / "case", ["iterations=20", "evaluation.every=10"])
+    found = doctor.judge(tmp_path / "case" / "run")
+    assert doctor.is_right(case, found), found.summary
+
+
 @pytest.fixture(scope="module")
 def folder(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small run that is not finished: two of its four iterations stand in for the fifth and the sixth."""
@@ -544,7 +746,7 @@ def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     result = CliRunner().invoke(cli.app, ["diagnose", str(folder)])
     assert result.exit_code == 0 and "No finding: after 6 iterations" in result.stdout
-    assert "Looked at: mismatch/engine_gap, " in result.stdout and "critic/explained_variance" in result.stdout
+    assert "Looked at: health/non_finite_tokens, " in result.stdout and "critic/explained_variance" in result.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -555,7 +757,12 @@ def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unhealthy))
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"})
     assert result.exit_code == 1
-    for text in ("Unhealthy since iteration 1", "obrs/acceptance", "at least 0.5", "Try: "):
+    for text in (
+        "Unhealthy since iteration 1",
+        "Sign: obrs/acceptance is 0.3, below the limit of 0.5",
+        "First: ",
+        "Look at: ",
+    ):
         assert text in result.stdout
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path), "--json"])
     found = json.loads(result.stdout)

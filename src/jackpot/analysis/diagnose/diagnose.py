@@ -74,7 +74,11 @@ def diagnose(
     history = MetricHistory(lines, events, config, saved)
     judged = [(rule.name, _judge(rule, history)) for rule in RULES]
 
-    findings = tuple(judgement.finding for _, judgement in judged if judgement.finding)
+    first: dict[str, Finding] = {}  # of each metric
+    for name, judgement in judged:
+        if judgement.finding:
+            first.setdefault(name, judgement.finding)
+    findings = tuple(first.values())
     looked_at = tuple(dict.fromkeys(name for name, judgement in judged if not judgement.unseen))
     verdict = "unhealthy" if findings else "no finding" if history.iteration >= LEAST else "too early"
     explained = {name: judgement.explained for name, judgement in judged if judgement.explained}

@@ -16,6 +16,7 @@ EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where t
 REWARDS = "reward/mean"
 ENOUGH = 30  # iterations before which a policy may have learned nothing, after the warm-up of its learning rate
 MOVES = 1e-5  # learning rate times steps, the furthest that AdamW takes a weight, below which nothing is learned
+SEES = 0.04  # standard error of the difference of two accuracies, above which "learned nothing" is not known
 CUT = 0.3  # share of the responses that are cut at the limit
 CHANCE = 2.0  # standard errors of a difference beyond which it is not by chance
 AT_ONCE = 2  # iterations whose rewards are those of the start where they fall at once
@@ -82,7 +83,8 @@ def risen(metric: str) -> OfRun:
 
     Chance alone exceeds it in 1 case of 6, and a policy that learns a little stays above it. It does not apply before
     ENOUGH iterations, where the policy has fallen, where nothing is left to learn, and to training rewards where
-    evaluations say more.
+    evaluations say more. Nor does it where evaluations are too small to see anything or the training rewards have
+    risen, unless the settings keep the run from learning.
     """
 
     def of(history: MetricHistory, values: Values) -> float | None:
@@ -90,12 +92,20 @@ def risen(metric: str) -> OfRun:
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None
         lost = [limit(history, values) for limit in (fallen(metric, at_once=one) for one in (True, False))]
+        error = _error(levels[0], levels[-1])
+        is_unsure = (metric == EVALUATED[0] and error > SEES) or (metric != REWARDS and _rewards_rise(history))
         has_fallen = any(limit is not None and levels[-1].mean < limit for limit in lost)
-        limit = levels[0].mean + _error(levels[0], levels[-1])
+        limit = levels[0].mean + error
         is_full = metric == EVALUATED[0] and limit >= 1.0
-        return None if has_fallen or is_full else limit
+        return None if has_fallen or is_full or (is_unsure and not why_nothing(history)) else limit
 
     return of
+
+
+def _rewards_rise(history: MetricHistory) -> bool:
+    """Return whether the newest training rewards are above the first by more than chance."""
+    levels = levels_of(history, REWARDS)
+    return bool(levels) and levels[-1].mean > levels[0].mean + CHANCE * _error(levels[0], levels[-1])
 
 
 def below_start_unless_risen(history: MetricHistory, values: Values) -> float:

@@ -320,7 +320,7 @@ RULES: tuple[Rule, ...] = (
         aggregate=latest,
         source=CASES,
         explanation="responses go on after an end-of-sequence token: the stop tokens are wrong",
-        suggestion="set sampling.stop_token_ids, or eos_token_id in the model's generation_config.json",
+        suggestion="set sampling.stop_token_ids, or the end-of-sequence token of the model's generation config",
     ),
     Rule(
         group="data",
@@ -617,7 +617,7 @@ RULES: tuple[Rule, ...] = (
             group="models",
             metric=f"{model}/entropy",
             low=below_start_unless_risen,
-            explanation=f"the entropy of the {model.replace('_', ' ')} has collapsed: it gives one answer in every state",
+            explanation=f"the entropy of the {model.replace('_', ' ')} has collapsed: it knows one answer to each state",
             suggestion="lower policy.optimizer.learning_rate; raise objective.entropy_coeff",
         )
         for model in ("policy", "rollout_model")
@@ -705,7 +705,7 @@ RULES: tuple[Rule, ...] = (
         aggregate=latest,
         source="6 times the median of that phase, more than 5 s and 3 iterations too much",
         explanation="a phase of an iteration took many times its median",
-        suggestion="see which one (`seconds/*`) and what else the machine did; look for a slow reward or a stuck engine",
+        suggestion="see which one (`seconds/*`) and what else the machine did; a slow reward, a stuck engine",
         look="`seconds/*` in `jackpot report RUN`, and RUN/events.jsonl at that iteration",
     ),
     Rule(

@@ -83,10 +83,11 @@ def _of_prompts(
     asked = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
     if not all(answer for _, answer, _ in asked.values()):  # of an environment, whose state is no text
         return {}
-    for _, answer, ids in asked.values():
+    for text, answer, ids in asked.values():
         answers[ids].add(answer)
+        answers[text].add(answer)
     return {
-        "saved/ambiguous_prompts": fmean(len(others) > 1 for others in answers.values()),
+        "saved/ambiguous_prompts": fmean(len(answers[ids]) > 1 or len(answers[text]) > 1 for text, _, ids in asked.values()),
         "saved/repeated_prompts": 1.0 - len({ids for _, _, ids in asked.values()}) / len(asked),
         "saved/held_out": fmean((text, answer) in held_out for text, answer, _ in asked.values()),
     }
