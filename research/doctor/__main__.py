@@ -117,10 +117,10 @@ def write_table() -> None:
     seeds = sorted({row["seed"] for row in rows})
     right = {kind: sum(row["right"] for row in rows if row["case"] in kind_names) for kind, kind_names in KINDS.items()}
     of = {kind: sum(row["case"] in kind_names for row in rows) for kind, kind_names in KINDS.items()}
+    seconds = sum(row["cpu_seconds"] for row in rows)
     lines = [
         f"Right: {right['sick']} of {of['sick']} sick runs, {right['healthy']} of {of['healthy']} healthy ones "
-        f"(seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}; {sum(row['cpu_seconds'] for row in rows):.0f} "
-        "CPU seconds).",
+        f"(seed {', '.join(map(str, seeds))}; {seconds:.0f} CPU seconds).",
         "",
         "| run | first finding | by | since | right |",
         "|---|---|---|---|---|",
@@ -160,7 +160,8 @@ def main() -> None:
             continue
         if cpu:
             (folder / "cpu_seconds").write_text(f"{cpu:.1f}")
-        cpu = float((folder / "cpu_seconds").read_text())
+        elif (folder / "cpu_seconds").exists():
+            cpu = float((folder / "cpu_seconds").read_text())
         line = show(case, arguments.seed, judge(folder / "run"), cpu)
         if arguments.lines:
             with arguments.lines.open("a") as file:

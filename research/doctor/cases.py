@@ -11,8 +11,6 @@ SIZES = (
     "batch.prompts=8",
     "batch.group_size=8",
     "sampling.max_new_tokens=24",
-    "policy.optimizer.learning_rate=4e-4",
-    "rollout_model.optimizer.learning_rate=8e-4",
     "evaluation.every=16",
     "evaluation.problems=160",
     "checkpoint.every=1000",
@@ -60,11 +58,11 @@ FROZEN = ("rollout_model.optimizer=null", "objective.correction=none")
 ENGINE = "log-probs|distribution|probabilities"
 
 SICK = (
-    Case(name="learning rate x20", expected="learning rate", settings=("policy.optimizer.learning_rate=8e-3",)),
+    Case(name="learning rate x20", expected="learning rate", settings=("policy.optimizer.learning_rate=4e-3",)),
     Case(
         name="learning rate x1e-9",
         expected="learned nothing.*too low",
-        settings=("policy.optimizer.learning_rate=4e-13", "rollout_model.optimizer.learning_rate=8e-13"),
+        settings=("policy.optimizer.learning_rate=2e-13", "rollout_model.optimizer.learning_rate=4e-13"),
     ),
     Case(name="reward always 0", expected="never had a reward", task="zero"),
     Case(
@@ -144,8 +142,8 @@ SICK = (
     Case(
         name="dead engine",
         expected="engine",
-        settings=("placement.engines=1", "placement.timeout=3"),
-        prepare=lambda folder: faults.kills_engine(12),
+        settings=("placement.engines=1", "placement.timeout=120"),
+        prepare=lambda folder: faults.kills_engine(28),
     ),
     Case(
         name="exploding KL",
@@ -159,7 +157,7 @@ SICK = (
     Case(
         name="collapsed entropy",
         expected="entropy|collapsed",
-        task="ones",
+        task="echo",
         settings=(*ALONE, "policy.optimizer.learning_rate=2e-3"),
     ),
     Case(
@@ -168,7 +166,11 @@ SICK = (
         task="long",
         settings=(*ALONE, "policy.optimizer.learning_rate=1e-3"),
     ),
-    Case(name="gradient 0", expected="gradient|nearly every token", settings=("objective.correction=geo_mask",)),
+    Case(
+        name="gradient 0",
+        expected="gradient|nearly every token",
+        settings=("objective.correction={name: icepop, low: 50, high: 100}",),
+    ),
     Case(name="NaN steps", expected="not finite", prepare=lambda folder: faults.breaks_weights(12)),
     Case(
         name="clip share exactly 0",
@@ -222,12 +224,12 @@ EXTRA = tuple(
         {
             "name": "both rates x20",
             "expected": "learning rate",
-            "settings": ("policy.optimizer.learning_rate=8e-3", "rollout_model.optimizer.learning_rate=16e-3"),
+            "settings": ("policy.optimizer.learning_rate=4e-3", "rollout_model.optimizer.learning_rate=8e-3"),
         },
         {
             "name": "rate x20 alone",
             "expected": "learning rate",
-            "settings": (*ALONE, "policy.optimizer.learning_rate=8e-3"),
+            "settings": (*ALONE, "policy.optimizer.learning_rate=4e-3"),
         },
         {
             "name": "short answers paid",

@@ -32,15 +32,15 @@ LIMIT = 24  # response tokens of all cases
 SLEEPS_AT, SECONDS = 20, 6.0  # of the scoring that takes long
 BAD_AT = 12  # of the one batch whose rewards are lost
 
-Rewarded = Callable[[bool, str], float]  # (is right, response) -> reward
+Rewarded = Callable[[bool, str, str], float]  # (is right, response, prompt) -> reward
 REWARDS: dict[str, Rewarded] = {
-    "zero": lambda correct, response: 0.0,
-    "wrong sign": lambda correct, response: 0.0 if correct else 1.0,
-    "constant": lambda correct, response: sum(map(str.__eq__, response, "11#11")) / max(5, len(response)),
-    "long": lambda correct, response: len(response) / LIMIT,
-    "short": lambda correct, response: 1.0 - len(response) / LIMIT,
-    "ones": lambda correct, response: response.count("1") / max(4, len(response)),
-    "always one": lambda correct, response: 1.0,
+    "zero": lambda correct, response, prompt: 0.0,
+    "wrong sign": lambda correct, response, prompt: 0.0 if correct else 1.0,
+    "constant": lambda correct, response, prompt: sum(map(str.__eq__, response, "11#11")) / max(5, len(response)),
+    "long": lambda correct, response, prompt: len(response) / LIMIT,
+    "short": lambda correct, response, prompt: 1.0 - len(response) / LIMIT,
+    "echo": lambda correct, response, prompt: float(response[:2] == prompt[:2]),
+    "always one": lambda correct, response, prompt: 1.0,
 }
 
 
@@ -73,7 +73,7 @@ class FaultySums(Arithmetic):
         """Return the task's verdict, with the reward that the fault makes of it."""
         score = super().score(prompt, response, finished)
         if self._fault in REWARDS:
-            return replace(score, reward=REWARDS[self._fault](bool(score.correct), response))
+            return replace(score, reward=REWARDS[self._fault](bool(score.correct), response, prompt.text))
         if self._fault == "sparse":  # one sum of eight is ever rewarded
             is_paid = bool(score.correct) and int(prompt.answer) % 8 == 0
             return Score(reward=float(is_paid), correct=is_paid)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from jackpot.analysis.diagnose.limits import MetricHistory, OfRun, Values, at_start
+from jackpot.analysis.diagnose.limits import Limit, MetricHistory, OfRun, Values, at_start
 from jackpot.training.limits import COLLAPSED_BELOW
 
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second where the task has no verdict
@@ -128,12 +128,13 @@ def unless_risen(limit: float) -> OfRun:
     return lambda history, values: None if _has_risen(history) else limit
 
 
-def unless_rewards_fell(limit: float) -> OfRun:
+def unless_rewards_fell(limit: Limit) -> OfRun:
     """Return a limit that applies where the rewards are not lower than at the start."""
 
     def of(history: MetricHistory, values: Values) -> float | None:
         rewards = [value for _, value in history.series(REWARDS)]
-        return limit if rewards and history.recent(REWARDS) >= rewards[0] else None
+        applies = bool(rewards) and history.recent(REWARDS) >= rewards[0]
+        return (limit(history, values) if callable(limit) else limit) if applies else None
 
     return of
 

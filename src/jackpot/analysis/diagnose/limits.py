@@ -132,17 +132,19 @@ def _with_error(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _with_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Add `seconds/slowest` to the lines: the most times its median that a phase took so far, in one iteration.
 
-    It counts where that cost more than DELAY seconds and DELAYED median iterations. The first iterations of a start, in
-    which the engine is checked thoroughly, warm up.
+    It counts where that cost more than DELAY seconds and DELAYED median iterations, and not where all phases were slow,
+    as on a busy machine. The first iterations of a start, in which the engine is checked thoroughly, warm up.
     """
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
     timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]
     usual = {phase: median([line.get(f"seconds/{phase}") or 0.0 for line in timed] or [0.0]) for phase in PHASES}
-    least, slowest = max(DELAY, DELAYED * sum(usual.values())), 1.0
+    total, slowest = sum(usual.values()), 1.0
     for line in timed:
+        took = {phase: line.get(f"seconds/{phase}") or 0.0 for phase in PHASES}
         for phase, seconds in usual.items():
-            took = line.get(f"seconds/{phase}") or 0.0
-            slowest = max(slowest, took / max(seconds, TICK)) if took - seconds > least else slowest
+            others, usual_others = sum(took.values()) - took[phase], total - seconds
+            if took[phase] - seconds > max(DELAY, DELAYED * total) and others < 2.0 * usual_others:
+                slowest = max(slowest, took[phase] / max(seconds, TICK))
         line["seconds/slowest"] = slowest
     return lines
 
@@ -205,15 +207,25 @@ def since_later(limit: OfRun) -> OfRun:
     return of
 
 
-def uncorrected(limit: OfRun) -> OfRun:
-    """Return the limit where nothing corrects the rollouts of another model; else None."""
+def unless_back(kind: str) -> OfRun:
+    """Return how often an engine may be lost: twice, and no oftener than it came back."""
+    return lambda history, values: min(2.0, float(len(history.series(f"events/{kind}_back"))))
 
-    def of(history: MetricHistory, values: Values) -> float | None:
-        config = history.config
-        is_uncorrected = config.rollout_model is not None and config.objective.correction.name == "none"
-        return limit(history, values) if is_uncorrected else None
 
-    return of
+def is_uncorrected(config: Config) -> bool:
+    """Return whether nothing corrects the rollouts of another model."""
+    return config.rollout_model is not None and config.objective.correction.name == "none"
+
+
+def is_loose(config: Config) -> bool:
+    """Return whether nothing keeps the rollout model near the policy."""
+    model = config.rollout_model
+    return model is not None and (model.optimizer is None or model.distill_weight == 0.0)
+
+
+def where(applies: Callable[[Config], bool], limit: OfRun) -> OfRun:
+    """Return the limit where it applies to the settings; else None."""
+    return lambda history, values: limit(history, values) if applies(history.config) else None
 
 
 def clipped(history: MetricHistory, values: Values) -> float | None:

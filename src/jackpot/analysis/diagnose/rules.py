@@ -47,6 +47,8 @@ from jackpot.analysis.diagnose.limits import (
     below_start,
     clipped,
     increase,
+    is_loose,
+    is_uncorrected,
     latest,
     near_1,
     quantizing,
@@ -54,7 +56,8 @@ from jackpot.analysis.diagnose.limits import (
     since_later,
     spread,
     together,
-    uncorrected,
+    unless_back,
+    where,
 )
 
 _CLOSER = (
@@ -117,6 +120,19 @@ RULES: tuple[Rule, ...] = (
             ("response/non_finite", "log-probs of the engine are"),
             ("health/non_finite_steps", "gradients are"),
         )
+    ),
+    *(
+        Rule(
+            group="bug",
+            metric=f"events/{kind}_lost",
+            high=unless_back(kind),
+            aggregate=latest,
+            source="as often as it came back, and twice",
+            explanation="an engine is dead or dies again and again",
+            suggestion="read its own error, in the output of the run and at the event; give it more memory or time "
+            "(engine, placement.timeout)",
+        )
+        for kind in ("peer", "server")
     ),
     Rule(
         group="bug",
@@ -385,14 +401,46 @@ RULES: tuple[Rule, ...] = (
         suggestion="exchange policy.path and rollout_model.path",
         look="`policy.path` and `rollout_model.path` in RUN/config.yaml; both models' answers: `jackpot sample RUN`",
     ),
+    Rule(
+        group="data",
+        metric="correction/accepted",
+        low=0.05,
+        explained_by=by_rejection(0.05),
+        explanation="the correction drops nearly every token",
+        look=LOOKS["correction"],
+        suggestion=f"widen its band (objective.correction.low, .high); {_CORRECT}",
+    ),
+    Rule(
+        group="data",
+        metric="policy/clip_frac",
+        low=clipped,
+        aggregate=max,
+        explained_by=by_proximal,
+        source="with an approx_kl above 0.005 some ratios are outside of any usual clip",
+        explanation="the clip never acts, however far the policy moves: its ratio is not to the policy before",
+        look="`policy/clip_frac` beside `policy/approx_kl_k3`: `jackpot report RUN`",
+        suggestion="set objective.correction.proximal=old; lower objective.clip_low and objective.clip_high",
+    ),
+    Rule(
+        group="data",
+        metric="policy/entropy",
+        low=unless_rewards_fell(below_start_unless_risen),
+        explanation="the entropy of the policy has collapsed, and the reward pays for it: one answer in each state",
+        suggestion=f"raise objective.entropy_coeff; {_SLOWER}; mend the reward",
+        look=LOOKS["models"],
+    ),
     *(
         Rule(
             group="data",
             metric=metric,
-            high=uncorrected(above_start(0.25, 2.0)),
-            explanation="the rollout model and the policy are far apart, they drift, and nothing corrects it",
-            suggestion=f"{_CORRECT}; {_CLOSER}",
+            high=where(applies, above_start(0.25, 2.0)),
+            explanation=f"the rollout model and the policy are far apart, they drift, and {what}",
+            suggestion=suggestion,
             look=LOOKS["mismatch"],
+        )
+        for applies, what, suggestion in (
+            (is_uncorrected, "nothing corrects it", f"{_CORRECT}; {_CLOSER}"),
+            (is_loose, "no distillation holds them together", f"{_CLOSER}; set rollout_model.optimizer"),
         )
         for metric in ("mismatch/kl_rollout_policy", "mismatch/kl_policy_rollout")
     ),
@@ -526,14 +574,6 @@ RULES: tuple[Rule, ...] = (
         explanation="plain importance sampling would learn from a tenth of the batch",
         suggestion=f"{_CORRECT}; {_CLOSER}",
     ),
-    Rule(
-        group="correction",
-        metric="correction/accepted",
-        low=0.05,
-        explained_by=by_rejection(0.05),
-        explanation="the correction drops nearly every token",
-        suggestion=f"widen its band (objective.correction.low, .high); {_CORRECT}",
-    ),
     *(
         Rule(
             group="correction",
@@ -589,16 +629,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="correction",
         metric="policy/clip_frac",
-        low=clipped,
-        aggregate=max,
-        explained_by=by_proximal,
-        source="with an approx_kl above 0.005 some ratios are outside of any usual clip",
-        explanation="the clip never acts, however far the policy moves: its ratio is not to the policy before",
-        suggestion="set objective.correction.proximal=old; lower objective.clip_low and objective.clip_high",
-    ),
-    Rule(
-        group="correction",
-        metric="policy/clip_frac",
         high=0.3,
         explained_by=by_proximal,
         explanation="the clip of the policy's ratio takes much of the gradient",
@@ -617,7 +647,7 @@ RULES: tuple[Rule, ...] = (
             group="models",
             metric=f"{model}/entropy",
             low=below_start_unless_risen,
-            explanation=f"the entropy of the {model.replace('_', ' ')} has collapsed: it knows one answer to each state",
+            explanation=f"the entropy of the {model.replace('_', ' ')} has collapsed: one answer in each state",
             suggestion="lower policy.optimizer.learning_rate; raise objective.entropy_coeff",
         )
         for model in ("policy", "rollout_model")

@@ -87,7 +87,9 @@ def _of_prompts(
         answers[ids].add(answer)
         answers[text].add(answer)
     return {
-        "saved/ambiguous_prompts": fmean(len(answers[ids]) > 1 or len(answers[text]) > 1 for text, _, ids in asked.values()),
+        "saved/ambiguous_prompts": fmean(
+            max(len(answers[ids]), len(answers[text])) > 1 for text, _, ids in asked.values()
+        ),
         "saved/repeated_prompts": 1.0 - len({ids for _, _, ids in asked.values()}) / len(asked),
         "saved/held_out": fmean((text, answer) in held_out for text, answer, _ in asked.values()),
     }
