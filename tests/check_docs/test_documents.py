@@ -51,7 +51,17 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
     for name in from_run - {"iteration", "time"}:
         assert name.startswith(("seconds/", "cpu_seconds/", "eval/")) or ENDINGS.sub("", name) in named, name
     written = {ENDINGS.sub("", name) for name in from_run}
-    elsewhere = ("seconds/", "cpu_seconds/", "eval/", "checkpoint/", "events/", "obrs/acceptance_error", "wandb/")
+    elsewhere = (
+        "seconds/",
+        "cpu_seconds/",
+        "eval/",
+        "checkpoint/",
+        "events/",
+        "obrs/acceptance_error",
+        "wandb/",
+        "saved/",
+        "engine/",
+    )
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()
 
 

@@ -3,113 +3,26 @@
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from helpers.folders import write_lines
+from helpers.metric_lines import BROKEN_FROM, HEALTHY, ITERATIONS, LEARNING, evaluated, history
 from helpers.runs import FinishedRuns, read_lines, small_config
+from jackpot.analysis.diagnose.causes import LOOKS
 from jackpot.analysis.diagnose.diagnose import diagnose
-from jackpot.analysis.diagnose.rules import LOOKS, RULES
-from jackpot.analysis.diagnose.saved import read_saved
+from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config import base as config_base
 from jackpot.config.batch import FilterGroupsConfig
 from jackpot.config.config import Config
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import CheckpointError
-from jackpot.training.run_folder.folder import run_config
 from jackpot.ui import cli
-from research.doctor import __main__ as doctor
-from research.doctor.cases import CASES
 
-ITERATIONS, BROKEN_FROM = 100, 60
 GROUPS = ["bug", "data", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
-HEALTHY = {
-    "checkpoint/failed": 0,
-    "correction/accepted": 0.92,
-    "correction/clip_frac": 0.001,
-    "correction/clip_frac_c2": 0.0,
-    "correction/ess": 0.91,
-    "critic/explained_variance": 0.4,
-    "critic/skipped_steps": 0.0,
-    "files/failed": 0,
-    "engine/bf16": 0.004,
-    "engine/draws": 0.5,
-    "engine/of_other_model": 0.0,
-    "engine/off_by_one": 0.0,
-    "engine/temperature": 1.0,
-    "health/non_finite_steps": 0,
-    "health/non_finite_tokens": 0,
-    "mismatch/engine_gap": 1e-7,
-    "mismatch/ess": 0.85,
-    "mismatch/kept_mass": 1.0,
-    "mismatch/kl_k1": 0.1,
-    "mismatch/kl_policy_rollout": 0.09,
-    "mismatch/kl_rollout_policy": 0.11,
-    "mismatch/prefix_ess_at_0": 1.0,
-    "mismatch/prefix_ess_at_1-3": 0.6,
-    "mismatch/prefix_ess_at_4-15": 0.5,
-    "mismatch/ratio": 0.99,
-    "mismatch/ratio_max": 9.0,
-    "mismatch/ratio_p1": 0.05,
-    "mismatch/ratio_stderr": 0.005,
-    "obrs/acceptance": 0.93,
-    "obrs/acceptance_minus_z": 0.002,
-    "obrs/acceptance_minus_z_stderr": 0.004,
-    "obrs/kappa": 1.0,
-    "obrs/kappa_z_above_1": 0.2,
-    "obrs/z_bound_width": 4e-5,
-    "policy/clip_frac": 0.0,
-    "policy/entropy": 0.3,
-    "policy/grad_norm": 0.4,
-    "policy/skipped_steps": 0.0,
-    "response/aborted": 0.0,
-    "response/non_finite": 0.0,
-    "response/tokens": 9.0,
-    "response/truncated": 0.01,
-    "reward/all_right": 0.1,
-    "reward/all_wrong": 0.2,
-    "reward/errors": 0.0,
-    "reward/frac_zero_std": 0.3,
-    "reward/mean": 0.4,
-    "reward/timeouts": 0.0,
-    "rollout_model/clip_frac": 0.0,
-    "rollout_model/distill_grad_norm": 0.7,
-    "rollout_model/entropy": 0.4,
-    "rollout_model/grad_cosine": 0.5,
-    "rollout_model/grad_norm": 0.9,
-    "rollout_model/ppo_grad_norm": 0.5,
-    "rollout_model/skipped_steps": 0.0,
-    "rollout_model/weight": 1.0,
-    "sampling/gen_batches": 2.0,
-    "saved/ambiguous_prompts": 0.0,
-    "saved/commonest": 0.1,
-    "saved/end_inside": 0.0,
-    "saved/ended_by_stop_ids": 0.0,
-    "saved/held_out": 0.0,
-    "saved/repeated_prompts": 0.05,
-    "saved/right_earn": 1.0,
-    "seconds/rollout": 2.0,
-    "seconds/train": 1.0,
-}
-EVALUATED = {
-    "eval/policy_accuracy": 0.5,
-    "eval/policy_accuracy_stderr": 0.02,
-    "eval/policy_engine_gap": 1e-7,
-    "eval/policy_reward": -0.3,
-    "eval/policy_reward_stderr": 0.01,
-    "eval/rollout_model_accuracy": 0.25,
-    "eval/rollout_model_engine_gap": 1e-7,
-}
-BEFORE = {"eval/policy_accuracy": 0.4, "eval/policy_reward": -0.4}  # training
 BROKEN = {  # what makes a rule fire, by its name
     "mismatch/engine_gap": {"mismatch/engine_gap": 2e-3},
     "eval/rollout_model_engine_gap": {"eval/rollout_model_engine_gap": 2e-3},
@@ -192,29 +105,6 @@ def config() -> Config:
     return plain.model_copy(
         update={"batch": plain.batch.model_copy(update={"filter_groups": FilterGroupsConfig(max_num_gen_batches=10)})}
     )
-
-
-def history(
-    changes: dict[str, float] | None = None, since: int = BROKEN_FROM, until: int = 10**6
-) -> list[dict[str, Any]]:
-    """A healthy run with small waves and one wild iteration; `changes` hold from `since` to `until`."""
-    lines: list[dict[str, Any]] = [{"iteration": 0, "time": 0.0} | EVALUATED | BEFORE]
-    for iteration in range(1, ITERATIONS + 1):
-        wave = 1.0 + 0.02 * math.sin(iteration)
-        line = {name: value * wave if isinstance(value, float) else value for name, value in HEALTHY.items()}
-        line |= EVALUATED if iteration % 10 == 0 else {}
-        if iteration == 30:
-            line |= {"mismatch/ratio_max": 1e5, "mismatch/ess": 0.01, "mismatch/kl_rollout_policy": 3.0}
-        if since <= iteration <= until:
-            line |= {k: v for k, v in (changes or {}).items() if not k.startswith("eval/") or iteration % 10 == 0}
-        if iteration > 1:  # totals over the run stay what they were
-            line |= {name: max(line[name], lines[-1][name]) for name in ("checkpoint/failed", "files/failed")}
-        lines.append({"iteration": iteration, "time": float(iteration)} | line)
-    for name in ("checkpoint/failed", "files/failed"):  # every iteration fails anew
-        if name in (changes or {}):
-            for line in lines[since : min(until, ITERATIONS) + 1]:
-                line[name] = line["iteration"] - since + 1
-    return lines
 
 
 def test_a_healthy_run_with_a_wild_iteration_has_no_finding(config: Config) -> None:
@@ -349,20 +239,6 @@ def test_a_quantized_engine_asks_for_a_correction(config: Config) -> None:
     assert "objective.correction=tis" in finding.suggestion
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], config).findings
     assert (finding.group, finding.limit) == ("bug", 0.001)
-
-
-LEARNING = {"eval/policy_accuracy", "eval/policy_reward", "eval/rollout_model_accuracy", "reward/mean"}
-
-
-def evaluated(*accuracies: float, error: float = 0.02, every: int = 10, measure: str = "accuracy") -> list[dict]:
-    """A healthy run with these evaluations, the first one before training."""
-    lines = [
-        {"iteration": iteration} | {name: value for name, value in line.items() if name not in LEARNING}
-        for iteration, line in enumerate(history()[: every * (len(accuracies) - 1) + 1])
-    ]
-    for line, value in zip(lines[::every], accuracies, strict=True):
-        line |= {f"eval/policy_{measure}": value, f"eval/policy_{measure}_stderr": error}
-    return lines
 
 
 def learning(lines: list[dict], config: Config) -> list[tuple[str, str, str]]:
@@ -567,7 +443,7 @@ def test_what_to_try_are_settings_that_exist() -> None:
             assert set(path.split(".")) <= known, f"{rule.name}: {path}"
 
 
-def test_every_limit_has_a_source_and_every_verdict_something_to_look_at() -> None:
+def test_limits_have_a_source_and_verdicts_something_to_look_at() -> None:
     assert all(rule.source and (rule.look or LOOKS[rule.group]) for rule in RULES)
 
 
@@ -576,159 +452,6 @@ def test_a_verdict_has_five_lines(config: Config) -> None:
     labels = [line.split(" ")[0] for line in found.summary.splitlines()]
     assert labels == ["Unhealthy", "Sign:", "First:", "Then:", "Look"]
     assert "`jackpot report RUN`" in found.summary
-
-
-def test_sparse_rewards_are_no_finding_in_a_run_that_learns(config: Config) -> None:
-    sparse = {"reward/all_wrong": 0.95}
-    assert diagnose(history(sparse, since=1), [], config).verdict == "no finding"
-    flat = [
-        line | ({"eval/policy_accuracy": 0.4} if "eval/policy_accuracy" in line else {}) for line in history(sparse, 1)
-    ]
-    assert diagnose(flat, [], config).findings[0].metric == "reward/all_wrong"
-
-
-def test_a_run_that_learned_nothing_says_why() -> None:
-    lines = evaluated(*4 * [0.4], error=0.05)  # too few problems to see it, but the settings say it
-    still, alone = "policy.optimizer.learning_rate=1e-9", ("batch.group_size=1", "objective.advantage=reinforce_pp")
-    assert diagnose(lines, [], small_config()).verdict == "no finding"
-    assert "The learning rate is too low: 30 steps of 1e-09" in diagnose(lines, [], small_config(still)).summary
-    assert "Each group is one response" in diagnose(lines, [], small_config(*alone, "batch.prompts=8")).summary
-
-
-def test_what_falls_at_once_fell_from_the_start(config: Config) -> None:
-    """A learning rate that is far too high takes the rewards of the third iteration, within the first window."""
-    lines = [line | ({"reward/mean": 0.3 if line["iteration"] < 3 else 0.01}) for line in history()[:21]]
-    [finding] = diagnose(lines, [], config).findings
-    assert finding.metric == "reward/mean" and "the learning rate is too high" in finding.explanation
-
-
-def test_engines_that_keep_old_weights_began_right(config: Config) -> None:
-    for since, what in ((10, "goes on with old weights"), (1, "give the same tokens")):
-        [finding] = diagnose(history({"mismatch/engine_gap": 0.1}, since=since), [], config).findings
-        assert what in finding.explanation
-
-
-def test_responses_that_are_cut_from_the_start_are_a_cause_unless_they_earn(config: Config) -> None:
-    [finding] = diagnose(history({"response/truncated": 1.0}, since=1), [], config).findings
-    assert finding.group == "data"
-    assert diagnose(history({"response/truncated": 1.0, "saved/cut_earn": 0.5}, since=1), [], config).findings == ()
-
-
-def test_longer_responses_are_a_finding_where_the_reward_pays_for_them(config: Config) -> None:
-    longer = {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43}
-    [finding] = diagnose(history(longer), [], config).findings
-    assert finding.metric == "response/tokens" and "pays for length" in finding.explanation
-    assert diagnose(history(longer | {"saved/length_reward": 0.1}), [], config).findings == ()
-    assert diagnose(history({"response/tokens": 15.0, "saved/length_reward": 0.9}), [], config).findings == ()
-
-
-def test_models_are_swapped_where_the_dearer_one_is_better(config: Config) -> None:
-    flops = {"flops/rollout": 1.0, "flops/train": 4.0}
-    lines = [line | flops for line in history()]
-    lines[0] |= {"eval/policy_accuracy_stderr": 0.02, "eval/rollout_model_accuracy_stderr": 0.02}
-    lines[0] |= {"eval/rollout_model_accuracy": 0.5}
-    for line in lines[1:]:
-        line |= {"eval/rollout_model_accuracy": 0.5} if "eval/policy_accuracy" in line else {}
-    [finding] = diagnose(lines, [], config).findings
-    assert "swapped" in finding.explanation
-    assert diagnose([line | {"flops/train": 7.0} for line in lines], [], config).findings == ()
-
-
-def test_a_clip_that_never_acts_is_a_finding_where_the_policy_moves(config: Config) -> None:
-    far = {"policy/approx_kl_k3": 0.01, "policy/clip_frac": 0.0}
-    assert [one.metric for one in diagnose(history(far), [], config).findings] == ["policy/clip_frac"]
-    assert diagnose(history(far | {"policy/clip_frac": 0.01}), [], config).findings == ()
-    assert diagnose(history(far), [], small_config("objective.clip_low=null")).findings == ()
-
-
-def test_a_mismatch_without_a_correction_is_a_cause() -> None:
-    drifts = history({"mismatch/kl_rollout_policy": 0.9})
-    [finding] = diagnose(drifts, [], small_config("objective.correction=none")).findings
-    assert finding.group == "data" and finding.suggestion.startswith("set objective.correction=tis")
-
-
-def test_a_phase_that_takes_far_longer_once_is_a_finding(config: Config) -> None:
-    """3 s an iteration: more than 9 s and 6 times its median."""
-    for seconds, times in ((13.0, 6.5), (10.0, None), (11.5, None)):
-        lines = history()
-        lines[40] |= {"seconds/rollout": seconds}
-        found = diagnose(lines, [], config).findings
-        assert [(one.metric, one.since, one.now) for one in found] == (
-            [("seconds/slowest", 40, pytest.approx(times, rel=0.05))] if times else []
-        )
-    lines[40] |= {"seconds/rollout": 60.0}
-    assert diagnose(lines, [{"event": "engine_check", "iteration": 40}], config).findings == ()  # a start warms up
-
-
-def rewritten(source: Path, folder: Path, change: Callable[[dict[str, list]], dict[str, list]]) -> list[dict[str, Any]]:
-    """What is read from a copy of a run whose first saved rollouts have other columns."""
-    shutil.copytree(source, folder)
-    path = folder / "rollouts" / "iteration-000001.parquet"
-    table = pq.read_table(path)
-    columns = table.to_pydict()
-    columns |= change(columns)
-    pq.write_table(pa.table(columns, schema=table.schema), path)
-    return read_saved(folder, run_config(folder))
-
-
-def test_saved_rollouts_of_a_sound_run_show_nothing(finished_run: FinishedRuns) -> None:
-    folder = finished_run()
-    first, *others = read_saved(folder, run_config(folder))
-    assert first["iteration"] == 1 and others
-    assert first["engine/bf16"] < 0.1 and abs(first["engine/draws"]) < 4.0
-    assert not {"engine/off_by_one", "engine/temperature"} & set(first)  # there is no gap to explain
-    zero = ("saved/end_inside", "saved/ended_by_stop_ids", "saved/ambiguous_prompts", "saved/held_out")
-    assert [first[name] for name in zero] == [0.0] * 4 and first["saved/commonest"] < 0.7
-
-
-LIES = {
-    "engine/bf16": lambda now: {
-        "rollout_log_probs": [torch.tensor(row).bfloat16().tolist() for row in now["rollout_log_probs"]]
-    },
-    "engine/off_by_one": lambda now: {"rollout_log_probs": [[*row[:1], *row[:-1]] for row in now["rollout_log_probs"]]},
-    "engine/of_other_model": lambda now: {"rollout_log_probs": now["old_log_probs"]},
-    "engine/temperature": lambda now: {
-        "rollout_model_log_probs": [
-            [0.6 * drawn - math.log(sum(math.exp(0.6 * one) for one in top)) for drawn, top in zip(*both, strict=True)]
-            for both in zip(now["rollout_log_probs"], now["rollout_top_log_probs"], strict=True)
-        ]
-    },
-    "saved/ambiguous_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
-    "saved/repeated_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
-    "saved/commonest": lambda now: {"response": ["7" for _ in now["response"]]},
-    "saved/end_inside": lambda now: {"tokens": [["<end>", *row] for row in now["tokens"]]},
-    "saved/right_earn": lambda now: {"reward": [1.0 - reward for reward in now["reward"]]},
-    "saved/length_reward": lambda now: {"reward": [float(len(row)) for row in now["token_ids"]]},
-}
-SHOWN = {"engine/temperature": 0.6, "saved/repeated_prompts": 0.75, "saved/right_earn": -1.0}
-
-
-@pytest.mark.parametrize("name", LIES)
-def test_saved_rollouts_show_what_is_wrong(name: str, finished_run: FinishedRuns, tmp_path: Path) -> None:
-    first, *_ = rewritten(finished_run(), tmp_path / "run", LIES[name])
-    assert first[name] == pytest.approx(SHOWN.get(name, 1.0), abs=0.01)
-
-
-def test_held_out_problems_that_are_trained_on_are_seen(finished_run: FinishedRuns, tmp_path: Path) -> None:
-    def leak(now: dict[str, list]) -> dict[str, list]:
-        rows = [json.loads(line) for line in (finished_run() / "eval" / "iteration-000004-policy.jsonl").open()]
-        chosen = [rows[index % len(rows)] for index in range(len(now["prompt"]))]
-        return {"prompt": [row["prompt"] for row in chosen], "answer": [row["answer"] for row in chosen]}
-
-    first, *_ = rewritten(finished_run(), tmp_path / "run", leak)
-    assert first["saved/held_out"] == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["learning rate x20", "reward of the wrong sign", "template cut", "stale weights", "wrong stop tokens", "lam 2"],
-)
-def test_real_runs_are_diagnosed_right(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    doctor.in_a_process(case, 3, tmp_path / "case", ["iterations=20", "evaluation.every=10"])
-    found = doctor.judge(tmp_path / "case" / "run")
-    assert doctor.is_right(case, found), found.summary
 
 
 @pytest.fixture(scope="module")

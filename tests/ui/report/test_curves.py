@@ -263,7 +263,7 @@ def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:
     assert rows["good"][3:6] == ("9 of 9", "40.0%", "49.0%") and rows["good"][-1] == "no finding"
     assert rows["bad"][2:6] == ("3", "7 of 20", "40.0%", "47.0%") and rows["bad"][-1] == "unhealthy"
     [(name, signs)] = tables["Signs of the runs without a finding"].rows
-    assert name == "good" and signs.startswith("Looked at: events/stopped") and "Not looked at, without a" in signs
+    assert name == "good" and signs.startswith("Looked at: events/peer_lost") and "Not looked at, without a" in signs
     [finding] = tables["Findings, causes before their symptoms"].rows
     assert finding[:6] == ("bad", "obrs/acceptance", "0", "0.2", "0.2", "at least 0.5")
     assert tables["Settings that differ"].rows == (("iterations", "20", "9"),)

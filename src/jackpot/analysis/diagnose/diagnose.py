@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jackpot.analysis.diagnose.causes import ENGINE_GAP, LOOKS, NOTHING, SAME
 from jackpot.analysis.diagnose.learning import why_nothing, why_unknown
 from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
-from jackpot.analysis.diagnose.rules import ENGINE_GAP, LOOKS, NOTHING, RULES, SAME
+from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config.config import Config
 
 _SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")  # a path in a suggestion

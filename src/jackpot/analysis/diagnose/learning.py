@@ -17,6 +17,7 @@ REWARDS = "reward/mean"
 ENOUGH = 30  # iterations before which a policy may have learned nothing, after the warm-up of its learning rate
 MOVES = 1e-5  # learning rate times steps, the furthest that AdamW takes a weight, below which nothing is learned
 SEES = 0.04  # standard error of the difference of two accuracies, above which "learned nothing" is not known
+SEES_OF_LEVEL = 0.25  # the same as a share of the accuracy, which is low where rewards are sparse
 CUT = 0.3  # share of the responses that are cut at the limit
 CHANCE = 2.0  # standard errors of a difference beyond which it is not by chance
 AT_ONCE = 2  # iterations whose rewards are those of the start where they fall at once
@@ -93,7 +94,8 @@ def risen(metric: str) -> OfRun:
             return None
         lost = [limit(history, values) for limit in (fallen(metric, at_once=one) for one in (True, False))]
         error = _error(levels[0], levels[-1])
-        is_unsure = (metric == EVALUATED[0] and error > SEES) or (metric != REWARDS and _rewards_rise(history))
+        is_coarse = metric == EVALUATED[0] and (error > SEES or error > SEES_OF_LEVEL * levels[-1].mean > 0.0)
+        is_unsure = is_coarse or (metric != REWARDS and _rewards_rise(history))
         has_fallen = any(limit is not None and levels[-1].mean < limit for limit in lost)
         limit = levels[0].mean + error
         is_full = metric == EVALUATED[0] and limit >= 1.0
