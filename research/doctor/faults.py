@@ -77,9 +77,6 @@ class FaultySums(Arithmetic):
         if self._fault == "sparse":  # one sum of eight is ever rewarded
             is_paid = bool(score.correct) and int(prompt.answer) % 8 == 0
             return Score(reward=float(is_paid), correct=is_paid)
-        if self._fault == "last digit":  # an answer of one or two tokens by nature
-            is_right = finished and response[:1] == prompt.answer[-1]
-            return Score(reward=float(is_right), correct=is_right)
         return score
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:

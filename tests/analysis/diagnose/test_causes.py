@@ -33,7 +33,9 @@ def test_sparse_rewards_are_no_finding_in_a_run_that_learns(config: Config) -> N
     flat = [
         line | ({"eval/policy_accuracy": 0.4} if "eval/policy_accuracy" in line else {}) for line in history(sparse, 1)
     ]
-    assert diagnose(flat, [], config).findings[0].metric == "reward/all_wrong"
+    assert [one.metric for one in diagnose(flat, [], config).findings] == ["eval/policy_accuracy"]
+    rare = [line | ({"reward/all_wrong": 0.995} if line["iteration"] else {}) for line in flat]
+    assert diagnose(rare, [], config).findings[0].metric == "reward/all_wrong"
 
 
 def test_a_run_that_learned_nothing_says_why() -> None:
@@ -63,7 +65,7 @@ def test_responses_cut_from_the_start_are_a_cause(config: Config) -> None:
     assert diagnose(history({"response/truncated": 1.0, "saved/cut_earn": 0.5}, since=1), [], config).findings == ()
 
 
-def test_longer_responses_are_a_finding_where_the_reward_pays_for_them(config: Config) -> None:
+def test_longer_responses_that_the_reward_pays_for(config: Config) -> None:
     longer = {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43}
     [finding] = diagnose(history(longer), [], config).findings
     assert finding.metric == "response/tokens" and "pays for length" in finding.explanation
@@ -83,7 +85,7 @@ def test_models_are_swapped_where_the_dearer_one_is_better(config: Config) -> No
     assert diagnose([line | {"flops/train": 7.0} for line in lines], [], config).findings == ()
 
 
-def test_a_clip_that_never_acts_is_a_finding_where_the_policy_moves(config: Config) -> None:
+def test_a_clip_that_never_acts_though_the_policy_moves(config: Config) -> None:
     far = {"policy/approx_kl_k3": 0.01, "policy/clip_frac": 0.0}
     assert [one.metric for one in diagnose(history(far), [], config).findings] == ["policy/clip_frac"]
     assert diagnose(history(far | {"policy/clip_frac": 0.01}), [], config).findings == ()

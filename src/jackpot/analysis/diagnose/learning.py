@@ -18,6 +18,7 @@ ENOUGH = 30  # iterations before which a policy may have learned nothing, after 
 MOVES = 1e-5  # learning rate times steps, the furthest that AdamW takes a weight, below which nothing is learned
 SEES = 0.04  # standard error of the difference of two accuracies, above which "learned nothing" is not known
 SEES_OF_LEVEL = 0.25  # the same as a share of the accuracy, which is low where rewards are sparse
+RARE = 0.99  # share of groups without a right response, from which rewards are too rare
 CUT = 0.3  # share of the responses that are cut at the limit
 CHANCE = 2.0  # standard errors of a difference beyond which it is not by chance
 AT_ONCE = 2  # iterations whose rewards are those of the start where they fall at once
@@ -115,12 +116,16 @@ def below_start_unless_risen(history: MetricHistory, values: Values) -> float:
     return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
 
 
-def unless_learning(limit: float) -> OfRun:
-    """Return a limit of how few groups teach something: rewards may be sparse from the start in a run that learns."""
+def unless_sparse(limit: float) -> OfRun:
+    """Return a limit of how many groups may teach nothing. Where rewards are sparse from the start it is RARE.
+
+    That does not apply where the policy has become better, nor early.
+    """
 
     def of(history: MetricHistory, values: Values) -> float | None:
-        is_sparse = at_start(history, values) > limit
-        return None if is_sparse and (_has_risen(history) or not _is_late(history)) else limit
+        if at_start(history, values) <= limit:
+            return limit
+        return None if _has_risen(history) or not _is_late(history) else RARE
 
     return of
 

@@ -38,7 +38,7 @@ from jackpot.analysis.diagnose.learning import (
     fallen,
     risen,
     unless_cut_earn,
-    unless_learning,
+    unless_sparse,
 )
 from jackpot.analysis.diagnose.limits import (
     Rule,
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="signal",
             metric=metric,
-            high=unless_learning(0.9),
+            high=unless_sparse(0.9),
             explained_by=explained,
             explanation=text,
             suggestion=f"{ANSWERS}; {OTHER_PROMPTS}",
