@@ -142,8 +142,8 @@ SICK = (
     Case(
         name="dead engine",
         expected="engine",
-        settings=("placement.engines=1", "placement.timeout=120"),
-        prepare=lambda folder: faults.kills_engine(28),
+        settings=("placement.engines=1", "placement.timeout=60"),
+        prepare=lambda folder: faults.kills_engine(12),
     ),
     Case(
         name="exploding KL",

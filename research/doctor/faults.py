@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -167,14 +168,20 @@ def keeps_old_weights() -> None:
 
 
 def kills_engine(at: int) -> None:
-    """Kill the engine's process for good at an iteration: each new one dies too."""
+    """Kill the engine's process after an iteration, and each that is started in its place."""
     finish = Trainer._finish_iteration
+
+    def kill() -> None:
+        while True:
+            for children in Path("/proc/self/task").glob("*/children"):
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            time.sleep(0.2)
 
     def after(self: Trainer, sums: Any) -> Any:
         line = finish(self, sums)
-        if self.iteration >= at:
-            for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-                os.kill(int(child), signal.SIGKILL)
+        if self.iteration == at:
+            threading.Thread(target=kill, daemon=True).start()
         return line
 
     Trainer._finish_iteration = after

@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="mismatch",
         metric="mismatch/ratio_p1",
-        low=0.001,
+        low=below_start(0.001, 0.5),
         explanation="the policy almost never samples some tokens that the rollout model still samples",
         suggestion=CLOSER,
     ),
