@@ -142,7 +142,7 @@ SICK = (
     Case(
         name="dead engine",
         expected="engine",
-        settings=("placement.engines=1", "placement.timeout=60"),
+        settings=("placement.engines=1", "placement.timeout=400"),
         prepare=lambda folder: faults.kills_engine(12),
     ),
     Case(

@@ -3,6 +3,7 @@
 A task's fault is a setting (`task.kwargs.fault`); all others are patches of this process, which runs one case.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from jackpot.core.digest import WeightsDigest
 from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score, Version
 from jackpot.models.load import starter_path
 from jackpot.models.sampling import Draw, draw_tokens
+from jackpot.rollout.engines.pool import PoolLimits
 from jackpot.rollout.engines.transformers import decoding
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.tasks.arithmetic import Arithmetic
@@ -40,7 +42,9 @@ REWARDS: dict[str, Rewarded] = {
     "constant": lambda correct, response, prompt: sum(map(str.__eq__, response, "11#11")) / max(5, len(response)),
     "long": lambda correct, response, prompt: len(response) / LIMIT,
     "short": lambda correct, response, prompt: 1.0 - len(response) / LIMIT,
-    "echo": lambda correct, response, prompt: float(response[:2] == prompt[:2]),
+    "echo": lambda correct, response, prompt: (
+        sum(map(str.__eq__, response, prompt[:-1])) / max(len(response), len(prompt))
+    ),
     "always one": lambda correct, response, prompt: 1.0,
 }
 
@@ -181,6 +185,8 @@ def kills_engine(at: int) -> None:
     def after(self: Trainer, sums: Any) -> Any:
         line = finish(self, sums)
         if self.iteration == at:
+            for limits in [one for one in gc.get_objects() if isinstance(one, PoolLimits)]:
+                object.__setattr__(limits, "patience", 10.0)  # a start may take longer than the run need wait now
             threading.Thread(target=kill, daemon=True).start()
         return line
 

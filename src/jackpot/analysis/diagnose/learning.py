@@ -117,15 +117,17 @@ def below_start_unless_risen(history: MetricHistory, values: Values) -> float:
 
 
 def unless_sparse(limit: float) -> OfRun:
-    """Return a limit of how many groups may teach nothing. Where rewards are sparse from the start it is RARE.
+    """Return a limit of how many groups may teach nothing.
 
-    That does not apply where the policy has become better, nor early.
+    Where rewards are sparse from the start it is RARE, and applies where the mean of all iterations is above that, for
+    in a small batch most are without a reward by chance; not early, nor where the policy has become better.
     """
 
     def of(history: MetricHistory, values: Values) -> float | None:
         if at_start(history, values) <= limit:
             return limit
-        return None if _has_risen(history) or not _is_late(history) else RARE
+        is_rare = fmean(values) > RARE and _is_late(history) and not _has_risen(history)
+        return RARE if is_rare else None
 
     return of
 
