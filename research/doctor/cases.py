@@ -95,19 +95,16 @@ SICK = (
     Case(
         name="two temperatures",
         expected="temperature",
-        settings=(UNGUARDED,),
         prepare=lambda folder: faults.draws(temperature=0.6),
     ),
     Case(
         name="top-p unreported",
         expected="distribution",
-        settings=(UNGUARDED,),
         prepare=lambda folder: faults.draws_unreported(top_p=0.8),
     ),
     Case(
         name="log-probs off by one",
-        expected="before|next to|off by one",
-        settings=(UNGUARDED,),
+        expected="off by one",
         prepare=lambda folder: faults.reports(faults.shifted),
     ),
     Case(
@@ -118,7 +115,6 @@ SICK = (
     Case(
         name="log-probs in bf16",
         expected="bf16",
-        settings=(UNGUARDED,),
         prepare=lambda folder: faults.reports(faults.rounded),
     ),
     Case(
@@ -205,22 +201,6 @@ EXTRA = tuple(
         {"name": "healthy quickstart"},
         {"name": "healthy alone", "settings": ALONE},
         {"name": "stale weights, guarded", "expected": "weights", "prepare": lambda folder: faults.keeps_old_weights()},
-        {
-            "name": "two temperatures, guarded",
-            "expected": "temperature",
-            "prepare": lambda folder: faults.draws(temperature=0.6),
-        },
-        {
-            "name": "top-p unreported, guarded",
-            "expected": "distribution",
-            "prepare": lambda folder: faults.draws_unreported(top_p=0.8),
-        },
-        {
-            "name": "off by one, guarded",
-            "expected": "before|off by one",
-            "prepare": lambda folder: faults.reports(faults.shifted),
-        },
-        {"name": "bf16, guarded", "expected": "bf16", "prepare": lambda folder: faults.reports(faults.rounded)},
         {"name": "stops too early", "expected": "stop token", "settings": ("sampling.stop_token_ids=[18]",)},
         {"name": "rewards all 1", "expected": "every response|same reward", "task": "always one"},
         {

@@ -76,11 +76,6 @@ BROKEN = {  # what makes a rule fire, by its name
     "response/tokens": {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43},
     "response/truncated": {"response/truncated": 0.4},
     "files/failed": {"files/failed": 1},
-    "engine/bf16": {"engine/bf16": 1.0},
-    "engine/draws": {"engine/draws": 4.0},
-    "engine/of_other_model": {"engine/of_other_model": 1.0},
-    "engine/off_by_one": {"engine/off_by_one": 1.0},
-    "engine/temperature": {"engine/temperature": 0.6},
     "saved/ambiguous_prompts": {"saved/ambiguous_prompts": 0.6},
     "saved/commonest": {"saved/commonest": 1.0, "reward/mean": 0.5},
     "saved/end_inside": {"saved/end_inside": 1.0},
@@ -90,7 +85,6 @@ BROKEN = {  # what makes a rule fire, by its name
     "saved/right_earn": {"saved/right_earn": -1.0},
 }
 WITH = {  # settings with which a rule applies, where they are not those of `config`
-    "engine/draws": ("batch.mini_batch_size=8",),
     "obrs/acceptance_error": ("batch.mini_batch_size=8",),
     "mismatch/ratio_max": ("batch.mini_batch_size=8", "objective.correction=is"),
 }

@@ -3,7 +3,6 @@
 The rules are in causal order: an earlier finding can cause a later one, and those of `rules.py` come after all these.
 """
 
-import math
 from collections.abc import Mapping
 from statistics import fmean
 
@@ -40,7 +39,6 @@ from jackpot.analysis.diagnose.limits import (
     rounding,
     since_later,
     spread,
-    together,
     unless_back,
     where,
 )
@@ -128,53 +126,6 @@ CAUSES: tuple[Rule, ...] = (
         source=EXACT,
         suggestion="mend what the reason names, and continue by the same command",
     ),
-    *(
-        Rule(
-            group="bug",
-            metric=f"engine/{name}",
-            low=low,
-            high=high,
-            explained_by=by_truncation,
-            aggregate=latest,
-            source="where no gap is, it is " + sound,
-            explanation=text,
-            suggestion=suggestion,
-        )
-        for name, low, high, sound, text, suggestion in (
-            (
-                "bf16",
-                -math.inf,
-                0.9,
-                "0.004 by chance",
-                "the engine's log-probs are rounded to bf16, 3 digits, and the ratios with them",
-                "have the engine report log-probs in fp32",
-            ),
-            (
-                "off_by_one",
-                -math.inf,
-                0.5,
-                "0",
-                "the engine's log-probs are off by one: they are those of the token next to it",
-                "shift them where the rollouts are made; set guard.check_engine=true",
-            ),
-            (
-                "of_other_model",
-                -math.inf,
-                0.5,
-                "0",
-                "the models are swapped: the engine's log-probs are those of the other model",
-                "give the engine the weights of rollout_model.path; set guard.check_engine=true",
-            ),
-            (
-                "temperature",
-                0.96,
-                1.04,
-                "1",
-                "the engine samples at another temperature than training: it is that many times sampling.temperature",
-                "have the engine sample at sampling.temperature; set guard.check_engine=true",
-            ),
-        )
-    ),
     Rule(
         group="bug",
         metric=ENGINE_GAP,
@@ -196,18 +147,6 @@ CAUSES: tuple[Rule, ...] = (
             suggestion=_ENGINE,
         )
         for metric, model in GAPS.items()
-    ),
-    Rule(
-        group="bug",
-        metric="engine/draws",
-        low=-5.0,
-        high=5.0,
-        explained_by=by_filter,
-        aggregate=together,
-        source="standard errors; chance exceeds 5 once in a million runs",
-        explanation="the engine reports one distribution and samples from another: top-p, top-k or a temperature is "
-        "not in its log-probs",
-        suggestion="have it return processed log-probs, after temperature, top_p and top_k",
     ),
     Rule(
         group="bug",

@@ -174,11 +174,6 @@ def spread(values: Values) -> float:
     return max(values) - min(values)
 
 
-def together(values: Values) -> float:
-    """Return how many standard errors several values are from 0 together, each a number of standard errors."""
-    return sum(values) / math.sqrt(len(values))
-
-
 def rounding(metric: str) -> OfRun:
     """Return the limit of a gap, mean |p_engine - p_training|, that rounding explains.
 

@@ -1,7 +1,6 @@
-"""Reads signs from saved rollouts that are no metrics: what prompts and responses say, what log-probs agree with.
+"""Reads signs from saved rollouts that are no metrics: what prompts, responses and rewards say when they are compared.
 
-Each becomes a number of its iteration under a name that begins with `saved/`, or with `engine/` where it says what an
-engine reports.
+Each becomes a number of its iteration under a name that begins with `saved/`.
 """
 
 import json
@@ -16,12 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from jackpot.config.config import Config
-from jackpot.training.run_folder.rollouts import (
-    UnreadableRollouts,
-    flat_column,
-    list_rollout_files,
-    read_columns,
-)
+from jackpot.training.run_folder.rollouts import UnreadableRollouts, list_rollout_files, read_columns
 
 _COLUMNS = (
     "prompt",
@@ -35,14 +29,7 @@ _COLUMNS = (
     "tokens",
     "prompt_uid",
 )
-_DRAWS = ("rollout_log_probs", "rollout_top_log_probs", "sampled_mask")
 _END = re.compile(r"<(/s>|eos|\|?(im_)?end|\|?eot)")  # how tokens begin that end a response
-_SCALES = np.round(np.arange(0.3, 2.01, 0.05), 2)  # temperatures of the engine over those that training knows
-_EXPLAINS = 0.2  # share of a gap that may be left where something explains it
-_SMALL_GAP = 1e-4  # mean |p_engine - p_training| that needs no explanation
-_FLOOR = -10.0  # log-prob below which all tokens count alike
-_CERTAIN = 1e-6  # variance of the log-prob of a token that is hardly drawn at random
-_UNSURE = -0.01  # log-prob below which a number that rounding to bf16 leaves alone is no chance
 
 
 def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
@@ -62,9 +49,6 @@ def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
             table = read_columns(file, list(_COLUMNS))
             lines.append({"iteration": file.iteration} | _of_prompts(table, held_out, answers))
             lines[-1] |= _of_responses(table, config) | _of_rewards(table)
-            lines[-1] |= _of_draws(read_columns(file, list(_DRAWS)))
-            if file.iteration == 1:  # before any update, so that both sides have the same weights
-                lines[-1] |= _of_log_probs(read_columns(file))
     return lines
 
 
@@ -120,58 +104,4 @@ def _of_rewards(table: pa.Table) -> dict[str, float]:
         found["saved/right_earn"] = float(rewards[right].mean() - rewards[wrong].mean()) / width
     if cut.any():
         found["saved/cut_earn"] = float(rewards[cut].mean() - rewards.min())
-    return found
-
-
-def _of_draws(table: pa.Table) -> dict[str, float]:
-    """Return how many standard errors the log-probs of the drawn tokens are above what the engine's lists expect."""
-    drawn = flat_column(table, "rollout_log_probs")
-    top = np.maximum(_lists(table, len(drawn)), _FLOOR)
-    if not top.size:
-        return {}
-    probs, outside = np.exp(top), top.min(1)
-    rest = np.maximum(1.0 - probs.sum(1), 0.0)
-    mean = (probs * top).sum(1) + rest * outside
-    variance = (probs * top**2).sum(1) + rest * outside**2 - mean**2
-    chosen = flat_column(table, "sampled_mask").astype(bool) & (variance > _CERTAIN)
-    errors = float(np.sqrt(variance[chosen].sum()))
-    return {"engine/draws": float((np.maximum(drawn, outside) - mean)[chosen].sum()) / errors} if errors else {}
-
-
-def _lists(table: pa.Table, tokens: int) -> np.ndarray:
-    """Return the engine's top log-probs, [tokens, k]."""
-    return table.column("rollout_top_log_probs").combine_chunks().flatten().flatten().to_numpy().reshape(tokens, -1)
-
-
-def _of_log_probs(table: pa.Table) -> dict[str, float]:
-    """Say what the log-probs of an engine agree with where they are not training's."""
-    names = {"policy": "old_log_probs", "rollout_model": "rollout_model_log_probs"}
-    trained = {role: flat_column(table, name) for role, name in names.items() if name in table.column_names}
-    writer, *others = set(table.column("sampled_by").to_pylist())
-    engine = flat_column(table, "rollout_log_probs")
-    unsure = engine[engine < _UNSURE].astype(np.float32).view(np.uint32)
-    found = {"engine/bf16": float((unsure & 0xFFFF == 0).mean())} if len(unsure) else {}
-    if others or writer not in trained:
-        return found
-
-    def gap(log_probs: np.ndarray, of: np.ndarray = trained[writer]) -> float:
-        return float(np.abs(np.exp(log_probs) - np.exp(of)).mean())
-
-    limit = _EXPLAINS * gap(engine)
-    if gap(engine) <= _SMALL_GAP:
-        return found
-    lengths = [len(row) for row in table.column("token_ids").to_pylist()]
-    inner = np.setdiff1d(np.arange(1, len(engine)), np.cumsum(lengths))  # tokens behind another one of their response
-    both = ((inner, inner - 1), (inner - 1, inner))
-    nearby = min(gap(engine[here], trained[writer][there]) for here, there in both)
-    found["engine/off_by_one"] = float(nearby < limit)
-    found["engine/of_other_model"] = float(
-        any(gap(engine, trained[role]) < limit for role in trained if role != writer)
-    )
-
-    top = _lists(table, len(engine))
-    if top.shape[1] > 1:
-        gaps = {scale: gap(scale * engine - np.log(np.exp(scale * top).sum(1))) for scale in _SCALES}
-        best = min(gaps, key=gaps.__getitem__)
-        found["engine/temperature"] = float(best) if gaps[best] < limit else 1.0
     return found
