@@ -154,7 +154,7 @@ SICK = (
         name="collapsed entropy",
         expected="entropy|collapsed",
         task="echo",
-        settings=(*ALONE, "policy.optimizer.learning_rate=2e-3"),
+        settings=(*ALONE, "policy.optimizer.learning_rate=2e-3", "iterations=72"),
     ),
     Case(
         name="length hacking",
@@ -192,7 +192,7 @@ HEALTHY = (
     Case(
         name="SmolLM2",
         recipe="smollm",
-        settings=("iterations=4", "evaluation.every=4", "evaluation.problems=16", "threads=1"),
+        settings=("iterations=16", "evaluation.every=16", "batch.mini_batch_size=16", "threads=1"),
     ),
 )
 EXTRA = tuple(

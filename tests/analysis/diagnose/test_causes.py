@@ -175,6 +175,12 @@ def test_an_entropy_that_the_reward_takes_is_a_cause(config: Config) -> None:
     assert (first.group, first.metric) == ("data", "policy/entropy")
 
 
+def test_rewards_that_rise_while_answers_get_worse_pay_otherwise(config: Config) -> None:
+    hacked = {"reward/mean": 0.6, "eval/policy_accuracy": 0.2}
+    [finding] = diagnose(history(hacked), [], config).findings
+    assert finding.metric == "eval/policy_accuracy" and "pays for something else" in finding.explanation
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -21,6 +21,7 @@ from jackpot.analysis.diagnose.learning import (
     behind_at_start,
     below_start_unless_risen,
     cut_from_start,
+    fallen_for_rewards,
     longer,
     never_unequal,
     unless_rewards_fell,
@@ -352,6 +353,18 @@ CAUSES: tuple[Rule, ...] = (
         explanation="the entropy of the policy has collapsed, and the reward pays for it: one answer in each state",
         suggestion=f"raise objective.entropy_coeff; {SLOWER}; mend the reward",
         look=LOOKS["models"],
+    ),
+    *(
+        Rule(
+            group="data",
+            metric=EVALUATED[0],
+            low=fallen_for_rewards(EVALUATED[0], at_once=at_once),
+            aggregate=latest,
+            source=CHANCE,
+            explanation="the reward pays for something else: rewards rise, and right answers become fewer",
+            suggestion="mend the reward (task)",
+        )
+        for at_once in (True, False)
     ),
     *(
         Rule(

@@ -148,6 +148,12 @@ def unless_rewards_fell(limit: Limit) -> OfRun:
     return of
 
 
+def fallen_for_rewards(metric: str, *, at_once: bool) -> OfRun:
+    """Return the limit of `fallen` where the training rewards have risen meanwhile."""
+    limit = fallen(metric, at_once=at_once)
+    return lambda history, values: limit(history, values) if _rewards_rise(history) else None
+
+
 def never_unequal(history: MetricHistory, values: Values) -> float | None:
     """Return the least spread of the mean rewards where no iteration had another one than the first."""
     return math.ulp(1.0) if max(values) == min(values) else None
