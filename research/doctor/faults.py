@@ -3,7 +3,6 @@
 A task's fault is a setting (`task.kwargs.fault`); all others are patches of this process, which runs one case.
 """
 
-import gc
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from jackpot.core.digest import WeightsDigest
 from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score, Version
 from jackpot.models.load import starter_path
 from jackpot.models.sampling import Draw, draw_tokens
-from jackpot.rollout.engines.pool import PoolLimits
+from jackpot.rollout.engines.pool import Pool
 from jackpot.rollout.engines.transformers import decoding
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.tasks.arithmetic import Arithmetic
@@ -173,7 +172,12 @@ def keeps_old_weights() -> None:
 
 def kills_engine(at: int) -> None:
     """Kill the engine's process after an iteration, and each that is started in its place."""
-    finish = Trainer._finish_iteration
+    finish, begin = Trainer._finish_iteration, Pool.__init__
+    pools: list[Pool] = []
+
+    def remember(self: Pool, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        pools.append(self)
 
     def kill() -> None:
         while True:
@@ -185,11 +189,12 @@ def kills_engine(at: int) -> None:
     def after(self: Trainer, sums: Any) -> Any:
         line = finish(self, sums)
         if self.iteration == at:
-            for limits in [one for one in gc.get_objects() if isinstance(one, PoolLimits)]:
-                object.__setattr__(limits, "patience", 10.0)  # a start may take longer than the run need wait now
+            for pool in pools:  # a start may take long, and now nothing is worth waiting for
+                pool._limits = replace(pool._limits, patience=10.0)
             threading.Thread(target=kill, daemon=True).start()
         return line
 
+    Pool.__init__ = remember
     Trainer._finish_iteration = after
 
 

@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="signal",
             metric=f"{model}/skipped_steps",
-            high=0.5,
+            high=unless_sparse(0.5),
             explanation=f"most optimizer steps of the {model.replace('_', ' ')} are not taken; events.jsonl says why",
             suggestion="read the events skipped_step; for equal rewards set batch.filter_groups={}",
         )
