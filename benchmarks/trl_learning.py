@@ -49,7 +49,8 @@ def trls(job: Job) -> Result:
     from trl import GRPOConfig
 
     from jackpot.adapters.trl import JackpotGRPOTrainer
-    from jackpot.models.load import eos_token_ids, load_tokenizer, starter_path
+    from jackpot.models.hub import starter_path
+    from jackpot.models.load import eos_token_ids, load_tokenizer
     from jackpot.rollout.tasks.base import PromptStream
     from jackpot.rollout.tasks.registry import make_task
 

@@ -18,7 +18,8 @@ from jackpot.config.sampling import Sampling
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
-from jackpot.models.load import load_tokenizer, resolve_path
+from jackpot.models.hub import resolve_path
+from jackpot.models.load import load_tokenizer
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.tasks.registry import make_task
 

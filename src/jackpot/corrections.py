@@ -30,7 +30,7 @@ from jackpot.objectives.corrections import CORRECTIONS, CorrectionFn, Correction
 from jackpot.objectives.corrections.formula import TENSORS, ByFormula, Formula
 from jackpot.objectives.corrections.signed import dppo_topk
 from jackpot.objectives.metrics import correction_summary
-from jackpot.objectives.tensor_checks import check_numbers, check_tensors
+from jackpot.objectives.tensor_checks import check_numbers, check_tensors, report_signs, signs_of_log_probs
 
 IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, and where the caller decides them
     "proximal": "CorrectionInputs.proximal_log_probs",
@@ -169,7 +169,11 @@ def correct(
     Raises:
         ConfigError: an unknown correction or setting, or a value that is not allowed.
         DataError: tensors of other shapes, dtypes or devices, or one that this correction needs and that is missing; on
-            a CPU also numbers that cannot be what their name says, where a look at them waits for nothing.
+            a CPU also numbers that cannot be what their name says, where a look at them waits for nothing; a mask
+            without a token, or log-probs that are shifted by a token (on a GPU a later call says so).
+
+    Warns:
+        UserWarning: log-probs that are swapped, as far as none of healthy models look so, or rounded to bfloat16.
     """
     chosen = _chosen(correction, settings)
     tensors = {
@@ -184,6 +188,7 @@ def correct(
     check_tensors(response_mask, tensors)
     if response_mask.device.type == "cpu":  # elsewhere a look waits for the device
         check_numbers(response_mask, tensors, chosen.lam)
+    report_signs(signs_of_log_probs(response_mask, rollout_log_probs.detach(), target_log_probs.detach()))
 
     for needed in sorted(chosen.reads):
         if tensors[needed] is None:

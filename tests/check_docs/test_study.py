@@ -16,7 +16,7 @@ from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.config.changes import settings_of
 from jackpot.config.recipes import load_recipe
 from jackpot.models.cost import forward_cost
-from jackpot.models.load import resolve_path
+from jackpot.models.hub import resolve_path
 from research import study, study_page
 from tools.toy_models import STUDY_MODELS, make_meta_model
 

@@ -11,6 +11,8 @@ from examples import obrs as copied
 from helpers.paths import ROOT
 from jackpot import correct, estimate_z, obrs
 
+pytestmark = pytest.mark.filterwarnings("ignore:all log-probs of one model are rounded")
+
 SHAPE, V, K = (8, 30), 40, 8
 LAMS = (0.7, 1.0, 2.0)
 

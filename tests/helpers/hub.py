@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jackpot.models.load import hub_answers
+from jackpot.models.hub import hub_answers
 
 
 def without_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -12,4 +12,4 @@ def without_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     hub_answers.cache_clear()
-    monkeypatch.setattr("jackpot.models.load.hub_answers", hub_answers.__wrapped__)  # asked anew, and never remembered
+    monkeypatch.setattr("jackpot.models.hub.hub_answers", hub_answers.__wrapped__)  # asked anew, and never remembered

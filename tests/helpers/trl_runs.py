@@ -13,7 +13,8 @@ from jackpot.config.config import OptimizerConfig, RolloutModelConfig
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.types import TokenBatch
-from jackpot.models.load import load_model, load_tokenizer, starter_path
+from jackpot.models.hub import starter_path
+from jackpot.models.load import load_model, load_tokenizer
 from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.joint_learner import JointLearner, LearnerOptions
 from jackpot.training.objectives import policy_objective, rollout_model_objective

@@ -24,7 +24,8 @@ from transformers import (
 
 from helpers.engines.reference import save_tiny_model
 from jackpot.core.errors import DataError, ModelError
-from jackpot.models import load
+from jackpot.models import hub
+from jackpot.models.hub import resolve_path
 from jackpot.models.load import (
     check_same_tokenizer,
     eos_token_ids,
@@ -32,7 +33,6 @@ from jackpot.models.load import (
     load_model,
     load_tokenizer,
     load_value_model,
-    resolve_path,
 )
 
 SHAPE = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -315,7 +315,7 @@ def test_a_model_that_computes_more_than_its_head_is_refused(tmp_path, model):
 
 
 def test_a_starter_resolves_to_its_folder(original, monkeypatch):
-    monkeypatch.setattr(load, "starter_path", lambda name: original.parent / name)
+    monkeypatch.setattr(hub, "starter_path", lambda name: original.parent / name)
     assert resolve_path("starter:original") == str(original)
     assert load_model("starter:original", torch.float32).config.vocab_size == 20
 

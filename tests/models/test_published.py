@@ -12,7 +12,8 @@ from helpers.hub import without_hub
 from jackpot.config.recipes import load_recipe, recipe_names, resolve
 from jackpot.core.errors import DataError, ModelError
 from jackpot.models.cost import cached_numbers
-from jackpot.models.load import eos_token_ids, hub_answers, load_config, load_meta_model, load_model, load_tokenizer
+from jackpot.models.hub import hub_answers
+from jackpot.models.load import eos_token_ids, load_config, load_meta_model, load_model, load_tokenizer
 from jackpot.models.published import PUBLISHED, is_from_table
 
 PARAMETERS = {  # of the weights on the hub, tied ones once

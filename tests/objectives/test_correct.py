@@ -19,7 +19,7 @@ def rollouts(seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
     hidden, head = torch.randn(B, T, H, device=device), torch.nn.Linear(H, V, bias=False, device=device)
     logits = head(hidden).detach()
     p_inf = torch.log_softmax(logits + 0.7 * torch.randn(B, T, V, device=device), -1)
-    token = torch.randint(V, (B, T, 1), device=device)
+    token = torch.multinomial(p_inf.flatten(0, 1).exp(), 1).view(B, T, 1)
     top, ids = p_inf.topk(K, -1)
     return {
         "rollout_log_probs": p_inf.gather(-1, token)[..., 0],

@@ -19,7 +19,8 @@ from helpers.engines.reference import save_tiny_model
 from helpers.hub import without_hub
 from helpers.runs import SMALL, FinishedRuns, metrics, run, small_config, weights
 from jackpot.core.errors import ConfigError
-from jackpot.models.load import load_model, load_tokenizer, starter_path
+from jackpot.models.hub import starter_path
+from jackpot.models.load import load_model, load_tokenizer
 from jackpot.models.published import PUBLISHED
 from jackpot.ui import cli
 

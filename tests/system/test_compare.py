@@ -155,10 +155,11 @@ def test_a_signal_stops_all_runs_and_the_command_continues(sent: int, tmp_path: 
 
 
 def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
-    settings = ("rollout_model.path=nowhere", "--arms", "obrs", "--seeds", "1")
+    (tmp_path / "empty").mkdir()
+    settings = ("rollout_model.path=empty", "--arms", "obrs", "--seeds", "1")
     code, _, error = compare(*settings, *TINY, cwd=tmp_path)
     assert code == 2
-    assert "1 of 1 runs failed" in error and "obrs, seed 1" in error and "nowhere" in error and "Traceback" not in error
+    assert "1 of 1 runs failed" in error and "obrs, seed 1" in error and "empty" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

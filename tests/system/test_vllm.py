@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.servers import VLLMServer, save_untied, started
 from helpers.runs import assert_same_run, metrics, run, small_config
 from jackpot.launch.start import launch
-from jackpot.models.load import resolve_path
+from jackpot.models.hub import resolve_path
 from jackpot.training.trainer import MetricsLine
 
 pytestmark = pytest.mark.vllm

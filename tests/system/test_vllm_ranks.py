@@ -17,7 +17,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.servers import VLLMServer, save_untied, started
 from helpers.runs import SMALL, assert_same_run, metrics
 from jackpot.analysis.plan.tiny_models import save_tiny
-from jackpot.models.load import load_config, resolve_path
+from jackpot.models.hub import resolve_path
+from jackpot.models.load import load_config
 
 pytestmark = pytest.mark.vllm
 TORCHRUN = Path(sys.executable).with_name("torchrun")

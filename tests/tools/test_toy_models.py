@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from helpers.paths import ROOT
 from jackpot.config.tasks import ArithmeticConfig
 from jackpot.core.errors import ModelError
-from jackpot.models.load import starter_path
+from jackpot.models.hub import starter_path
 from jackpot.rollout.tasks.arithmetic import Arithmetic
 from tools import toy_models
 from tools.lessons import (

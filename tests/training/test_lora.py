@@ -23,7 +23,8 @@ from jackpot.launch.build import load_trained, make_components, make_learner
 from jackpot.launch.engines import make_engine
 from jackpot.launch.start import launch
 from jackpot.models.fused import fuse
-from jackpot.models.load import load_model, starter_path
+from jackpot.models.hub import starter_path
+from jackpot.models.load import load_model
 from jackpot.rollout.engines.base import Engine
 from jackpot.training.components import RunComponents
 from jackpot.training.run_folder.folder import RunFolder

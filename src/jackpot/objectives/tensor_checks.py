@@ -1,11 +1,31 @@
-"""Checks of the tensors that another framework's loop gives."""
+"""Checks of the tensors that another framework's loop gives: their form, their numbers, and signs of a mistake.
 
+A sign is a scalar, True where healthy tensors cannot be what was given. On a CPU it is looked at in the call. On a GPU
+a look would wait for the device, so signs are copied meanwhile, and a later call looks at those of an earlier one.
+"""
+
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from jackpot.core.errors import DataError
+
+_LEAST = 64  # tokens of which a sign is taken
+_SIGNS = {  # what is wrong and what to do, by sign
+    "empty": "response_mask is False at every token, so there is nothing to correct; leave this batch out",
+    "swapped": "the tokens were not sampled by what rollout_log_probs are of, and look as sampled by what "
+    "target_log_probs are of: are the two swapped? rollout_log_probs are those of the engine that sampled",
+    "shifted": "rollout_log_probs and target_log_probs agree where one is shifted by a token, and not as they stand; "
+    "logits at index t predict token t + 1: take logits[:, :-1] for ids[:, 1:]",
+    "shifted_logits": "the policy's most probable tokens are those of the engine's lists one position further, and not "
+    "of their own; logits at index t predict token t + 1: give those that predict the tokens of the lists",
+    "rounded": "all log-probs of one model are rounded to bfloat16, 1 part in 256, which OBRS reads as mismatch; take "
+    "them from float32 logits, logits.float().log_softmax(-1)",
+}
+_WARNED = ("swapped", "rounded")  # signs that tensors may have which somebody made up, and inexact ones
+_pending: list[tuple[Mapping[str, Tensor], torch.cuda.Event]] = []  # on their way from a GPU: none, or of one call
 
 _ROUNDING = 0.01  # largest log-prob, and Z above its bound, by rounding
 
@@ -58,3 +78,80 @@ def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) 
             )
         if name == "uniforms" and not ((numbers >= 0) & (numbers < 1)).all():
             raise DataError("uniforms holds numbers outside of [0, 1); draw them with torch.rand")
+
+
+def report_signs(signs: Mapping[str, Tensor]) -> None:
+    """Raise a DataError about the first of `signs` that is True, or warn where it is one of `_WARNED`.
+
+    On a GPU, not run there, it is about an earlier call's, as soon as they have arrived; nothing waits for the device.
+    """
+    device = next(iter(signs.values())).device.type
+    if device == "cuda":
+        arrived = [_pending.pop()[0]] if _pending and _pending[0][1].query() else []
+        if not _pending:
+            copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
+            _pending.append((copied, torch.cuda.current_stream().record_event()))
+        signs = {name: sign for earlier in arrived for name, sign in earlier.items()}
+
+    for name in signs if device in ("cpu", "cuda") else ():
+        if not signs[name]:
+            continue
+        if name not in _WARNED:
+            raise DataError(f"{_SIGNS[name]}{' (an earlier call)' * (device == 'cuda')}")
+        warnings.warn(_SIGNS[name], stacklevel=3)
+
+
+def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Look for signs of a mistake in the log-probs of sampled tokens, [B, T] each: bool scalars by name.
+
+    Where p_inf sampled, the product of rho = p_target / p_inf over all tokens has a mean of at most 1, whatever the
+    models, so that its logarithm is above 30 with a chance of e^-30. Swapped, it is; and 1 / rho has the mean 1, which
+    it has not where p_target was trained on these very tokens.
+    """
+    count, log_ratio = mask.sum(), torch.where(mask, target - rollout, 0.0).double()
+    inverse = torch.where(mask, (-log_ratio).exp(), 0.0)
+    mean = inverse.sum() / count
+    error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
+    is_high = log_ratio.sum() > (0.02 * count).clamp(min=30.0)
+
+    both, here = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
+    shifted = torch.maximum(
+        _correlation(rollout[:, 1:], target[:, :-1], both), _correlation(rollout[:, :-1], target[:, 1:], both)
+    )
+    return {
+        "empty": count == 0,
+        "swapped": is_high & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
+        "shifted": (shifted > 0.7) & (here < 0.5 * shifted) & (both.sum() >= _LEAST),
+        "rounded": _is_rounded(rollout, mask) | _is_rounded(target, mask),
+    }
+
+
+def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> dict[str, Tensor]:
+    """Look for logits that are shifted by a token, in the most probable tokens of both models, [..., T] each.
+
+    Args:
+        usable: [..., T] bool, positions with a list of the engine.
+    """
+    at = (slice(None), slice(None)), (slice(1, None), slice(None, -1)), (slice(None, -1), slice(1, None))
+    here, *shifted = (
+        ((policy_best[..., one] == rollout_best[..., other]) & usable[..., other]).sum() / usable[..., other].sum()
+        for one, other in at
+    )
+    most = torch.maximum(*shifted)
+    return {"shifted_logits": (most > 0.5) & (here < 0.5 * most) & (usable.sum() >= _LEAST)}
+
+
+def _correlation(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
+    """Return the correlation of two columns where `mask` is True, a scalar; NaN where one is constant."""
+    columns = torch.stack([one, other]).double().where(mask, 0.0)
+    centred = (columns - columns.sum((1, 2), keepdim=True) / mask.sum()).where(mask, 0.0)
+    squares = centred.square().sum((1, 2))
+    return centred.prod(0).sum() / squares.prod().sqrt()
+
+
+def _is_rounded(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Tell whether log-probs, of enough tokens and not all alike, are numbers of bfloat16: a scalar."""
+    counted = mask & (log_probs < 0)
+    is_short = torch.where(counted, log_probs.bfloat16().to(log_probs.dtype) == log_probs, True)
+    differ = (log_probs[:, 1:] != log_probs[:, :-1]) & counted[:, 1:] & counted[:, :-1]
+    return is_short.all() & differ.any() & (counted.sum() >= _LEAST)

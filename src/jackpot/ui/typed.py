@@ -2,8 +2,9 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,8 +18,10 @@ from jackpot.ui.terminal.output import print_line
 from jackpot.ui.terminal.progress import status
 
 with lazy():
-    from jackpot.config import build, recipes
+    from jackpot.config import build, names, recipes
     from jackpot.config import config as settings
+    from jackpot.models import hub
+    from jackpot.rollout.tasks import benchmarks
 
 # click's class; typer has a copy of click of its own since 0.24
 NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
@@ -76,6 +79,36 @@ def _value_of(option: str, given: Sequence[str]) -> str:
     return "VALUE"
 
 
+def _check(options: Mapping[str, Any]) -> None:
+    """Refuse settings that do not fit, and models that are nowhere, before a command makes a folder.
+
+    Args:
+        options: of a command; several have the same ones (`arguments`).
+    """
+    paths = {"model": options["model"]} if options.get("model") else {}
+    needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
+
+    if recipe := options.get("recipe"):
+        typed, arms = options["overrides"] or [], options.get("arms")
+        folder = options.get("folder") or Path("runs") / f"compare-{Path(recipe).stem}"
+        configs = list(recipes.resolve_arms(recipe, recipes.split_names(arms), [0], typed).values()) if arms else []
+
+        if not configs and "arms" not in options:
+            configs = [recipes.resolve(recipe, options["arm"], typed)]
+            folder = options.get("run") or names.run_folder(recipe, options["arm"], typed, configs[0].seed)
+        for config in () if folder.exists() else configs:  # else a checkpoint may hold the models
+            paths |= config.model_paths()
+
+    if candidates := options.get("rollout_model"):
+        paths = {"policy": paths["policy"], **{f"--rollout-model {path}": path for path in candidates}}
+    if paths:
+        hub.check_found(paths, needs_files)
+
+    is_named = options.get("benchmarks") or any("benchmarks=" in text for text in options.get("overrides") or ())
+    if "benchmarks" in options and not is_named and not (Path(options["model"]) / "config.yaml").exists():
+        raise ConfigError(benchmarks.NO_SET)
+
+
 class Commands(TyperGroup):
     """Reports an unknown command with the nearest name and a list of all commands."""
 
@@ -105,9 +138,7 @@ def register(
         if not on_ranks and (ranks := process_rank().size) > 1:
             raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
 
-        if options.get("recipe") and "arm" in options:  # a mistake is reported before torch is imported
-            recipes.resolve(options["recipe"], options["arm"], options["overrides"] or [])
-
+        _check(options)  # a mistake is reported before torch is imported
         with status(Console(stderr=True), f"loading jackpot {name}"):  # torch alone takes seconds
             load(sys.modules[function.__module__])
         function(**options)

@@ -30,7 +30,8 @@ from jackpot.core.errors import ConfigError, DataError, EngineError, ModelError
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models import scoring
-from jackpot.models.load import load_meta_model, load_tokenizer, starter_path
+from jackpot.models.hub import starter_path
+from jackpot.models.load import load_meta_model, load_tokenizer
 
 POLICY = "starter:policy"
 BFLOAT16 = {"dtype": "bf16"}

@@ -18,7 +18,8 @@ from jackpot.analysis.simulate.candidates import PairBench, pair_states, saved_r
 from jackpot.config.recipes import resolve
 from jackpot.core.errors import ConfigError
 from jackpot.models import scoring
-from jackpot.models.load import load_tokenizer, starter_path
+from jackpot.models.hub import starter_path
+from jackpot.models.load import load_tokenizer
 
 TEMPERATURE = 0.8
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from helpers.runs import BRIEF, SHORT, FinishedRuns, assert_same_run, metrics, run, run_and_copy, small_config, weights
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.start import launch
-from jackpot.models.load import starter_path
+from jackpot.models.hub import starter_path
 from jackpot.training.run_folder.checkpoint import load_state
 
 REGIMES = {

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import AppendedFile, whole_file
 from jackpot.core.types import Prompt
-from jackpot.models.load import load_config, resolve_path
+from jackpot.models.hub import resolve_path
+from jackpot.models.load import load_config
 from jackpot.rollout.evaluate import ScoredResponse
 from jackpot.rollout.pass_at_k import ResponseOutcomes
 

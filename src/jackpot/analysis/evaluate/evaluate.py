@@ -41,7 +41,8 @@ from jackpot.rollout.engines.base import Engine, Request
 from jackpot.rollout.evaluate import eval_request, generate_and_score
 from jackpot.rollout.pass_at_k import EvaluationSummary, summarize
 from jackpot.rollout.tasks.base import Task
-from jackpot.rollout.tasks.registry import SETS, check_sets, make_sets, make_task
+from jackpot.rollout.tasks.benchmarks import NO_SET, SETS
+from jackpot.rollout.tasks.registry import check_sets, make_sets, make_task
 from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
 SCHEMA_VERSION = 1
@@ -113,10 +114,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
         settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
 
     if "benchmarks" not in settings:
-        raise ConfigError(
-            f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}, {OWN} (the held-out "
-            f"problems of the model's run), or the path of a file with problems"
-        )
+        raise ConfigError(NO_SET)
 
     config = validated(BenchmarksConfig, settings)
     check_sets([one for one in config.benchmarks if one != OWN])

@@ -16,7 +16,8 @@ from jackpot.core.errors import DataError
 from jackpot.core.roles import Role
 from jackpot.launch.build import run_task
 from jackpot.launch.engines import reference_path
-from jackpot.models.load import head_rows, hub_answers, load_config, load_meta_model, load_tokenizers, resolve_path
+from jackpot.models.hub import hub_answers, resolve_path
+from jackpot.models.load import head_rows, load_config, load_meta_model, load_tokenizers
 from jackpot.models.lora import adapter_size
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import find_sources

@@ -14,7 +14,7 @@ from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import resolve
 from jackpot.core.process_rank import process_rank
 from jackpot.launch.checks import check_start
-from jackpot.models.load import is_downloaded
+from jackpot.models.hub import is_downloaded
 
 MACHINE = 8  # most GPUs of one machine; on more than one, Ray places engines beside the ranks
 NO_MACHINE = (

@@ -40,7 +40,8 @@ from jackpot.config.tools import sets_of
 from jackpot.core.errors import ModelError
 from jackpot.core.files import checkpoint_error_in, write_whole
 from jackpot.core.prng import fold_in
-from jackpot.models.load import STARTER_PREFIX, load_config, load_meta_model
+from jackpot.models.hub import STARTER_PREFIX
+from jackpot.models.load import load_config, load_meta_model
 from jackpot.rollout.tasks.base import Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import HUB, find_source, is_address

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from jackpot.core.errors import ModelError
-from jackpot.models.load import resolve_path
+from jackpot.models.hub import resolve_path
 
 BYTES = "starter:text_policy"  # a model whose tokens are bytes, with a plain chat template
 LARGE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -123,7 +123,7 @@ class RunFolder:
         self.checkpoints, self.rollouts = path / "checkpoints", path / "rollouts"
         self.failed = {"checkpoint/failed": 0, "files/failed": 0}
         self._lock: IO[str] | None = None
-        self._is_new = False  # `lock` has made the folder
+        self._made: list[Path] = []  # folders that `lock` has made, the innermost first
         self._appended: dict[str, AppendedFile] = {}
         self._tensorboard = ""  # name of this start's event file
         self._wandb: WandbRun | None = None
@@ -135,18 +135,18 @@ class RunFolder:
             CheckpointError: another process holds the folder.
         """
         with checkpoint_error_in(self.path):
-            self._is_new = not self.path.exists()
+            self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold_lock(self.path / ".lock")
 
     def give_up(self) -> None:
-        """Remove the lock of a start that failed before there was a run, and the folder if it was made for it."""
+        """Remove the lock of a start that failed before there was a run, and the folders that were made for it."""
         if (self.path / "config.yaml").exists():
             return
         with suppress(OSError):
             (self.path / ".lock").unlink()
-            if self._is_new:
-                self.path.rmdir()
+            for folder in self._made:
+                folder.rmdir()
 
     def check(self, config: Config) -> None:
         """Refuse to continue a run with settings that its numbers are not of, or without its checkpoints.

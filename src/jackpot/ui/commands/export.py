@@ -16,7 +16,7 @@ with lazy():
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder with saved rollouts.")],
+    run: Annotated[Path, typer.Argument(exists=True, help="Run folder with saved rollouts.")],
     form: Annotated[str, typer.Option("--format", help="Format to write: jackpot, jsonl or verl.")],
     out: Annotated[
         Path | None,

@@ -16,6 +16,15 @@ with lazy():
     from jackpot.launch import slurm as cluster
 
 
+def _require_slurm(is_asked: bool) -> bool:
+    if not is_asked:
+        raise ConfigError(
+            "jackpot launch prints a batch script; say for which scheduler: --slurm. torchrun and Ray need none: "
+            "docs/distributed.md"
+        )
+    return is_asked
+
+
 def launch(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -23,7 +32,9 @@ def launch(
     run: Annotated[
         Path | None, typer.Option(help="Run folder, on a disk that all nodes see; default that of jackpot train.")
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Print a batch script for SLURM's sbatch.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", callback=_require_slurm, help="Print a batch script for SLURM's sbatch.")
+    ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of each node; 0: CPUs only.")] = 8,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on each node; default one for each GPU.")] = None,
@@ -36,12 +47,6 @@ def launch(
 
     Status: never run on its target (a SLURM cluster).
     """
-    if not slurm:
-        raise ConfigError(
-            "jackpot launch prints a batch script; say for which scheduler: --slurm. torchrun and Ray need none: "
-            "docs/distributed.md"
-        )
-
     given = overrides or []
     config = recipes.resolve(recipe, arm, given)
     folder = run or names.run_folder(recipe, arm, given, config.seed)

@@ -26,7 +26,7 @@ _MOST_REWARDS = 20  # that differ, of which each has a line
 
 
 def replay(
-    path: Annotated[Path, typer.Argument(help="Run folder, or a file or folder of saved rollouts.")],
+    path: Annotated[Path, typer.Argument(exists=True, help="Run folder, or a file or folder of saved rollouts.")],
     form: Annotated[
         str,
         typer.Option(

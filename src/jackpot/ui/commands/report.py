@@ -17,7 +17,7 @@ with lazy():
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that contain run folders.")],
+    runs: Annotated[list[Path], typer.Argument(exists=True, help="Run folders, or folders that contain run folders.")],
     out: Annotated[
         Path | None,
         typer.Option(help="The file; default report.html in the run folder, or in that of several runs."),

@@ -16,7 +16,7 @@ with lazy():
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help="Run folder with a checkpoint.")],
+    run: Annotated[Path, typer.Argument(exists=True, help="Run folder with a checkpoint.")],
     problems: Annotated[int, typer.Option(min=1, help="Number of held-out problems.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
 ) -> None:

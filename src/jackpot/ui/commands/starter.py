@@ -12,7 +12,7 @@ from jackpot.ui.lazy import lazy
 from jackpot.ui.terminal.output import print_line, show_next
 
 with lazy():
-    from jackpot.models import load
+    from jackpot.models import hub
 
 
 def starter(
@@ -27,7 +27,7 @@ def starter(
     if existing := [folder / name for name in names if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(map(str, existing))} exists already; give another folder, or move it away")
     for name in names:
-        copytree(load.starter_path(name), folder / name)
+        copytree(hub.starter_path(name), folder / name)
 
     console = Console()
     print_line(console, f"Wrote {', '.join(str(folder / name) for name in names)}")

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jackpot.config.config import Config
 from jackpot.core.errors import ModelError
-from jackpot.models.load import resolve_path
+from jackpot.models.hub import resolve_path
 
 _FILE = "tokenizer.json"
 _MARKS_OF_BYTES = ("Ġ", "Ċ")  # space and newline of tokenizers that represent every byte by a letter

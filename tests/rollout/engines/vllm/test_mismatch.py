@@ -10,7 +10,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from helpers.engines.servers import VLLMServer, save_untied, started
 from jackpot.analysis.mismatch.mismatch import MismatchPair, measure_mismatch
 from jackpot.analysis.mismatch.sides import mismatch_config
-from jackpot.models.load import load_tokenizer, starter_path
+from jackpot.models.hub import starter_path
+from jackpot.models.load import load_tokenizer
 
 pytestmark = pytest.mark.vllm
 

