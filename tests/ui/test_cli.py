@@ -62,7 +62,7 @@ print("torch" in sys.modules)
 
 @pytest.mark.parametrize("package", ["typer", "pyarrow"])  # of all commands, and of this one
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
-    done = run(without([package]) + "from jackpot.__main__ import main; main()", "report", "nowhere")
+    done = run(without([package]) + "from jackpot.__main__ import main; main()", "report", ".")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
 

@@ -87,15 +87,13 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
-        arrived = [_pending.pop()[0]] if _pending and _pending[0][1].query() else []
+        earlier = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
             _pending.append((copied, torch.cuda.current_stream().record_event()))
-        signs = {name: sign for earlier in arrived for name, sign in earlier.items()}
+        signs = earlier
 
-    for name in signs if device in ("cpu", "cuda") else ():
-        if not signs[name]:
-            continue
+    for name in (name for name, sign in signs.items() if device != "meta" and sign):
         if name not in _WARNED:
             raise DataError(f"{_SIGNS[name]}{' (an earlier call)' * (device == 'cuda')}")
         warnings.warn(_SIGNS[name], stacklevel=3)
@@ -112,7 +110,6 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     inverse = torch.where(mask, (-log_ratio).exp(), 0.0)
     mean = inverse.sum() / count
     error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
-    is_high = log_ratio.sum() > (0.02 * count).clamp(min=30.0)
 
     both, here = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
     shifted = torch.maximum(
@@ -120,7 +117,7 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     )
     return {
         "empty": count == 0,
-        "swapped": is_high & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
+        "swapped": (log_ratio.sum() > (0.02 * count).clamp(min=30.0)) & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
         "shifted": (shifted > 0.7) & (here < 0.5 * shifted) & (both.sum() >= _LEAST),
         "rounded": _is_rounded(rollout, mask) | _is_rounded(target, mask),
     }
@@ -132,10 +129,9 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
     Args:
         usable: [..., T] bool, positions with a list of the engine.
     """
-    at = (slice(None), slice(None)), (slice(1, None), slice(None, -1)), (slice(None, -1), slice(1, None))
     here, *shifted = (
         ((policy_best[..., one] == rollout_best[..., other]) & usable[..., other]).sum() / usable[..., other].sum()
-        for one, other in at
+        for one, other in ((slice(None),) * 2, (slice(1, None), slice(None, -1)), (slice(None, -1), slice(1, None)))
     )
     most = torch.maximum(*shifted)
     return {"shifted_logits": (most > 0.5) & (here < 0.5 * most) & (usable.sum() >= _LEAST)}

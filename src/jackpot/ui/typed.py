@@ -89,11 +89,11 @@ def _check(options: Mapping[str, Any]) -> None:
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
 
     if recipe := options.get("recipe"):
-        typed, arms = options["overrides"] or [], options.get("arms")
-        folder = options.get("folder") or Path("runs") / f"compare-{Path(recipe).stem}"
-        configs = list(recipes.resolve_arms(recipe, recipes.split_names(arms), [0], typed).values()) if arms else []
-
-        if not configs and "arms" not in options:
+        typed = options["overrides"] or []
+        if "arms" in options:
+            configs = [*recipes.resolve_arms(recipe, recipes.split_names(options["arms"]), [0], typed).values()]
+            folder = options["folder"] or Path("runs") / f"compare-{Path(recipe).stem}"
+        else:
             configs = [recipes.resolve(recipe, options["arm"], typed)]
             folder = options.get("run") or names.run_folder(recipe, options["arm"], typed, configs[0].seed)
         for config in () if folder.exists() else configs:  # else a checkpoint may hold the models
