@@ -41,7 +41,7 @@ from jackpot.config.recipes import resolve
 from jackpot.launch.start import launch
 from jackpot.models.load import load_model
 from jackpot.training.run_folder.folder import RunFolder
-from jackpot.training.run_folder.rollouts import list_rollout_files
+from jackpot.training.run_folder.saved_rollouts import list_rollout_files
 from jackpot.ui.charts import Chart, Series
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.config.tasks import ArithmeticConfig, CustomTaskConfig
 from jackpot.core.digest import WeightsDigest
 from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score, Version
-from jackpot.models.load import starter_path
+from jackpot.models.hub import starter_path
 from jackpot.models.sampling import Draw, draw_tokens
 from jackpot.rollout.engines.pool import Pool
 from jackpot.rollout.engines.transformers import decoding

@@ -18,7 +18,7 @@ from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.types import Score
 from jackpot.rollout.evaluate import Evaluation
 from jackpot.training.run_folder.folder import RunFolder
-from jackpot.training.run_folder.rollouts import list_rollout_files, read_columns
+from jackpot.training.run_folder.saved_rollouts import list_rollout_files, read_columns
 from jackpot.ui import cli
 from jackpot.ui.commands import train
 from jackpot.ui.report.report import write_report

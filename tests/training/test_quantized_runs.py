@@ -10,8 +10,8 @@ import torch
 
 from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import BRIEF, SHORT, assert_same_run, metrics, run, run_and_copy, small_config
+from jackpot.analysis.diagnose.causes import ENGINE_GAP
 from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
-from jackpot.analysis.diagnose.rules import ENGINE_GAP
 from jackpot.config.engines import cache_format
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import ConfigError, EngineError

@@ -16,7 +16,7 @@ from jackpot.launch.start import train_run
 from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.run_folder.checkpoint import resolve_model_path
 from jackpot.training.run_folder.folder import RunFolder, run_config
-from jackpot.training.run_folder.rollouts import list_rollout_files, read_columns
+from jackpot.training.run_folder.saved_rollouts import list_rollout_files, read_columns
 from jackpot.training.trainer import OnMetrics
 
 if TYPE_CHECKING:

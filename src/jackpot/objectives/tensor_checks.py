@@ -25,11 +25,10 @@ _SIGNS = {  # what is wrong and what to do, by sign
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
 _WARNED = ("swapped", "rounded")  # signs that tensors may have which somebody made up, and inexact ones
-_pending: list[
-    tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]
-] = []  # on their way from a GPU: none, or of one call
-
 _ROUNDING = 0.01  # largest log-prob, and Z above its bound, by rounding
+
+_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and what says that they have arrived
+_pending: list[_Copied] = []  # on their way from a GPU: none, or of one call
 
 
 def described(given: object) -> str:

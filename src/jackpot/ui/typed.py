@@ -79,11 +79,12 @@ def _value_of(option: str, given: Sequence[str]) -> str:
     return "VALUE"
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _check(command: str, options: Mapping[str, Any]) -> None:
     """Refuse settings that do not fit, and models that are nowhere, before a command makes a folder.
 
     Args:
-        options: of a command; several have the same ones (`arguments`).
+        command: its name.
+        options: of the command; several have the same ones (`arguments`).
     """
     paths = {"model": options["model"]} if options.get("model") else {}
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
@@ -105,7 +106,7 @@ def _check(options: Mapping[str, Any]) -> None:
         hub.check_found(paths, needs_files)
 
     is_named = options.get("benchmarks") or any("benchmarks=" in text for text in options.get("overrides") or ())
-    if "benchmarks" in options and not is_named and not (Path(options["model"]) / "config.yaml").exists():
+    if command == "eval" and not is_named and not (Path(options["model"]) / "config.yaml").exists():
         raise ConfigError(benchmarks.NO_SET)
 
 
@@ -138,7 +139,7 @@ def register(
         if not on_ranks and (ranks := process_rank().size) > 1:
             raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
 
-        _check(options)  # a mistake is reported before torch is imported
+        _check(name, options)  # a mistake is reported before torch is imported
         with status(Console(stderr=True), f"loading jackpot {name}"):  # torch alone takes seconds
             load(sys.modules[function.__module__])
         function(**options)

@@ -21,7 +21,8 @@ from jackpot.core.package import version
 from jackpot.core.types import Prompt, Rollout, Score, TrainingSample
 from jackpot.training.run_folder.environment import Environment, commit
 from jackpot.training.run_folder.folder import RunFolder, run_config
-from jackpot.training.run_folder.rollouts import thin_rollouts, write_rollouts
+from jackpot.training.run_folder.rollouts import write_rollouts
+from jackpot.training.run_folder.saved_rollouts import thin_rollouts
 
 
 def opened(path: Path, iteration: int = -1) -> RunFolder:

@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from helpers import folders
 from helpers.folders import run_folder, save_tokens
-from jackpot.training.run_folder.rollouts import RolloutFile, list_rollout_files
+from jackpot.training.run_folder.saved_rollouts import RolloutFile, list_rollout_files
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.inspector import TOP, inspector_data, significant, spread_rows, with_best
 from jackpot.ui.report.report import write_report

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from jackpot.config.config import Config
-from jackpot.training.run_folder.rollouts import UnreadableRollouts, list_rollout_files, read_columns
+from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, list_rollout_files, read_columns
 
 _COLUMNS = (
     "prompt",

@@ -15,7 +15,7 @@ from jackpot.analysis.replay.formats.base import DumpWriter
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 from jackpot.core.files import cause_of, whole_file
 from jackpot.training.run_folder.folder import run_config
-from jackpot.training.run_folder.rollouts import (
+from jackpot.training.run_folder.saved_rollouts import (
     RolloutFile,
     UnreadableRollouts,
     flat_column,

@@ -13,7 +13,7 @@ from jackpot.models.load import load_tokenizers
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import decoded_response
 from jackpot.rollout.tasks.registry import make_task
-from jackpot.training.run_folder.rollouts import open_rollout_file, read_columns
+from jackpot.training.run_folder.saved_rollouts import open_rollout_file, read_columns
 
 _COLUMNS = ["uid", "prompt", "answer", "finish", "reward", "prompt_ids", "token_ids", "sampled_mask"]
 _SAME = 1e-6  # largest difference of two rewards that are the same

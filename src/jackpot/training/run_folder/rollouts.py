@@ -1,12 +1,10 @@
-"""Saved rollouts are parquet files with one row for each response; this module writes and reads them.
+"""Saved rollouts are parquet files with one row for each response; this module writes them.
 
 List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns
 from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -18,13 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.config import Config
-from jackpot.core.errors import DataError
 from jackpot.core.files import whole_file
 from jackpot.core.types import TrainingSample
 from jackpot.rollout.tasks.base import decode
-
-SCHEMA_VERSION = 1
-_FILE_NAME = re.compile(r"iteration-\d{6,}\.parquet")
+from jackpot.training.run_folder.saved_rollouts import SCHEMA_VERSION, thin_rollouts
 
 
 def write_rollouts(
@@ -52,33 +47,6 @@ def write_rollouts(
         pq.write_table(table.replace_schema_metadata(metadata), partial, compression="zstd")
     thin_rollouts(folder, config.rollouts.keep)
     return path
-
-
-def thin_rollouts(folder: Path, keep: int) -> None:
-    """Remove files between the first and the newest until `keep` are left, each time the one that leaves the least gap.
-
-    No gap is twice as wide as if all were equal, but for the file of the best checkpoint, which stays where `keep` is
-    more than 2.
-    """
-    files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
-    while len(files) > keep:
-        numbers = sorted(files)
-        neighbours = zip(numbers, numbers[1:], numbers[2:], strict=False)
-        gaps = {number: after - before for before, number, after in neighbours}
-        if keep > 2 and (best := best_rollouts(folder.parent, numbers)) is not None:
-            gaps.pop(best, None)
-        files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else numbers[0]).unlink()
-
-
-def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
-    """Return the last of these iterations that is not after the run's best checkpoint; None without one.
-
-    Args:
-        run: the run folder.
-    """
-    link = run / "checkpoints" / "best"
-    best = int(link.readlink().name.split("-")[1]) if link.is_symlink() else -1
-    return max((number for number in iterations if number <= best), default=None)
 
 
 def _table(
@@ -153,77 +121,3 @@ def _strings(values: Sequence[str | None]) -> pa.Array:
 
 def _bits(flags: Sequence[bool] | np.ndarray) -> pa.Buffer:
     return pa.py_buffer(np.packbits(np.array(flags, dtype=bool), bitorder="little"))
-
-
-class UnreadableRollouts(DataError):
-    """Names a file of saved rollouts that is damaged or of another schema version."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutFile:
-    """Describes one file of saved rollouts."""
-
-    path: Path
-    iteration: int
-    responses: int  # number of responses in the file
-    tokens: int  # number of response tokens in the file
-
-
-def list_rollout_files(run: Path) -> tuple[list[RolloutFile], list[str]]:
-    """List the files of saved rollouts in a run folder by iteration, with a sentence about each unreadable one."""
-    found, unreadable = [], []
-    for path in sorted((run / "rollouts").glob("iteration-*.parquet")):
-        try:
-            found.append(open_rollout_file(path))
-        except UnreadableRollouts as error:
-            unreadable.append(str(error))
-    return found, unreadable
-
-
-def read_columns(
-    file: RolloutFile, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None
-) -> pa.Table:
-    """Read columns and rows of a file; None reads all.
-
-    Raises:
-        UnreadableRollouts: the file is damaged behind its footer, lacks a column, or is gone by now.
-    """
-    try:
-        if missing := set(columns or ()) - set(pq.read_schema(file.path).names):
-            raise UnreadableRollouts(_why(file.path, f"it has no column {', '.join(sorted(missing))}"))
-        table = pq.read_table(file.path, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise UnreadableRollouts(_why(file.path, error)) from error
-    return table if rows is None else table.take(pa.array(rows, pa.int64()))
-
-
-def flat_column(table: pa.Table, column: str) -> np.ndarray:
-    """Concatenate a list column over all responses: [tokens]."""
-    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table.column(column).chunks]
-    return np.concatenate(chunks) if chunks else np.empty(0)
-
-
-def open_rollout_file(path: Path) -> RolloutFile:
-    """Read the footer of one file.
-
-    Raises:
-        UnreadableRollouts: the file is damaged or of another schema version.
-    """
-    try:
-        file = pq.ParquetFile(path)
-        version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
-        if version != str(SCHEMA_VERSION):
-            raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
-        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        columns = [group.column(index) for group in groups for index in range(group.num_columns)]
-        tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
-        iteration = int(path.stem.split("-")[1])
-        return RolloutFile(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
-    except (OSError, pa.ArrowException, ValueError) as error:
-        if isinstance(error, UnreadableRollouts):
-            raise
-        raise UnreadableRollouts(_why(path, error)) from error
-
-
-def _why(path: Path, why: object) -> str:
-    return f"{path.parent.parent.name}/rollouts/{path.name} cannot be read and is left out: {str(why).splitlines()[0]}"

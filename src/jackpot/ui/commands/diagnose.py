@@ -11,14 +11,13 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import labelled, plain, print_line, show_next
+from jackpot.ui.terminal.output import plain, show_next
 
 with lazy():
     from jackpot.analysis.diagnose import diagnose as diagnosing
     from jackpot.analysis.diagnose import saved
-    from jackpot.analysis.replay import replay as replaying
-    from jackpot.analysis.replay import results as dumps
     from jackpot.training.run_folder import folder as run_folder
+    from jackpot.ui.views import dumps
 
 
 def diagnose(
@@ -34,8 +33,9 @@ def diagnose(
 
     Status: supported.
     """
-    if run.exists() and not (run / "config.yaml").is_file():
-        return _diagnose_dump(run, as_json)
+    if run.is_file() or (any(run.glob("*")) and not (run / "config.yaml").is_file()):
+        return dumps.diagnose_dump(run, as_json)
+
     config, folder = run_folder.run_config(run), run_folder.RunFolder(run)
     lines, events = folder.read("metrics.jsonl"), folder.read("events.jsonl")
     found = diagnosing.diagnose(lines, events, config, saved.read_saved(run, config))
@@ -48,19 +48,4 @@ def diagnose(
             console.print(plain(text), highlight=False)
         show_next(console, {f"jackpot report {where}": "the charts of these metrics, and every saved token"})
     if found.verdict == "unhealthy":
-        raise typer.Exit(1)
-
-
-def _diagnose_dump(path: Path, as_json: bool) -> None:
-    """Print what is wrong with saved rollouts of another trainer."""
-    result = replaying.replay(path, names=["none"])
-    found = dumps.dump_findings(result)
-    if as_json:
-        typer.echo(json.dumps({"verdict": "unhealthy" if found else "healthy", "findings": found}, indent=2))
-    else:
-        looked_at = {"Looked at": f"{result.format}, {result.answer.measured_on}"}
-        nothing = {"Found": "nothing: the columns fit each other, and the policy's can be what scored these tokens"}
-        print_line(console := Console(), labelled((found or nothing) | looked_at))
-        show_next(console, {f"jackpot replay {quote(str(path))}": "which correction it wants, and what that is worth"})
-    if found:
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from jackpot.training.run_folder.rollouts import (
+from jackpot.training.run_folder.saved_rollouts import (
     RolloutFile,
     UnreadableRollouts,
     best_rollouts,

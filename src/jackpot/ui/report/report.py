@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jackpot.core.errors import DataError
-from jackpot.training.run_folder.rollouts import list_rollout_files
+from jackpot.training.run_folder.saved_rollouts import list_rollout_files
 from jackpot.ui.html import write_page
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.inspector import MAX_TOKENS, inspector_data

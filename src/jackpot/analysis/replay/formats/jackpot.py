@@ -14,7 +14,7 @@ from jackpot.analysis.replay.responses import NEEDED
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.training.run_folder.folder import run_config
-from jackpot.training.run_folder.rollouts import UnreadableRollouts, open_rollout_file
+from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
 _NAMES = "iteration-*.parquet"
