@@ -1,6 +1,6 @@
 """Files of saved rollouts, one for each saved iteration: which there are, what they hold, and which go when many are.
 
-The module needs no torch, so what reads a run starts in a second. `rollouts.py` writes the files and says what they hold.
+The module needs no torch, so what reads a run starts in a second. `rollouts.py` writes the files.
 """
 
 import re
