@@ -57,7 +57,7 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
     blocks = maxima[:, :whole].topk(k, dim=-1, sorted=False).indices
     rows = torch.arange(n, device=values.device)[:, None]
     if values.is_contiguous() and values.shape[1] == whole * BLOCK:  # ten times faster than by two indices (CPU)
-        return values.view(-1, BLOCK).index_select(0, (rows * whole + blocks).flatten()).view(n, -1), blocks
+        return values.view(-1, BLOCK).index_select(0, (rows * whole + blocks).flatten()).view(n, k * BLOCK), blocks
     numbers = torch.cat((_blocks(values)[rows, blocks].flatten(1), values[:, whole * BLOCK :]), dim=1)
     return numbers, torch.cat((blocks, torch.full_like(rows, whole)), dim=1)
 
