@@ -1,5 +1,6 @@
 """Every arm of every recipe that the package carries: its settings are valid, and with small models it trains."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,8 @@ def distinct_arms(recipe: str) -> list[str | None]:
     arms = STUDY_ARMS if recipe == STUDY else [] if "published" in loaded else loaded["arms"]
     standing = resolve(recipe, None, [])
     configs = {arm: config for arm in arms if (config := resolve(recipe, arm, [])) != standing}
+    if find_spec("reasoning_gym") is None:  # an extra of its own
+        configs = {arm: config for arm, config in configs.items() if config.task.name != "reasoning_gym"}
 
     alike: dict[str, list[str]] = {}
     for arm, config in configs.items():
@@ -87,7 +90,7 @@ def assert_trains(recipe: str, arm: str | None, folder: Path) -> None:
 
     lines = run(made.config, folder)
     assert [line["iteration"] for line in lines] == [0, 1]
-    if original.task.name == "sums":  # of which a model with random weights answers none
+    if original.task.name in ("sums", "reasoning_gym"):  # of which a model with random weights answers none
         assert lines[1]["tokens/rollout"] > 0 and lines[1]["response/tokens"] > 1.0
     else:
         learned(lines[1])
