@@ -43,6 +43,7 @@ def check_tensors(mask: object, given: Mapping[str, object]) -> None:
         raise DataError(
             f"response_mask is {text}; it must be [B, T] torch.bool (`.bool()`), True where a token was sampled"
         )
+
     for name, tensor in given.items():
         if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):
             continue
@@ -51,6 +52,7 @@ def check_tensors(mask: object, given: Mapping[str, object]) -> None:
                 f"{name} is {described(tensor)} and response_mask {list(mask.shape)}; both must be tensors, [B, T], "
                 f"one number a token"
             )
+
         if not tensor.is_floating_point():
             raise DataError(f"{name} is {tensor.dtype}; it must be a float tensor")
         if tensor.device != mask.device:
@@ -63,6 +65,7 @@ def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) 
     for name, tensor in given.items():
         if tensor is None:
             continue
+
         numbers = tensor.detach()[mask]
         may_be_zero = numbers.isneginf() if name == "target_log_probs" else torch.zeros_like(numbers, dtype=torch.bool)
         if wrong := int((~numbers.isfinite() & ~may_be_zero).sum()):
@@ -70,6 +73,7 @@ def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) 
             raise DataError(
                 f"{name} holds {wrong} numbers that are not finite at tokens of the response mask{why * (name == 'z')}"
             )
+
         if name.endswith("log_probs") and (numbers > _ROUNDING).sum() > (numbers < -_ROUNDING).sum():
             raise DataError(f"{name} is above 0 at most tokens; log-probs are natural logarithms of probabilities")
         if name == "z" and not ((numbers >= 0) & (numbers <= most + _ROUNDING)).all():
@@ -77,6 +81,7 @@ def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) 
                 f"z holds numbers from {float(numbers.min()):.4g} to {float(numbers.max()):.4g}; at lam = {lam:g} Z is "
                 f"in [0, {most:g}]: estimate it at the lam of the correction"
             )
+
         if name == "uniforms" and not ((numbers >= 0) & (numbers < 1)).all():
             raise DataError("uniforms holds numbers outside of [0, 1); draw them with torch.rand")
 

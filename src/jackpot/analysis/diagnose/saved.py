@@ -67,9 +67,11 @@ def _of_prompts(
     asked = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
     if not all(answer for _, answer, _ in asked.values()):  # of an environment, whose state is no text
         return {}
+
     for text, answer, ids in asked.values():
         answers[ids].add(answer)
         answers[text].add(answer)
+
     return {
         "saved/ambiguous_prompts": fmean(
             max(len(answers[ids]), len(answers[text])) > 1 for text, _, ids in asked.values()

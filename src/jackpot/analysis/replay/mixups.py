@@ -89,6 +89,7 @@ class ColumnPairs:
             (_correlation(here[0], after[1]), self._engine, self._policy, here[0] + after[1]),
             (_correlation(here[1], after[0]), self._policy, self._engine, here[1] + after[0]),
         )
+
         alike, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
         if alike >= max(ALIKE, same + CLEARLY):
             by_next = _explained(values, after[2]) - _explained(values, here[2])  # above 0: they are the next token's
@@ -99,6 +100,7 @@ class ColumnPairs:
                 f"a column is shifted by one: {where if shifted else f'{ahead} is one token ahead of {behind}'} "
                 f"(correlation {same:.2f} as they are, {alike:.2f} shifted back). Shift it by one and replay again"
             )
+
         if self._one_model and abs(same) < UNRELATED and (here[:2].std(-1) > 0.0).all():
             return (
                 f"{self._engine} and {self._policy} have nothing to do with each other (correlation {same:.2f}): they "
