@@ -47,7 +47,7 @@ def simulate(
     with status(console, "measuring both models"):
 
         def listen(seconds: float) -> None:
-            left = "the policy answers too, then the comparison takes about 10 CPU seconds"
+            left = "the policy answers too, then their distributions are compared"
             print_line(console, f"{count} answers took {seconds:.0f} s; {left}")
 
         found = candidates.simulate_candidates(config, rollout_model or [], count, seed, listen)

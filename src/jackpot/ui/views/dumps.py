@@ -1,4 +1,4 @@
-"""Shows what is wrong with saved rollouts of another trainer, apart from what diagnoses runs, which needs no torch."""
+"""Shows what is wrong with saved rollouts of another trainer. `jackpot diagnose RUN` stays without torch by that."""
 
 import json
 from pathlib import Path
