@@ -194,10 +194,27 @@ def correct(
         if tensors[needed] is None:
             raise DataError(f"correction {correction} reads {needed}, which is not given: {_ADVICE[needed]}")
 
-    inputs = _filled(tensors, response_mask, z if isinstance(z, obrs.ZEstimate) else None, seed)
-    totals = measured(chosen, inputs)
+    return correct_unchecked(chosen, tensors | {"z": z}, response_mask, seed)
 
-    result = chosen.apply(inputs, totals)
+
+def correct_unchecked(
+    correction: CorrectionFn,
+    tensors: Mapping[str, Tensor | obrs.ZEstimate | None],
+    response_mask: Tensor,
+    seed: int = 0,
+) -> Corrected:
+    """Apply a correction as `correct` does, to tensors that a framework made: unchecked, of no token too.
+
+    Args:
+        tensors: the arguments of `correct` by their names; those of the sampled tokens must be among them.
+    """
+    z = tensors.get("z")
+    estimate = z if isinstance(z, obrs.ZEstimate) else None
+    known = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    inputs = _filled(known, response_mask, estimate, seed)
+    totals = measured(correction, inputs)
+
+    result = correction.apply(inputs, totals)
     sums = correction_summary(result, inputs, totals, has_z=z is not None)
     kappa = {} if z is None else {"obrs/kappa": result.kappa}
     return Corrected(result.weights, result.accept_mask, {name: metric.value for name, metric in sums.items()} | kappa)
@@ -213,14 +230,14 @@ def _chosen(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any
 
 
 def _filled(
-    tensors: Mapping[str, Tensor | None], mask: Tensor, estimate: obrs.ZEstimate | None, seed: int
+    tensors: Mapping[str, Tensor], mask: Tensor, estimate: obrs.ZEstimate | None, seed: int
 ) -> CorrectionInputs:
     """Return the inputs of a correction from the arguments of `correct`, with what stands for those left out.
 
     Args:
         estimate: of Z; None: `z` is known exactly, or read by nobody.
     """
-    given = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    given = {name: tensor.detach() for name, tensor in tensors.items()}
     rollout, target = given["rollout_log_probs"], given["target_log_probs"]
     z = estimate or obrs.known_z(given.get("z", torch.ones_like(rollout)))
     uniforms = given.get("uniforms")

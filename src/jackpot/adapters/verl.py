@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import Max, Mean
-from jackpot.corrections import Corrected, correct, make_correction
+from jackpot.corrections import Corrected, correct_unchecked, make_correction
 from jackpot.objectives.corrections import CorrectionFn
 
 try:
@@ -105,8 +105,9 @@ def _measured(
         weights: [B, T], 0 where the correction rejects.
         accepted: [B, T], 1 where the correction accepts, or the acceptance with an expected mask.
     """
-    before = _corrected("none", old, rollout, usable).metrics
-    kept = _corrected("none", old, rollout, left & (weights > 0)).metrics
+    uncorrected = make_correction("none")
+    before = _corrected(uncorrected, old, rollout, usable).metrics
+    kept = _corrected(uncorrected, old, rollout, left & (weights > 0)).metrics
     factor = Mean.of(weights * left, mask)
     return {
         **{name: before[name] for name in before if name.startswith(("mismatch/", "obrs/"))},
@@ -150,10 +151,13 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _corrected(correction: str | CorrectionFn, old: Tensor, rollout: Tensor, mask: Tensor) -> Corrected:
-    """Apply a correction of ours, with numbers in place of what is not finite outside of the mask."""
+def _corrected(correction: CorrectionFn, old: Tensor, rollout: Tensor, mask: Tensor) -> Corrected:
+    """Apply a correction of ours, with numbers in place of what is not finite outside of the mask.
+
+    No look for swapped or shifted models: verl aligned them, and tokens that a rejection left are nobody's sample.
+    """
     rollout, old = (torch.where(mask, log_probs.detach(), 0.0) for log_probs in (rollout, old))
-    return correct(correction, rollout_log_probs=rollout, target_log_probs=old, response_mask=mask)
+    return correct_unchecked(correction, {"rollout_log_probs": rollout, "target_log_probs": old}, mask)
 
 
 rollout_corr_helper.compute_rollout_correction_and_rejection_mask = compute_rollout_correction_and_rejection_mask

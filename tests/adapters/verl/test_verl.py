@@ -142,6 +142,15 @@ def test_tokens_without_a_log_prob_are_left_out_and_counted(plugin, tensors):
     assert metrics["jackpot/unusable_tokens"] == pytest.approx(1.0 / int(tensors["response_mask"].sum()))
 
 
+def test_tokens_without_log_probs_alone_have_the_weight_0(plugin, tensors):
+    unknown = tensors | {"rollout_log_prob": torch.full(SHAPE, torch.nan)}
+
+    proto, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(**unknown, rollout_is="jackpot:tis")
+
+    assert (of_verl(proto) == 0).all()
+    assert metrics["jackpot/correction/accepted"] == 0
+
+
 def test_the_page_says_of_every_correction_whether_it_can_be_had(plugin, tensors):
     rows = re.findall(r"^\| `(\w+)`.*\| (?:`(jackpot:\S+)`|error: ).*\|$", PAGE, re.MULTILINE)
     assert [name for name, _ in rows] == list(dict.fromkeys(name for name, _ in rows))
