@@ -33,7 +33,6 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
         "objective.correction.budget=0.9",
         "objective.correction.normalizer=exact",
         "policy.ess_scaling=response",
-        "guard.rollback={}",
     )
     from_run = set()
     for number, (arm, more) in enumerate(

@@ -16,7 +16,6 @@ from jackpot.core import cores
 from jackpot.core.errors import ConfigError
 from jackpot.core.process_rank import ProcessRank
 from jackpot.launch.ranks import BACKENDS, _own_device
-from training.test_rollback import COLLAPSES, GUARD
 
 REGIMES = {
     "critic and lora": (
@@ -80,17 +79,6 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     assert [start["ranks"] for start in json.loads((run / "environment.json").read_text())["starts"]] == [2, ranks]
     changed = [one["ranks"] for one in events if one["event"] == "environment_changed"]
     assert changed == [f"ranks 2 -> {ranks}"]
-
-
-@pytest.mark.slow
-def test_two_ranks_go_back_to_a_checkpoint_as_one_does(tmp_path: Path) -> None:
-    """The followers build their learners anew, from the checkpoint and with smaller steps."""
-    config = small_config(*COLLAPSES, GUARD, "iterations=2")
-    ended = run_ranks(2, config, tmp_path / "two")
-    assert ended.codes == [0, 0], ended.printed
-    assert [line["iteration"] for line in run(config, tmp_path / "one")] == [0, 1, 2, 1, 2]
-    assert_close_runs(tmp_path / "one", tmp_path / "two")
-    assert metrics(tmp_path / "two")[-1]["health/rollbacks"] == 1.0
 
 
 def test_a_rank_that_stands_still_is_an_error_in_time(tmp_path: Path) -> None:

@@ -388,16 +388,14 @@ def test_the_guard_counts_bad_steps_in_a_row():
     for number, are_bad, count in ((5, (True,), 1), (6, (True, False), 0), (7, (True, True), 2)):
         guard.check(steps(*are_bad), number)
         assert guard.count == count
-    assert guard.since == 7
     assert not recorded
     with pytest.raises(TrainingError, match=r"last 3 optimizer steps, up to iteration 9.*max_non_finite_steps is 3"):
         guard.check(steps(True), 9)
     [(iteration, event)] = recorded
     assert iteration == 9 and event["event"] == "stopped" and "last 3 optimizer steps" in event["why"]
-    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2, since=4)
+    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2)
     with pytest.raises(TrainingError):
         continued.check(steps(True), 6)
-    assert continued.since == 4
 
 
 def events(folder):
@@ -442,20 +440,11 @@ def test_gradients_that_are_not_finite_skip_and_stop_a_run(tmp_path, monkeypatch
     assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
 
 
-def test_steps_that_are_not_finite_send_a_run_back_before_them(tmp_path, monkeypatch):
-    poison(monkeypatch, first=2)  # for good, so that the second time stops the run
-    with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
-        run(small_config(*POISONED, "guard.rollback.times=1"), tmp_path)
-    (back,) = [event for event in events(tmp_path) if event["event"] == "rollback"]
-    assert (back["iteration"], back["back_from"], back["back_to"]) == (1, 3, 1) and "non-finite" in back["why"]
-    assert metrics(tmp_path)[-1]["policy/learning_rate"] == 0.5 * metrics(tmp_path)[1]["policy/learning_rate"]
-
-
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
     poison(monkeypatch, first=1)
     run(small_config(*POISONED), tmp_path, kill_after=1)
     state = load_state(tmp_path / "checkpoints" / "last")
-    assert (state["non_finite"], state["non_finite_since"]) == (1, 1)
+    assert state["non_finite"] == 1
     with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 2"):
         run(small_config(*POISONED), tmp_path)
 

@@ -1,8 +1,6 @@
-"""Settings of checkpoints, of the checks that stop a run or take it back, and of saved rollouts."""
+"""Settings of checkpoints, of the checks that stop a run, and of saved rollouts."""
 
 from typing import Annotated
-
-from pydantic import Field
 
 from jackpot.config.base import MAY_CHANGE, Count, Strict
 
@@ -16,22 +14,8 @@ class CheckpointConfig(Strict):
     """Newest checkpoints that are kept, in addition to the best; with 1 there is no other if the newest is corrupt."""
 
 
-class RollbackConfig(Strict):
-    """Settings of the guard that takes a collapsed run back to a checkpoint from before that, with a smaller step.
-
-    A policy has collapsed where in two evaluations in a row it has less than half of its best accuracy, by more than
-    two standard errors, or where `guard.max_non_finite_steps` would stop the run. It goes back to the newest checkpoint
-    that is not younger than its last good evaluation; with this guard iteration 0 has a checkpoint too.
-    """
-
-    times: Annotated[Count, MAY_CHANGE] = 2
-    """Rollbacks after which the run stops at the next collapse."""
-    factor: Annotated[float, Field(gt=0.0, lt=1.0), MAY_CHANGE] = 0.5
-    """Factor of every learning rate from a rollback on; those of several rollbacks multiply."""
-
-
 class GuardConfig(Strict):
-    """Settings of the checks that stop a run which no longer trains, or take it back."""
+    """Settings of the checks that stop a run which no longer trains."""
 
     check_engine: Annotated[bool, MAY_CHANGE] = True
     """Compare the engine's log-probs and top-k lists with those of training, at every evaluation and for every rollout
@@ -39,8 +23,6 @@ class GuardConfig(Strict):
     the host's memory keeps a copy of the weights that generate, of every model that is trained and generates."""
     max_non_finite_steps: Annotated[Count, MAY_CHANGE] = 10
     """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""
-    rollback: Annotated[RollbackConfig | None, MAY_CHANGE] = None
-    """Take a collapsed run back to an earlier checkpoint; {}: with these defaults, null: let it go on."""
 
 
 class RolloutsConfig(Strict):

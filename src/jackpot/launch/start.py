@@ -1,25 +1,21 @@
-"""Starts a run in its folder: a new one, or one that stands there, from its newest checkpoint or after a rollback."""
+"""Starts a run in its folder: a new one, or one that stands there, from its newest checkpoint."""
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from jackpot.config.config import Config
 from jackpot.core.cores import pick_threads
-from jackpot.core.types import Role
 from jackpot.launch.build import BuildLearner, computed_differently, make_components
 from jackpot.launch.head_kernel import head_options
 from jackpot.launch.ray import check_started_by_ray
 from jackpot.models.device import pick_device
 from jackpot.models.quantization.product import product_name
 from jackpot.models.quantization.quantizer import SCHEMES
-from jackpot.training.rollback import Rollbacks
 from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import OnMetrics, Trainer
@@ -34,7 +30,7 @@ def train_run(
     on_start: Callable[[int], None] = lambda iteration: None,
     build: BuildLearner | None = None,
 ) -> bool:
-    """Train a new run in `path`, or the one that stands there, and start it again after each rollback.
+    """Train a new run in `path`, or the one that stands there.
 
     Args:
         on_metrics: called with every line of metrics.jsonl once it is written.
@@ -47,20 +43,13 @@ def train_run(
     Raises:
         JackpotError: as `launch` and `Trainer.train`.
     """
-    while True:
-        with closing(launch(config, path, on_metrics, build)) as trainer:
-            on_start(trainer.iteration)
-            is_finished = trainer.train()
-        if not trainer.rolls_back:
-            return is_finished
-        del trainer
-        gc.collect()  # models and engines of this start, before the next one loads its own
+    with closing(launch(config, path, on_metrics, build)) as trainer:
+        on_start(trainer.iteration)
+        return trainer.train()
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
     """Build the trainer of a new run in `path`, or of the run that stands there, from its newest intact checkpoint.
-
-    A pending rollback is carried out: checkpoints that it leaves behind move to superseded/.
 
     Args:
         on_metrics: called with every line of metrics.jsonl once it is written.
@@ -79,15 +68,12 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         undo.callback(folder.give_up)
         folder.check(config)
 
-        checkpoints, rollbacks = Checkpoints(folder.checkpoints, config.checkpoint.keep), Rollbacks(path)
-        if rollbacks.pending:
-            folder.supersede(checkpoints.after(rollbacks.pending.back_to))
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
         newest, corrupt = checkpoints.find()
         if newest:
             newest.check_settings(config)
 
-        slower = scaled_rates(config, rollbacks.rate_factor)
-        components = replace(make_components(slower, newest, build), config=config)
+        components = make_components(config, newest, build)
         undo.callback(components.close)
 
         iteration = newest.state["iteration"] if newest else -1
@@ -99,8 +85,6 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
             facts = {"checkpoint": damage.folder.name, "file": damage.file, "why": damage.why}
             folder.warn(iteration, {"event": "corrupt_checkpoint"} | facts)
             checkpoints.set_aside(damage.folder)
-        if newest:
-            _complete_rollback(rollbacks, folder, iteration)
         trainer = Trainer(components, folder, newest.state if newest else None, on_metrics)
         undo.pop_all()
     return trainer
@@ -115,28 +99,3 @@ def _ways_of_computing(config: Config) -> Iterator[dict[str, Any]]:
         yield {"event": f"{config.precision}_training", "product": product, "backward": config.fp8_backward}
     if layers := computed_differently(config):
         yield {"event": "computed_differently", "layers": layers}
-
-
-def _complete_rollback(rollbacks: Rollbacks, folder: RunFolder, iteration: int) -> None:
-    """Record that the run has gone back to `iteration`, where a rollback is pending."""
-    pending = rollbacks.pending
-    if pending is None:
-        return
-    folder.event(iteration, {"event": "rollback", "number": len(rollbacks.all)} | pending.facts)
-    rollbacks.complete()
-    _log.warning(
-        "iteration %d: the run goes back here from iteration %d, with learning rates times %g: %s",
-        *(iteration, pending.back_from, pending.rate_factor, pending.why),
-    )
-
-
-def scaled_rates(config: Config, factor: float) -> Config:
-    """Return the settings of a run with the learning rate of every trained model times `factor`."""
-    changes = {}
-    for role in get_args(Role):
-        settings = getattr(config, role)
-        if settings is not None and settings.optimizer is not None:
-            rate = settings.optimizer.learning_rate * factor
-            optimizer = settings.optimizer.model_copy(update={"learning_rate": rate})
-            changes[role] = settings.model_copy(update={"optimizer": optimizer})
-    return config.model_copy(update=changes)

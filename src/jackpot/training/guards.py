@@ -179,11 +179,10 @@ class NonFiniteGuard:
         limit: `guard.max_non_finite_steps`.
         record: called with the event that says why the run stops.
         count: consecutive bad steps before this start of the run, from its checkpoint.
-        since: iteration of the first of them, where there are any.
     """
 
-    def __init__(self, limit: int, record: RecordEvent, count: int = 0, since: int = 0) -> None:
-        self._limit, self._record, self.count, self.since = limit, record, count, since
+    def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:
+        self._limit, self._record, self.count = limit, record, count
 
     def check(self, results: Sequence[StepResult], iteration: int) -> None:
         """Take in the optimizer steps of an iteration.
@@ -194,8 +193,6 @@ class NonFiniteGuard:
         for result in results:
             is_bad = bool(result.metrics["health/non_finite_steps"].value)
             self.count = self.count + 1 if is_bad else 0
-            if self.count == 1:
-                self.since = iteration
             if self.count >= self._limit:
                 with stop_recorded(self._record, iteration):
                     raise TrainingError(

@@ -43,7 +43,6 @@ class Fall(NamedTuple):
     iteration: int  # of the first low evaluation
     accuracy: float  # in that evaluation
     best: float  # highest accuracy before it
-    last_good: int  # iteration of the newest evaluation before it not below the best by more than chance
 
     @property
     def why(self) -> str:
@@ -76,18 +75,16 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
     Args:
         problems: number of problems in each evaluation.
     """
-    best, last_good = 0.0, -1
+    best = 0.0
     since: list[tuple[int, float]] = []
     for iteration, accuracy in evaluated:
-        by_chance = best - two_errors(problems, best)
-        if accuracy < COLLAPSED_BELOW * best and accuracy < by_chance:
+        if accuracy < COLLAPSED_BELOW * best and accuracy < best - two_errors(problems, best):
             since.append((iteration, accuracy))
             if len(since) == IN_A_ROW:
                 first_low, fallen_to = since[0]
-                return Fall(first_low, fallen_to, best, last_good)
+                return Fall(first_low, fallen_to, best)
         else:
             since, best = [], max(best, accuracy)
-            last_good = iteration if accuracy >= by_chance else last_good
     return None
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jackpot.core.clock import Clock
-from jackpot.core.errors import TrainingError, WeightsError
+from jackpot.core.errors import WeightsError
 from jackpot.core.metrics import Sums, add_sums
 from jackpot.core.roles import Role
 from jackpot.core.types import Rollout, TokenBatch, TrainingSample, Version
@@ -26,7 +26,6 @@ from jackpot.training.guards import EngineCheck, NonFiniteGuard, stop_recorded
 from jackpot.training.interrupt import StopSignal
 from jackpot.training.iteration_metrics import lag_sums, metric_values, throughput, training_sums
 from jackpot.training.learner import StepResult
-from jackpot.training.rollback import RollbackGuard
 from jackpot.training.run_folder.checkpoint import Checkpointer
 from jackpot.training.run_folder.folder import RunFolder, measure_of
 from jackpot.training.run_folder.rollouts import write_rollouts
@@ -77,11 +76,8 @@ class Trainer:
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
 
-        count, since = (state["non_finite"], state["non_finite_since"]) if state else (0, 0)
-        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count, since)
-
-        self._rollback = RollbackGuard(config, folder)
-        self.rolls_back = False  # whether the run is to start again, from an earlier checkpoint
+        count = state["non_finite"] if state else 0
+        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count)
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
 
@@ -93,10 +89,7 @@ class Trainer:
             self.iteration = state["iteration"]
 
     def train(self) -> bool:
-        """Run the iterations that are left; return False where the run ended early.
-
-        That is by a signal, after a checkpoint, or for a rollback, which the next start carries out: at once where
-        `rolls_back` is True.
+        """Run the iterations that are left; return False where a signal ended the run early, after a checkpoint.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written. Earlier ones are tried again an iteration later.
@@ -106,7 +99,7 @@ class Trainer:
         config, parts = self._config, self._components
         with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
-                self._rollback.check(self._finish_iteration({}))
+                self._finish_iteration({})
             else:
                 self._rest()
 
@@ -137,9 +130,8 @@ class Trainer:
                 sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
                 sums |= add_sums(*sent)
 
-                if self._finish_steps(number, results, sums):
-                    self.rolls_back = not stop.requested
-                    return False
+                self._non_finite.check(results, number)
+                self._finish_iteration(sums)
 
             self._checkpointer.save_last(self.iteration, self._state)
         return self.iteration == config.iterations
@@ -168,17 +160,7 @@ class Trainer:
         """Return the engines that are to generate rollouts with the weights of after iteration `number`."""
         return self._components.next_writers(number) if self._sampler.takes_weights else {}
 
-    def _finish_steps(self, number: int, results: Sequence[StepResult], sums: Sums) -> bool:
-        """Finish an iteration after its optimizer steps; return whether the run has collapsed and is to go back."""
-        try:
-            self._non_finite.check(results, number)
-        except TrainingError as error:
-            if not self._rollback.order(number, self._non_finite.since - 1, str(error)):
-                raise
-            return True
-        return self._rollback.check(self._finish_iteration(sums))
-
-    def _finish_iteration(self, sums: Sums) -> MetricsLine:
+    def _finish_iteration(self, sums: Sums) -> None:
         """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
         self.iteration += 1
         values, batch = metric_values(sums), self._config.batch
@@ -193,10 +175,9 @@ class Trainer:
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
 
         with self._clock("save"):  # counts to the next line
-            line = self._folder.report(self.iteration, values | self._rollback.metrics)
+            line = self._folder.report(self.iteration, values)
             self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
-        return line
 
     def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:
         """Deal the rollout batch out to optimizer steps as the settings say."""
@@ -236,8 +217,7 @@ class Trainer:
         Waits until every batch that was begun ahead is complete.
         """
         versions = [list(version) for version in self._versions]
-        non_finite = {"non_finite": self._non_finite.count, "non_finite_since": self._non_finite.since}
-        return non_finite | {"versions": versions} | self._sampler.state_dict()
+        return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
 
     def _record_events(self) -> None:
         for event in self._components.take_events():

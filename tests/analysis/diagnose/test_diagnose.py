@@ -130,7 +130,7 @@ def test_what_is_over_is_no_finding(name: str, config: Config) -> None:
     assert diagnose(history(BROKEN[name], since=40, until=69), [], config).verdict == "no finding"
 
 
-@pytest.mark.parametrize("name", ["stopped", "rollback", "corrupt_checkpoint"])
+@pytest.mark.parametrize("name", ["stopped", "corrupt_checkpoint"])
 def test_an_event_is_a_finding_even_without_its_line(name: str, config: Config) -> None:
     found = diagnose(history(), [{"event": name, "iteration": ITERATIONS + 1}], config)
     assert [(finding.metric, finding.since) for finding in found.findings] == [(f"events/{name}", ITERATIONS + 1)]

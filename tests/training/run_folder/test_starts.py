@@ -217,8 +217,7 @@ def test_only_what_decides_no_number_computed_before_may_change() -> None:
     machine = ["device", "threads", "batch.micro_batch_tokens", "activation_checkpointing", "task.reward_workers"]
     machine += ["head_kernel", "head_logits_memory", "placement.timeout", "placement.offload"]
     machine += [f"placement.{name}" for name in ("engines", "chunk", "ranks", "launcher", "restarts")]
-    guards = ["guard.check_engine", "guard.max_non_finite_steps", "guard.rollback"]
-    guards += ["guard.rollback.times", "guard.rollback.factor"]
+    guards = ["guard.check_engine", "guard.max_non_finite_steps"]
     tracking = ["tracking.wandb", *(f"tracking.wandb.{name}" for name in ("project", "entity", "mode"))]
     assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *tracking, *blocks}
 

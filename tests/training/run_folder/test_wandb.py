@@ -118,7 +118,7 @@ def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
     [event, *_] = [one for one in folder.read("events.jsonl") if one["event"] == "write_failed"]
     assert event["file"] == "wandb" and "onnection" in event["why"]
 
-    folder = RunFolder(tmp_path)  # as a rollback does, in the same process
+    folder = RunFolder(tmp_path)  # a second run in the same process
     folder.start(tracked, 1, 5)
     folder.report(6, {"loss": 0.1})
     folder.close()

@@ -147,14 +147,13 @@ def _evaluation_settings(config: Config) -> dict[str, Any]:
 
 
 def _stop_rule(plan: ComparisonPlan) -> StopRule:
-    """Make the rule that stops a run that has collapsed, unless its own guard handles that, or used its budget.
+    """Make the rule that stops a run that has collapsed, or used its budget.
 
     A budget in sequences already stands in the run's iterations.
     """
 
     def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:
-        stops = plan.stop_collapsed and not run.config.guard.rollback
-        if stops and (collapse := collapse_of(lines, events, run.config)):
+        if plan.stop_collapsed and (collapse := collapse_of(lines, events, run.config)):
             return f"collapsed: {collapse.why}"
 
         if plan.budget is None:

@@ -186,14 +186,6 @@ CAUSES: tuple[Rule, ...] = (
     ),
     Rule(
         group="bug",
-        metric="events/rollback",
-        high=0.0,
-        aggregate=latest,
-        explanation="the policy collapsed, and the run went back to an earlier checkpoint; events.jsonl says why",
-        suggestion=f"lower policy.optimizer.learning_rate, or {CORRECT}",
-    ),
-    Rule(
-        group="bug",
         metric="response/aborted",
         high=0.0,
         aggregate=max,

@@ -270,8 +270,7 @@ RULES: tuple[Rule, ...] = (
             explained_by=explained,
             aggregate=aggregate,
             explanation=f"{who} than before: what the run had learned is lost",
-            suggestion="set guard.rollback={}, or go on from the checkpoint `best`; "
-            f"{CORRECT}; lower policy.optimizer.learning_rate",
+            suggestion=f"go on from the checkpoint `best`; {CORRECT}; lower policy.optimizer.learning_rate",
         )
         for metric, who, aggregate, explained in WORSE
     ),

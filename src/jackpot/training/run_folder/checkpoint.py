@@ -22,7 +22,6 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -156,19 +155,6 @@ class Checkpoints:
 
         return None, []
 
-    def newest_until(self, iteration: int) -> int | None:
-        """Return the iteration of the newest intact checkpoint up to `iteration`; None without one."""
-        for folder in reversed(self._steps()):
-            if _iteration_of(folder) <= iteration:
-                with suppress(CorruptCheckpoint):
-                    _verify(folder)
-                    return _iteration_of(folder)
-        return None
-
-    def after(self, iteration: int) -> list[Path]:
-        """List the folders of finished checkpoints after `iteration`, newest first."""
-        return [folder for folder in reversed(self._steps()) if _iteration_of(folder) > iteration]
-
     def best(self) -> Path | None:
         """Return the folder of the best checkpoint; None before there is one. Changes nothing on the disk.
 
@@ -276,8 +262,7 @@ class Checkpointer:
         config = self._components.config.checkpoint
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
-        first = 0 if self._components.config.guard.rollback else 1  # a policy may never be as good as at the start
-        if due and iteration >= first:
+        if due and iteration:
             self._save(iteration, state())
 
     def save_last(self, iteration: int, state: Callable[[], dict[str, Any]]) -> None:

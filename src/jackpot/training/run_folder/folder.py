@@ -5,7 +5,6 @@
     rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
     wandb/             what Weights & Biases gets, with `tracking.wandb`
     ranks/             the newest command of each rank, where a run has several
-    rollbacks.json     returns of `guard.rollback` to an earlier checkpoint, where there are any
     superseded/        lines and files of iterations that were run again, one folder for each start that found any
 
 Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric without any
@@ -292,8 +291,7 @@ class RunFolder:
                 elif written and int(written[1]) > iteration:
                     later.append(path)
             if iteration < 0:
-                written_once = [self.path / name for name in ("config.yaml", "rollbacks.json")]
-                later += [path for path in written_once if path.exists()]
+                later += self.path.glob("config.yaml")
                 later += event_files(self.path / "tensorboard")
             self.supersede(later)
             (self.path / "tensorboard").mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ TensorBoard's own writer would lose them.
 
 This is the only file that imports wandb, when asked to. A start that continues the run of a folder continues its W&B
 run, whose id stands in wandb/run_id; a start without lines begins another one. A W&B history can only grow, so
-iterations that are computed again after a kill or a rollback stand there twice, at the same `iteration`.
+iterations that are computed again after a kill stand there twice, at the same `iteration`.
 
 Status of Weights & Biases: never run on its target (the service of W&B). It ran offline.
 """
@@ -176,7 +176,7 @@ class WandbRun:
             with _as_os_error():
                 self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
         except OSError:
-            with suppress(Exception):  # else this process gets no other run, as after a rollback
+            with suppress(Exception):  # else this process gets no other run
                 wandb_module().teardown()
             raise
 
