@@ -556,10 +556,6 @@ def test_another_source_replaces_its_block_and_the_same_not():
 
 
 def test_settings_of_data_that_do_not_go_together_are_refused():
-    assert "test.streaming needs test.limit" in message({"task": MATH, "task.test.streaming": True})
-    assert build({"task": MATH, "task.test": {"streaming": True, "limit": 9}}).task.test.limit == 9
-    uid = {"task": MATH, "task.train": {"streaming": True, "columns": {"uid": "key"}}}
-    assert "columns.uid is 'key', but streaming cannot see whether ids are unique" in message(uid)
     assert "rewards: format is given more than once" in message({"task": MATH, "task.rewards": ["format", "format"]})
     assert message({"task": MATH, "task.train.lmit": 5}).startswith(
         "unknown setting 'task.train.lmit'; did you mean 'task.train.limit'?"

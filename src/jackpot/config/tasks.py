@@ -129,22 +129,10 @@ class DataConfig(Strict):
     answers: Answers = None
     """Part of the answer's column that is the answer, as a name or {regex: ...}; null: the benchmark's own, else
     plain."""
-    streaming: bool = False
-    """Read rows in their order while training goes on, without holding all of them in memory."""
     limit: Count | None = None
     """Number of rows that are read, from the first; null: all."""
     weight: Finite = 1.0
     """Share of the prompts that come from this source, relative to the other sources of a list."""
-
-    def conflicts(self) -> Conflicts:
-        uid = self.columns.uid
-        return [
-            (
-                self.streaming and uid not in (None, ROW_NUMBER),
-                f"columns.uid is {uid!r}, but streaming cannot see whether ids are unique without holding all of "
-                "them; leave columns.uid out (the row's number), or set streaming: false",
-            ),
-        ]
 
 
 def _by_source(value: Any) -> Any:
@@ -275,16 +263,6 @@ class MathConfig(QuestionConfig):
     max_prompt_tokens: Count | None = None
     """Longest prompt, tokens: problems with longer ones are left out and counted; null: what sampling.max_new_tokens
     leaves of the context and of batch.micro_batch_tokens, which is the limit of larger numbers too."""
-
-    def conflicts(self) -> Conflicts:
-        return [
-            *super().conflicts(),
-            (
-                self.test.streaming and self.test.limit is None,
-                "test.streaming needs test.limit: evaluation must know how many problems there are; set a limit, or "
-                "streaming: false",
-            ),
-        ]
 
     def sources(self, split: Literal["train", "test"]) -> Sequence[DataConfig]:
         """Return the sources of a split, one or more."""

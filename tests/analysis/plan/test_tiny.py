@@ -325,15 +325,15 @@ def test_benchmarks_that_are_here_give_their_first_problems(tmp_path: Path, monk
 def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps([{"q": f"what is {number}?", "a": number + 0.0, "when": "now"} for number in range(9)]))
-    data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}, "streaming": True}
-    config = own(task={"train": data, "test": data | {"streaming": False}}, evaluation={"benchmarks": [str(path)]})
+    data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}}
+    config = own(task={"train": data, "test": data}, evaluation={"benchmarks": [str(path)]})
     made = make_tiny(config, tmp_path / "tiny")
     files = ("train/mine.jsonl", "test/mine.jsonl", "benchmarks/mine.jsonl")
     first, *others = (rows_of(made, file) for file in files)
-    assert all(rows == first for rows in others) and made.config.task.train.streaming
+    assert all(rows == first for rows in others)
     assert first[3] == {"id": "3", "problem": "what is 3?", "answer": ["3"]}
     prompts = PromptStream(Math(own_tokenizer(BYTES), made.config.task), "train", seed=0).next(4)
-    assert {prompt.answer for prompt in prompts} == {"0", "1", "2", "3"}
+    assert {prompt.answer for prompt in prompts} < {str(number) for number in range(9)}
 
 
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])

@@ -78,11 +78,6 @@ def test_the_usual_columns_are_problem_answer_and_id(tmp_path):
     assert [row.uid for row in rows(write(tmp_path / "b.jsonl", [problem(5), problem(6)]))] == ["0", "1"]
 
 
-def test_a_stream_has_row_numbers_for_ids(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1", "id": "x"}])
-    assert [row.uid for row in rows(path, streaming=True)] == ["0"]
-
-
 def test_wrong_columns_are_refused_with_those_that_are_there(tmp_path):
     path = write(tmp_path / "own.jsonl", ROWS)
     for columns, role in ((ColumnsConfig(), "problem"), (ColumnsConfig(problem="question"), "answer")):
@@ -380,13 +375,12 @@ def hub(tmp_path, monkeypatch) -> str:
     return f"hub:{tmp_path / 'set'}"
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_of_the_hub_is_read_again_and_again(streaming, hub):
+def test_a_data_set_of_the_hub_is_read_again_and_again(hub):
     columns = ColumnsConfig(problem="question", answer="key")
-    source = find_source(DataConfig(source=hub, columns=columns, streaming=streaming), "train")
+    source = find_source(DataConfig(source=hub, columns=columns), "train")
     for _ in range(2):
         assert [row.problem for row in source.rows()] == [row["question"] for row in ROWS]
-    assert len(rows(hub, "test", columns=columns, streaming=streaming)) == 1
+    assert len(rows(hub, "test", columns=columns)) == 1
     assert len(list(find_source(DataConfig(source=hub, columns=columns, split="test"), "train").rows())) == 1
 
 

@@ -1,4 +1,4 @@
-"""The math task: prompts, the length filter and its count, streams that are resumed, benchmarks by name."""
+"""The math task: prompts, the length filter and its count, benchmarks by name."""
 
 import logging
 from contextlib import closing
@@ -11,7 +11,6 @@ from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.tasks import INSTRUCTION, DataConfig, MathConfig
 from jackpot.core.errors import ConfigError, DataError, TrainingError
 from jackpot.core.types import DecodedResponse
-from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math, make_benchmark
 from jackpot.rollout.tasks.registry import make_task
@@ -20,9 +19,8 @@ from tools.lessons import make_tokenizer
 TOKENIZER = text_tokenizer()
 
 
-def make(train: Path, test: Path | None = None, *, streaming: bool = False, **settings) -> Math:
-    train_data = DataConfig(source=str(train), streaming=streaming)
-    config = MathConfig(train=train_data, test=DataConfig(source=str(test or train)), **settings)
+def make(train: Path, test: Path | None = None, **settings) -> Math:
+    config = MathConfig(train=DataConfig(source=str(train)), test=DataConfig(source=str(test or train)), **settings)
     return make_task(config, TOKENIZER)
 
 
@@ -43,8 +41,6 @@ def test_a_problem_that_does_not_exist_is_refused(ten):
     for index in (10, -1):
         with pytest.raises(DataError, match=r"ten \(train\) has no problem .*; they go from 0 to 9"):
             make(ten).prompt("train", index)
-    with pytest.raises(DataError, match=r"no problem -1; they go from 0$"):
-        make(ten, streaming=True).prompt("train", -1)
     with pytest.raises(DataError, match=r"unknown split 'dev'. Valid: test, train"):
         make(ten).prompt("dev", 0)
 
@@ -84,43 +80,6 @@ def test_answers_that_cannot_be_read_are_kept_with_a_warning(tmp_path, caplog):
         "answers and columns.answer"
     ]
     assert [event["unreadable_answer"] for event in task.take_events()] == [2]
-
-
-def test_a_stream_tells_again_when_it_has_left_out_more(tmp_path):
-    path = write_problems(tmp_path / "many.jsonl", [None if n in (3, 500) else n for n in range(600)])
-    task = make(path, streaming=True)
-    stream = PromptStream(task, "train", 0)
-    stream.next(10)
-    first = task.take_events()
-    assert [event["without_answer"] for event in first] == [1]
-    stream.next(100)
-    assert task.take_events() == []
-    stream.next(700)  # once more from the beginning
-    assert [(event["rows"], event["without_answer"]) for event in task.take_events()] == [(600, 2)]
-
-
-def test_a_streamed_split_is_walked_in_order_and_resumed(tmp_path):
-    path = write_problems(tmp_path / "many.jsonl", range(100))
-    task = make(path, streaming=True)
-    assert task.size("train") is None
-    stream = PromptStream(task, "train", 5)
-    whole = [prompt for _ in range(25) for prompt in stream.next(10)]
-    assert [prompt.answer for prompt in whole] == [str(n % 100) for n in range(250)]
-    assert len({prompt.uid for prompt in whole}) == 250
-    first = PromptStream(task, "train", 1)
-    first.next(130)
-    resumed = PromptStream(make(path, streaming=True), "train", 1)
-    resumed.load_state_dict(first.state_dict())
-    assert resumed.next(120) == whole[130:]
-
-
-def test_a_streamed_test_split_is_its_first_rows(tmp_path):
-    path = write_problems(tmp_path / "many.jsonl", range(100))
-    data = DataConfig(source=str(path), streaming=True, limit=7)
-    task = Math(TOKENIZER, MathConfig(train=data, test=data))
-    assert task.size("test") == 7 and [task.prompt("test", n).answer for n in range(7)] == [*"0123456"]
-    stream = PromptStream(task, "train", 0)
-    assert [prompt.answer for prompt in stream.next(9)] == [*"012345601"]
 
 
 def test_wrong_data_is_refused_when_the_task_is_made(tmp_path):
@@ -182,11 +141,10 @@ def test_any_of_several_answers_is_right(tmp_path):
 DIGITS = make_tokenizer()  # of the starters: digits and signs alone
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_tokenizer_is_judged_by_the_prompts(streaming, tmp_path, caplog):
+def test_the_tokenizer_is_judged_by_the_prompts(tmp_path, caplog):
     def task_of(problems, **settings):
         path = write_problems(tmp_path / "a.jsonl", range(len(problems)), problem=problems)
-        data = DataConfig(source=str(path), streaming=streaming)
+        data = DataConfig(source=str(path))
         settings = {"template": "plain", "instruction": "", **settings}
         return Math(DIGITS, MathConfig(train=data, test=DataConfig(source=str(path)), **settings))
 

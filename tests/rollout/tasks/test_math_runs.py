@@ -1,14 +1,13 @@
-"""The math task in real runs: rows left out are reported, a stream is resumed, everything is closed."""
+"""The math task in real runs: rows left out are reported, everything is closed."""
 
 import json
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.runs import assert_same_run, run, run_and_copy
+from helpers.runs import run
 from helpers.texts import text_tokenizer, write_problems
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
@@ -75,13 +74,3 @@ def test_a_run_trains_on_the_problems_that_are_left(model, data, tmp_path):
     assert [json.loads(line)["prompt_uid"] for line in answered] == [
         f"forty/test/{number}" for number in range(20) if number not in (5, 7)
     ]
-
-
-def test_a_run_on_a_stream_continues_bit_equal(model, data, tmp_path):
-    config = config_of(model, {"source": str(data), "streaming": True}, {"source": str(data), "limit": 4}, 4)
-    run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
-    run(config, tmp_path / "killed")
-    assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy"])
-    last = pq.read_table(tmp_path / "whole" / "rollouts" / "iteration-000004.parquet").to_pylist()
-    prompts = list(dict.fromkeys(row["prompt_uid"] for row in last))
-    assert prompts == [f"forty/train/{number}" for number in (20, 21, 22, 23, 24, 25)]

@@ -60,9 +60,8 @@ def test_neighbours_are_independent_and_seeds_draw_other_prompts(tmp_path: Path)
     assert abs(same - (0.25 + 0.09 + 0.04)) < 0.1
 
 
-@pytest.mark.parametrize("change", [{}, {"streaming": True}])
-def test_a_resumed_mix_goes_on_with_the_same_prompts(change: dict, tmp_path: Path) -> None:
-    train = sources(tmp_path, change)
+def test_a_resumed_mix_goes_on_with_the_same_prompts(tmp_path: Path) -> None:
+    train = sources(tmp_path)
     whole = PromptStream(task_of(train), "train", 3).next(300)
     stream = PromptStream(task_of(train), "train", 3)
     stream.next(137)
@@ -90,4 +89,3 @@ def test_sources_are_reported_apart_and_addressed_in_order(tmp_path: Path) -> No
     assert events == {("train", "a"): 50, ("train", "train-2"): 30, ("train", "train-3"): 20, ("test", "a"): 50}
     with pytest.raises(DataError, match="they go from 0 to 99"):
         task.prompt("train", 100)
-    assert task_of(sources(tmp_path, {"streaming": True})).size("train") is None

@@ -173,7 +173,7 @@ def _longest_prompt(task: MathConfig) -> int:
 def _split_data(task: MathConfig, split: Split, folder: Path) -> dict[str, Any] | list[dict[str, Any]]:
     """Return the settings of a split's data: one block, or a list of them where the recipe has a list."""
     blocks = [
-        DataConfig(source=str(path), streaming=data.streaming, weight=data.weight).model_dump()
+        DataConfig(source=str(path), weight=data.weight).model_dump()
         for path, data in _split_files(task, split, folder).items()
     ]
     return blocks if isinstance(getattr(task, split), tuple) else blocks[0]

@@ -1,4 +1,4 @@
-"""Finds the source of problems that settings name, and gives access to its problems by index, as a list or a stream.
+"""Finds the source of problems that settings name, and gives access to its problems by index.
 
 A source is a benchmark, a file or folder, or a data set of the Hugging Face hub. Rows without an answer, rows whose
 answers are too long to be verified and rows whose prompt is too long are left out and counted. The tokenizer is judged
@@ -8,7 +8,7 @@ more.
 
 import os
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, ki
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack some
-BUFFER = 4096  # latest problems of a stream that are kept
 _BATCH = 256  # rows filtered together
 # What is counted of rows: those read, those left out by reason, and those that are kept although no verifier can read
 # their answer, or the tokenizer a part of their prompt.
@@ -139,7 +138,7 @@ def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequenc
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
     subset = settings.subset or benchmark.subset
-    records = partial(read_hub, path, subset, split, settings.streaming, instead)
+    records = partial(read_hub, path, subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
 
 
@@ -197,46 +196,6 @@ class Problems:
 
     def __getitem__(self, index: int) -> DataRow:
         return self._rows[index]
-
-
-class StreamedProblems:
-    """Reads problems in the order of their source, over and over, and holds at most `BUFFER` of them.
-
-    Problem number `index` is always the same, so a resumed run needs only its position. An index before the buffer, or
-    far ahead after a resume, costs reading the source from its first row. In the second pass over the source ids end
-    with `+1`, then with `+2`.
-
-    Raises:
-        DataError: as `DataSource.rows` when the row is reached; or no problem of the source is kept.
-    """
-
-    size = None  # a stream is endless
-
-    def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
-        self._read_source = partial(_kept, source, measure, limit)
-        self.counts = RowCounts()  # of all rows that were read so far, each counted once
-        self._begin()
-
-    def __getitem__(self, index: int) -> DataRow:
-        if index < self._next - len(self._buffer):
-            self._begin()
-        for row in islice(self._rows, max(0, index + 1 - self._next)):
-            self._buffer.append(row)
-            self._next += 1
-        return self._buffer[index - self._next]
-
-    def _begin(self) -> None:
-        """Go back to the first problem."""
-        self._rows, self._next = self._passes(), 0
-        self._buffer: deque[DataRow] = deque(maxlen=BUFFER)
-
-    def _passes(self) -> Iterator[DataRow]:
-        """Yield the problems of the source, over and over."""
-        for number in count():
-            counts = RowCounts()
-            for row in self._read_source(counts):
-                self.counts = max(self.counts, counts, key=lambda one: one["rows"])
-                yield row._replace(uid=f"{row.uid}+{number}") if number else row
 
 
 def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:

@@ -20,7 +20,6 @@ from jackpot.rollout.tasks.data import (
     Problems,
     PromptSize,
     RowCounts,
-    StreamedProblems,
     find_sources,
 )
 from jackpot.rollout.tasks.rows import DataRow
@@ -58,35 +57,29 @@ class Math(Task):
         self._template = Template(
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
-        self._problems: dict[Split, list[Problems | StreamedProblems]] = {}
-        self._reported: dict[tuple[Split, str], int] = {}  # rows left out of a source, as of the last event
+        self._problems: dict[Split, list[Problems]] = {}
+        self._reported: set[Split] = set()  # splits of which `take_events` has told
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
-    def size(self, split: Split) -> int | None:
-        """Return the number of problems left in the split, of all its sources; None with a stream among them."""
-        sizes = [problems.size for problems in self._problems_of(split)]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
-
-    def first_index(self, split: Split, seed: int) -> int:
-        """Return 0: a stream begins with the first row of its source for every seed."""
-        return 0
+    def size(self, split: Split) -> int:
+        """Return the number of problems left in the split, of all its sources."""
+        return sum(problems.size for problems in self._problems_of(split))
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return problem number `index` of all sources one after the other, with the uid SOURCE/SPLIT/ID.
 
         Raises:
-            DataError: there is no such problem, or as `Problems` and `StreamedProblems`.
+            DataError: there is no such problem, or as `Problems`.
         """
-        offset, size = index, self.size(split)
+        offset = index
         for number, problems in enumerate(self._problems_of(split)):
-            if offset >= 0 and (problems.size is None or offset < problems.size):
+            if 0 <= offset < problems.size:
                 return self._prompt(split, number, offset)
-            offset -= problems.size or 0
+            offset -= problems.size
         names = ", ".join(source.name for source in self._sources[split])
-        last = "" if size is None else f" to {size - 1}"
-        raise DataError(f"{names} ({split}) has no problem {index}; they go from 0{last}")
+        raise DataError(f"{names} ({split}) has no problem {index}; they go from 0 to {self.size(split) - 1}")
 
     def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
         """Return each source of the split with its weight."""
@@ -122,17 +115,14 @@ class Math(Task):
         return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return one event for each source with the counts of rows read and left out; a stream that has left out more
-        rows since its last event gets another."""
+        """Return one event for each source that was read, once, with the counts of rows read and left out."""
         events = []
-        for split, of_split in self._problems.items():
-            for source, problems in zip(self._sources[split], of_split, strict=True):
-                counts = problems.counts
-                if self._reported.get((split, source.name)) != counts.left_out:
-                    self._reported[split, source.name] = counts.left_out
-                    event = {"event": "data", "split": split, "source": source.name}
-                    event |= {name: counts[name] for name in COUNTED}
-                    events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})
+        for split in self._problems.keys() - self._reported:
+            for source, problems in zip(self._sources[split], self._problems[split], strict=True):
+                event = {"event": "data", "split": split, "source": source.name}
+                event |= {name: problems.counts[name] for name in COUNTED}
+                events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})
+        self._reported.update(self._problems)
         return events
 
     def close(self) -> None:
@@ -147,18 +137,13 @@ class Math(Task):
         limits = {"workers": own.reward_workers, "timeout": own.reward_timeout}
         return self._shared_reward_fn or RewardFn(own.rewards, **limits, verdict=own.decides)
 
-    def _problems_of(self, split: Split) -> list[Problems | StreamedProblems]:
+    def _problems_of(self, split: Split) -> list[Problems]:
         """Return the problems of each source of a split, read on the first call."""
         if split not in self._sources:
             raise DataError(unknown_name("split", split, self._sources))
         if split not in self._problems:
             limit = self._settings.max_prompt_tokens
-            self._problems[split] = [
-                (StreamedProblems if split == "train" and source.settings.streaming else Problems)(
-                    source, self._measure, limit
-                )
-                for source in self._sources[split]
-            ]
+            self._problems[split] = [Problems(source, self._measure, limit) for source in self._sources[split]]
             for source, problems in zip(self._sources[split], self._problems[split], strict=True):
                 _warn(source.name, split, problems.counts, limit)
         return self._problems[split]

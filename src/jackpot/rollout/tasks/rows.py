@@ -203,10 +203,8 @@ def _listed(files: Sequence[Path], folder: Path) -> str:
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead: str) -> Iterator[Record]:
-    """Yield every row of a data set on the hub, in order.
-
-    `datasets` downloads it once into its cache, or with `streaming` fetches it each time.
+def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterator[Record]:
+    """Yield every row of a data set on the hub, in order; `datasets` downloads it once into its cache.
 
     Args:
         path: OWNER/NAME, or another path that `datasets.load_dataset` takes.
@@ -219,8 +217,8 @@ def read_hub(path: str, subset: str | None, split: str, streaming: bool, instead
     try:
         from datasets import load_dataset  # takes a second to import, and most runs do not need it
 
-        for number, row in enumerate(load_dataset(path, name=subset, split=split, streaming=streaming), start=1):
-            yield Record(f"{name} row {number}", row)
+        for number, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
+            yield Record(f"{name} row {number}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
     except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
         said = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some contain the traceback of another process
         raise DataError(
@@ -271,9 +269,8 @@ def make_reader(
     answer = column("answer", [chosen.answer] if chosen.answer else list(benchmark.answer))
     options = [column("options", [name]) for name in chosen.options]
 
-    has_numbers = settings.streaming or chosen.uid == ROW_NUMBER
     uids = [name for name in benchmark.uid if any(name in record.values for record in first)]
-    uids = [] if has_numbers else [chosen.uid] if chosen.uid else uids
+    uids = [] if chosen.uid == ROW_NUMBER else [chosen.uid] if chosen.uid else uids
     uid = column("uid", uids) if uids else None
 
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer, "plain"))
