@@ -52,8 +52,15 @@ def unpack(message: Tensor) -> Any:
     """Return the value that `pack` was given; its tensors are on the CPU and share the memory of the message.
 
     Raises:
-        ValueError, KeyError: the message does not come from `pack` of this version.
+        ValueError: the message does not come from `pack` of this version.
     """
+    try:
+        return _unpacked(message)
+    except Exception as error:  # whatever a message of other bytes leads to
+        raise ValueError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _unpacked(message: Tensor) -> Any:
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
     plain, kinds = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
@@ -64,6 +71,8 @@ def unpack(message: Tensor) -> Any:
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a message between ranks has a tensor of {name!r}, which is no number format of torch")
+        if not all(type(length) is int and length >= 0 for length in shape):
+            raise ValueError(f"a message between ranks has a tensor of shape {shape}")
         end = start + math.prod(shape) * dtype.itemsize
         tensors.append(message[start:end].view(dtype).view(shape))
         start = end

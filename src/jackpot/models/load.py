@@ -8,7 +8,6 @@ Where the hub cannot be reached, earlier downloads are read, and configs of publ
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from operator import itemgetter
@@ -34,6 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
 from jackpot.core.errors import DataError, ModelError
+from jackpot.core.foreign import check_foreign, parse_json, read_foreign
 from jackpot.core.roles import Role
 from jackpot.core.stages import stage
 from jackpot.models.forward import check_head
@@ -41,13 +41,14 @@ from jackpot.models.hub import ADVICE, REMEDIES, resolve_path, stays_local
 from jackpot.models.published import is_from_table, published_config
 
 ALIGNMENT = 64  # bytes, of the tensors that torch makes
+MOST_LAYERS = 1_000  # of a model; published ones have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
     *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError),
-    *(TypeError, AttributeError, ZeroDivisionError, StrictDataclassError),
+    *(TypeError, AttributeError, ArithmeticError, LookupError, RecursionError, MemoryError, StrictDataclassError),
 )
 _SAVE_TOKENIZER = "Save the model's tokenizer there with save_pretrained"
 
@@ -147,14 +148,17 @@ def _check_named_files(path: str | Path) -> None:
         """Return what a JSON file of the model holds; nothing where it has no such file."""
         local = stays_local(source)
         file = cached_file(source, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
-        return json.loads(Path(file).read_bytes()) if file else {}
+        return parse_json(read_foreign(Path(file)), dict) if file else {}
 
     try:
+        _check_regular(source)
         shards = content(SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
         named = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
 
-        if (explicit := content("config.json").get("transformers_weights")) is not None:
+        config = content("config.json")
+        if (explicit := config.get("transformers_weights")) is not None:
             named.append(("config.json", explicit))
+        _check_numbers(config)
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
@@ -164,6 +168,21 @@ def _check_named_files(path: str | Path) -> None:
                 f"{file} of {path} names {name!r} as a file of weights; weights are read only from .safetensors files "
                 f"inside of the model's folder. {ADVICE}"
             )
+
+
+def _check_regular(source: str) -> None:
+    """Refuse a local folder with a pipe or a device among its files, which a library would read without end."""
+    for path in Path(source).iterdir() if Path(source).is_dir() else ():
+        if not path.is_dir() and path.exists():
+            check_foreign(path)
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """Refuse a config whose model would have more layers than any; transformers would build them before it looks."""
+    for block in (config, *(block for block in config.values() if isinstance(block, dict))):
+        for name in ("num_hidden_layers", "n_layer", "num_layers"):
+            if isinstance(block.get(name), int) and block[name] > MOST_LAYERS:
+                raise ValueError(f"{name} is {block[name]:,}, and at most {MOST_LAYERS:,} are read")
 
 
 def _is_inside(name: Any) -> bool:
@@ -222,7 +241,8 @@ def _views(source: str) -> dict[str, Tensor]:
         folder = Path(snapshot_download(source, allow_patterns=patterns, local_files_only=stays_local(source)))
     names = {"model.safetensors"}
     if not (folder / "model.safetensors").is_file():
-        names = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+        index = parse_json(read_foreign(folder / SAFE_WEIGHTS_INDEX_NAME), dict)
+        names = set(index["weight_map"].values())
     weights: dict[str, Tensor] = {}
     for name in names:
         with safe_open(folder / name, framework="pt") as file:
@@ -392,12 +412,23 @@ def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrain
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the model folder's generation_config.json, or else config.json."""
+    """Return the end-of-sequence tokens of the model folder's generation_config.json, or else config.json.
+
+    Raises:
+        ModelError: they are no token ids of the model.
+    """
     named = model.generation_config.eos_token_id if model.generation_config is not None else None
     named = model.config.get_text_config().eos_token_id if named is None else named
     if named is None:
         return ()
-    return tuple(named) if isinstance(named, list | tuple) else (int(named),)
+    ids = tuple(named) if isinstance(named, list | tuple) else (named,)
+    rows = model.config.get_text_config().vocab_size
+    if not all(type(token) is int and 0 <= token < rows for token in ids):
+        raise ModelError(
+            f"eos_token_id of {model.name_or_path or 'the model'} is {named!r:.80}; it is a token id from 0 to "
+            f"{rows - 1}, or a list of them: correct generation_config.json, or config.json where there is none"
+        )
+    return ids
 
 
 def _place(path: str | Path, source: str, error: Exception) -> str:

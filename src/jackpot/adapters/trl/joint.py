@@ -24,6 +24,7 @@ from jackpot.adapters.trl.writers import TwoModelTrainer, Writers
 from jackpot.config.build import validated
 from jackpot.config.config import Config, RolloutModelConfig
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError
+from jackpot.core.foreign import check_foreign
 from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums
 from jackpot.core.roles import Role
 from jackpot.core.types import TokenBatch, Version
@@ -325,7 +326,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         if not self._rollout_optimizer:
             return
 
-        state = torch.load(folder / "state.pt", weights_only=True)
+        state = torch.load(check_foreign(folder / "state.pt", inside=folder), weights_only=True)
         if state["step"] != self.state.global_step:
             raise CheckpointError(
                 f"{checkpoint} holds the policy after {self.state.global_step} optimizer steps and the rollout model's "

@@ -3,7 +3,6 @@
 Each becomes a number of its iteration under a name that begins with `saved/`.
 """
 
-import json
 import re
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from jackpot.config.config import Config
+from jackpot.core.foreign import parse_json, read_foreign
 from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, list_rollout_files, read_columns
 
 _COLUMNS = (
@@ -55,8 +55,13 @@ def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
 def _held_out(run: Path) -> set[tuple[str, str]]:
     """Return problem and answer of the newest evaluation of the policy, where problems have answers."""
     files = sorted((run / "eval").glob("iteration-*-policy.jsonl"))
-    rows = (json.loads(line) for line in files[-1].read_text().splitlines()) if files else ()
-    return {(row["prompt"], row["answer"]) for row in rows if row["answer"]}
+    if not files:
+        return set()
+    try:
+        rows = [parse_json(line, dict) for line in read_foreign(files[-1], inside=run).splitlines()]
+    except (OSError, ValueError):
+        return set()
+    return {(row["prompt"], row["answer"]) for row in rows if row.get("answer") and "prompt" in row}
 
 
 def _of_prompts(

@@ -32,6 +32,7 @@ from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.cores import pick_threads
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import checkpoint_error_in, hold_lock, write_whole
+from jackpot.core.foreign import read_foreign
 from jackpot.core.statistics import CONFIDENCE
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.engines import make_engine
@@ -290,8 +291,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
 
     try:
-        record = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        record = yaml.safe_load(read_foreign(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"cannot read what was asked in {path}: {error}. Bring the file back, or give --out another folder"
         ) from error

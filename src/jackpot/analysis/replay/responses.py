@@ -65,7 +65,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
     """
     where_it_is = f"{where}, response {number}"
     try:
-        ids = torch.as_tensor(record["token_ids"]).long()
+        ids = _ids(record["token_ids"])
         rollout = _column(record["rollout_log_probs"], len(ids))
         others = {
             name: None if record.get(name) is None else _column(record[name], len(ids))
@@ -73,9 +73,9 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
         }
         lists = {name: _lists(record.get(name), name.endswith("ids")) for name in _LISTS}
         mask = record.get("sampled_mask")
-        mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+        mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else _flags(mask)
         prompt = record.get("prompt_ids")
-        prompt_ids = None if prompt is None else torch.as_tensor(prompt).long()
+        prompt_ids = None if prompt is None else _ids(prompt)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedRecord(f"{where_it_is}: {type(error).__name__}: {error}") from error
 
@@ -103,9 +103,28 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
     )
 
 
+def _ids(values: Any) -> Tensor:
+    """Return token ids as int64 [T]; whole numbers from 0 on, in whatever format."""
+    ids = torch.as_tensor(values)
+    whole = ids.long()
+    if ids.ndim != 1 or ids.dtype == torch.bool or (whole != ids).any() or (whole < 0).any():
+        raise ValueError(f"token ids are whole numbers from 0 on in one row, and not {values!r:.60}")
+    return whole
+
+
+def _flags(values: Any) -> Tensor:
+    """Return a mask as bool [T]; true and false, or 1 and 0."""
+    flags = torch.as_tensor(values)
+    if flags.ndim != 1 or not torch.isin(flags.double(), torch.tensor([0.0, 1.0], dtype=torch.float64)).all():
+        raise ValueError(f"a mask holds true and false, or 1 and 0, in one row, and not {values!r:.60}")
+    return flags.bool()
+
+
 def _column(values: Any, length: int) -> Tensor:
     """Return a column as float64 [T]; a single number stands for all tokens."""
     column = torch.as_tensor(values, dtype=torch.float64)
+    if column.ndim > 1:
+        raise ValueError(f"one number a token is needed, and not {list(column.shape)}")
     return column.expand(length) if column.ndim == 0 else column
 
 

@@ -10,6 +10,7 @@ So neither the number of hosts nor what happens to them changes how responses ar
 engine sleeps there are none, neither in hosts nor in this process.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ from jackpot.rollout.engines.checks import ASLEEP, check_scores, check_weights
 from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
 from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted, Pool, PoolLimits
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
+
+_log = logging.getLogger(__name__)
 
 SIGN_SECONDS = 1.0  # at most, between two signs of life of a host that generates; a step of decoding is not interrupted
 _ATTEMPTS = 5  # at one chunk
@@ -54,6 +57,9 @@ class EngineHost:
             return pack(self._do(unpack(message)))
         except JackpotError as error:
             return pack({"refused": str(error)})
+        except (ValueError, KeyError, TypeError) as error:  # a message that is none, or a bug: the other side says it
+            _log.exception("a message could not be answered")
+            return pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _do(self, ask: dict[str, Any]) -> dict[str, Any]:
         if ask["do"] == "hello":

@@ -33,6 +33,7 @@ from pyarrow import parquet
 
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
 from jackpot.core.errors import DataError
+from jackpot.core.foreign import LARGEST_TEXT, Expansion, open_foreign
 from jackpot.core.package import install
 from jackpot.rollout.rewards.verifier.choices import choice, letter_choice
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
@@ -43,6 +44,8 @@ _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
 _BATCH = 1024  # rows of parquet that are read at once
+LONGEST_LINE = 64 * 2**20  # bytes of a row in a file with a row a line
+_LARGEST_NUMBER = 10**300  # in absolute value, of one that is an answer or an id
 _MAX_LISTED = 5  # files named in a message
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
 _ABSENT = object()
@@ -59,13 +62,25 @@ class Record(NamedTuple):
 class _OpenFile:
     """A file that is read, and how many of its lines or rows are done with."""
 
-    content: Any  # a binary file
-    done = 0
+    def __init__(self, path: Path, content: Any) -> None:
+        """Take over a binary file, which expands what stands at `path` where that is compressed."""
+        self.content, self.done = content, 0
+        self.expansion = Expansion(path)
 
     def lines(self) -> Iterator[str]:
-        for line in self.content:
+        while line := self._bounded(self.content.readline, LONGEST_LINE):
             yield str(line, "utf-8-sig")
             self.done += 1
+
+    def whole(self) -> str:
+        return str(self._bounded(self.content.read, LARGEST_TEXT), "utf-8-sig")
+
+    def _bounded(self, read: Callable[[int], bytes], largest: int) -> bytes:
+        text = read(largest + 1)
+        self.expansion.add(len(text))
+        if len(text) > largest:
+            raise ValueError(f"it goes on for more than {largest:,} bytes")
+        return text
 
 
 def _json_lines(file: _OpenFile) -> Iterator[Any]:
@@ -73,7 +88,7 @@ def _json_lines(file: _OpenFile) -> Iterator[Any]:
 
 
 def _json(file: _OpenFile) -> Iterator[Any]:
-    for row in json.loads(str(file.content.read(), "utf-8-sig")):
+    for row in json.loads(file.whole()):
         yield row
         file.done += 1
 
@@ -89,6 +104,7 @@ def _csv(file: _OpenFile) -> Iterator[Any]:
 
 def _parquet(file: _OpenFile) -> Iterator[Any]:
     for batch in parquet.ParquetFile(file.content).iter_batches(batch_size=_BATCH):
+        file.expansion.add(batch.nbytes)
         for row in batch.to_pylist():
             yield row
             file.done += 1
@@ -130,17 +146,19 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
         DataError: a file cannot be read, or its content does not fit its suffix; names the line or row.
     """
     for path in files:
-        suffix, file = kind_of(path) or "", _OpenFile()
-        kind = _KINDS[suffix.removesuffix(GZIP)]
+        suffix = kind_of(path) or ""
+        kind, file = _KINDS[suffix.removesuffix(GZIP)], None
 
         try:
-            with gzip.open(path) if suffix.endswith(GZIP) else path.open("rb") as file.content:
+            with open_foreign(path) as stored, gzip.open(stored) if suffix.endswith(GZIP) else stored as content:
+                file = _OpenFile(path, content)
                 for row in kind.rows(file):
                     if not isinstance(row, Mapping):
                         raise ValueError(f"{row!r:.80} is no row")
                     yield Record(f"{path} {kind.unit} {file.done + 1}", row)
         except Exception as error:  # of json, csv, gzip, zlib, pyarrow, and of the disk
-            where = f"{path} {kind.unit} {file.done + 1}" if file.done or kind.unit == "line" else path
+            done = file.done if file else 0
+            where = f"{path} {kind.unit} {done + 1}" if done or (file and kind.unit == "line") else path
             raise DataError(
                 f"{where} cannot be read as {suffix}: {error}. Such a file holds {kind.form}; correct it, or give it "
                 f"the ending of what it is"
@@ -427,11 +445,13 @@ def _text(value: Any, column: str) -> str | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN stands for a missing value
         return None
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
     if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half a character
-        raise DataError(f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number")
+        raise DataError(
+            f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number, below 1e300"
+        )
     return value.strip() or None
 
 
@@ -442,16 +462,22 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a bare \boxed."""
-    for match in reversed([*re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)", text)]):
-        depth, start = 1, match.end()
-        if match[1] != "{":
-            return match[1]
-        for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
-            depth += 1 if brace[0] == "{" else -1
-            if depth == 0:
-                return text[start : start + brace.start()].strip() or None
-    return None
+    r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a bare \boxed.
+
+    One pass from the left, with the braces that are open: data may hold thousands of boxes that are never closed.
+    """
+    last: tuple[int, str] | None = None  # where the last box begins, and what it holds
+    opened: list[int | None] = []  # of every open brace: where its content begins if it is a box's, else None
+    for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)|(?<!\\)[{}]", text):
+        if match[1] == "{":
+            opened.append(match.end())
+        elif match[1]:
+            last = max(last or (-1, ""), (match.start(), match[1]))
+        elif match[0] == "{":
+            opened.append(None)
+        elif opened and (start := opened.pop()) is not None:
+            last = max(last or (-1, ""), (start, text[start : match.start()]))
+    return (last[1].strip() or None) if last else None
 
 
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {

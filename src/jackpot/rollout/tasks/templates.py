@@ -28,10 +28,12 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from jackpot.core.errors import DataError
+from jackpot.core.errors import DataError, first_line
+from jackpot.core.limited import CPU_SECONDS, MEMORY, ends_in_limits
 from jackpot.rollout.tasks.data import PromptSize
 from jackpot.rollout.tasks.rows import Message, Problem, append
 
+_ENDED: dict[str, bool] = {}  # by chat template, whether it came to an end
 _SAID = "What the model said."  # found again in the text that a chat template makes
 
 
@@ -49,6 +51,11 @@ class Template:
         self._instruction, self._system_prompt = instruction, system_prompt
         has_bos = name != "chat" and tokenizer.bos_token_id in tokenizer.encode("")
         self._bos: list[Any] = [tokenizer.bos_token_id] if has_bos else []
+        if self._format is chat and not _ends(str(tokenizer.chat_template), lambda: self.text("1+1")):
+            raise DataError(
+                f"the tokenizer's chat template takes more than {CPU_SECONDS} s or {MEMORY:,} bytes for a question of "
+                f"three characters; look at it, take another tokenizer, or use `template: base`"
+            )
         self.text("1+1")  # refuses a chat template that is missing or has no system prompt
 
     def text(self, problem: Problem) -> str:
@@ -117,6 +124,13 @@ class Template:
         return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
 
 
+def _ends(template: str, ask: Callable[[], object]) -> bool:
+    """Tell whether a chat template comes to an end; it is tried once in a process, in a child."""
+    if template not in _ENDED:
+        _ENDED[template] = ends_in_limits(ask)
+    return _ENDED[template]
+
+
 def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """Format messages with the tokenizer's chat template.
 
@@ -132,11 +146,11 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
         asked = [message._asdict() for message in messages]
         text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         return str(text)  # a text, since nothing is tokenized, which the library's type does not say
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         roles = ", ".join(message.role for message in messages)
         raise DataError(
-            f"the tokenizer's chat template cannot be used with messages of {roles}: {error}; leave `system_prompt` "
-            f"out if there is one, or use `template: base`"
+            f"the tokenizer's chat template cannot be used with messages of {roles}: {first_line(error)}; leave "
+            f"`system_prompt` out if there is one, or use `template: base`"
         ) from error
 
 

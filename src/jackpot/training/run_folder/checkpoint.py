@@ -34,6 +34,7 @@ from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError, RankError
 from jackpot.core.files import PARTIAL, cause_of, checkpoint_error_in, checksum, flush_file, flush_folder
+from jackpot.core.foreign import check_foreign, parse_json, read_foreign
 from jackpot.core.roles import Role
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import Learner
@@ -162,7 +163,7 @@ class Checkpoints:
             CorruptCheckpoint: it differs from what was written.
         """
         folder = (self._folder / "best").resolve()
-        if not folder.is_dir():
+        if not folder.is_dir() or folder.parent != self._folder.resolve():
             return None
         _verify(folder)
         return folder
@@ -366,8 +367,8 @@ def _verify(folder: Path) -> None:
     """
     name = _CHECKSUMS
     try:
-        for name, written in json.loads((folder / _CHECKSUMS).read_text()).items():
-            read, size = checksum(folder / name), written.get("size")
+        for name, written in parse_json(read_foreign(folder / _CHECKSUMS, inside=folder), dict).items():
+            read, size = checksum(check_foreign(folder / name, inside=folder)), written.get("size")
             if read["size"] != size:
                 raise CorruptCheckpoint(folder, name, f"has {read['size']} bytes, {size} were written")
             if read != written:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import write_whole
+from jackpot.core.foreign import parse_json, read_foreign
 from jackpot.core.package import version
 from jackpot.core.process_rank import process_rank
 
@@ -58,7 +59,7 @@ class Environment:
 def _read(path: Path) -> dict[str, Any]:
     """Read the file; what a new run begins with where there is none."""
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_foreign(path, inside=path.parent))
     except FileNotFoundError:
         return {"format": FORMAT, "threads": None, "starts": []}
     except (OSError, ValueError) as error:  # a JSON error names line and column

@@ -35,6 +35,7 @@ from jackpot.config.changes import Change, changes, falling_rates, fixed_changes
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
+from jackpot.core.foreign import ForeignFileError, parse_json, read_foreign
 from jackpot.core.package import version
 from jackpot.training.run_folder.environment import Environment
 from jackpot.training.run_folder.trackers import (
@@ -56,7 +57,7 @@ _log = logging.getLogger(__name__)
 def is_evaluation(folder: Path) -> bool:
     """Tell whether a folder is of `jackpot eval`: its config.yaml holds what was asked, not the settings of a run."""
     path = folder / "config.yaml"
-    return path.is_file() and b"\nasked:" in path.read_bytes()
+    return path.is_file() and b"\nasked:" in read_foreign(path)
 
 
 def run_config(run: Path) -> Config:
@@ -75,8 +76,8 @@ def run_config(run: Path) -> Config:
             raise CheckpointError(
                 f"{run} is not a run folder: it is of `jackpot eval`; give the folder that train printed"
             )
-        settings = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        settings = yaml.safe_load(read_foreign(path, inside=run))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         why = getattr(error, "problem", None) or error
@@ -452,13 +453,18 @@ def _json_line(line: Mapping[str, Any]) -> bytes:
 
 
 def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return read_foreign(path, largest=math.inf, inside=path.parent).splitlines(keepends=True)
+    except ForeignFileError as error:
+        raise CheckpointError(f"{error}. Bring the file back from a copy, or give another folder") from error
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl or events.jsonl; None for one that was cut short."""
     try:
-        line = json.loads(text) if text.endswith(b"\n") else None
+        line = parse_json(text) if text.endswith(b"\n") else None
     except ValueError:
         return None
     return line if isinstance(line, dict) and isinstance(line.get("iteration"), int) else None

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jackpot.core.errors import DataError
+from jackpot.core.foreign import check_foreign
 
 SCHEMA_VERSION = 1
 _FILE_NAME = re.compile(r"iteration-\d{6,}\.parquet")
@@ -52,9 +53,9 @@ def read_columns(
         UnreadableRollouts: the file is damaged behind its footer, lacks a column, or is gone by now.
     """
     try:
-        if missing := set(columns or ()) - set(pq.read_schema(file.path).names):
+        if missing := set(columns or ()) - set(pq.read_schema(check_foreign(file.path)).names):
             raise UnreadableRollouts(_why(file.path, f"it has no column {', '.join(sorted(missing))}"))
-        table = pq.read_table(file.path, columns=columns)
+        table = pq.read_table(check_foreign(file.path), columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise UnreadableRollouts(_why(file.path, error)) from error
     return table if rows is None else table.take(pa.array(rows, pa.int64()))
@@ -73,7 +74,7 @@ def open_rollout_file(path: Path) -> RolloutFile:
         UnreadableRollouts: the file is damaged or of another schema version.
     """
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(check_foreign(path))
         version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
         if version != str(SCHEMA_VERSION):
             raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))

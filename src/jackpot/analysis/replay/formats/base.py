@@ -14,6 +14,7 @@ from jackpot.analysis.replay.formats.columns import Columns, arranged
 from jackpot.analysis.replay.formats.records import DumpRecord, Warn, check_size, parquet_rows
 from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, response_of
 from jackpot.core.errors import DataError, first_line
+from jackpot.core.foreign import check_foreign
 
 RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]
 
@@ -129,7 +130,7 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
 
 def _parquet_columns(path: Path, warn: Warn) -> set[str]:
     try:
-        return set(pq.read_schema(path).names)
+        return set(pq.read_schema(check_foreign(path)).names)
     except (OSError, pa.ArrowException) as error:
         warn(f"{path.name} cannot be read: {first_line(error)}")
         return set()

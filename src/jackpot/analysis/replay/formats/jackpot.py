@@ -13,6 +13,7 @@ from jackpot.analysis.replay.formats.records import DumpRecord, Warn, parquet_ro
 from jackpot.analysis.replay.responses import NEEDED
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
+from jackpot.core.foreign import check_foreign
 from jackpot.training.run_folder.folder import run_config
 from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, open_rollout_file
 
@@ -40,7 +41,7 @@ def config_of(path: Path) -> Config:
         return run_config(path)
     file = files(path)[0]
     open_rollout_file(file)
-    return build_config(json.loads(pq.read_schema(file).metadata[b"config"]))
+    return build_config(json.loads(pq.read_schema(check_foreign(file)).metadata[b"config"]))
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:

@@ -3,7 +3,6 @@
 A record is a response, or what stands in its place, with columns by the names of the library that wrote it.
 """
 
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from jackpot.analysis.replay.responses import DamagedRecord
 from jackpot.core.errors import first_line
+from jackpot.core.foreign import LARGEST_TEXT, Expansion, check_foreign, open_foreign, parse_json
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
@@ -38,8 +38,8 @@ def matching(path: Path, pattern: str) -> list[Path]:
         return [path] if path.match(pattern) else []
 
     def order(file: Path) -> list[list[tuple[int, int, str]]]:
-        names = (*file.parent.parts, file.stem)
-        return [[(0, int(text), "") if text.isdigit() else (1, 0, text) for text in name.split("_")] for name in names]
+        names = [name.split("_") for name in (*file.parent.parts, file.stem)]
+        return [[(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in name] for name in names]
 
     return sorted((file for file in path.rglob(pattern) if file.is_file()), key=order)
 
@@ -47,11 +47,14 @@ def matching(path: Path, pattern: str) -> list[Path]:
 def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield number and content of every line that is a JSON object, and warn of the others."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_foreign(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
+                if len(line) > LARGEST_TEXT:
+                    warn(f"{path.name} is left out from line {number} on, which has more than {LARGEST_TEXT:,} bytes")
+                    return
                 try:
-                    record = json.loads(line) if line.strip() else None
-                except (ValueError, RecursionError) as error:
+                    record = parse_json(line) if line.strip() else None
+                except ValueError as error:
                     warn(f"{path.name} line {number} is no JSON and is left out: {first_line(error)}")
                     continue
 
@@ -71,7 +74,10 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
     """
     number = 0
     try:
-        for part in pq.ParquetFile(path).iter_batches(batch_size=_ROWS, columns=columns and list(columns)):
+        expansion = Expansion(path)
+        parts = pq.ParquetFile(check_foreign(path)).iter_batches(batch_size=_ROWS, columns=columns and list(columns))
+        for part in parts:
+            expansion.add(part.nbytes)
             for index in range(len(part)):
                 row = part.slice(index, 1)
 
@@ -102,6 +108,7 @@ def torch_file(path: Path, warn: Warn) -> Any:
     Tensors are memory-mapped, so that opening a file costs no memory.
     """
     try:
+        check_foreign(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises many kinds, and refuses code in a pickle by one of them
         warn(f"{path.name} cannot be read and is left out: {first_line(error)}")

@@ -20,6 +20,7 @@ from jackpot.analysis.replay.formats.columns import Columns
 from jackpot.analysis.replay.formats.records import DumpRecord, Warn, batch_rows, matching
 from jackpot.analysis.replay.responses import DamagedRecord
 from jackpot.core.errors import first_line
+from jackpot.core.foreign import open_foreign
 
 HOW = """Run SkyRL with trainer.dump_data_batch=true and generator.sampling_params.logprobs not null, so that the engine
 returns log-probs: EXPORT_PATH/dumped_data has what a step trains on. Without action_log_probs, give --model and it is
@@ -54,7 +55,7 @@ def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
 
 def _batch(path: Path) -> dict[str, Tensor]:
     """Return the columns of a file's batch. Raises DamagedRecord, and whatever a damaged pickle does."""
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         content = _Unpickler(file).load()
     state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):

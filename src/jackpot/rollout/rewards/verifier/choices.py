@@ -27,7 +27,9 @@ _GIVEN = re.compile(
 )
 _LEADING_TEXT = re.compile(r"\\text\{ ?([^{}]*)\}")
 _NOT_ITS_TEXT = re.compile(
-    r"[+*/^_=<>]|[A-Z]$|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z]))"
+    r"[+*/^_=<>]|[A-Z]$|(?:is|was) (?:wrong|incorrect|false|not)\b"
+    r"|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z])"
+    r"|(?:\b(?:or|and)|[,;/&]) ?\([a-z]\)|\b(?:option|choice|answer) \(?[a-z](?![a-z]))"
 )
 
 

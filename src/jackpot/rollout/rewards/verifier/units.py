@@ -113,6 +113,7 @@ _MEANINGFUL = frozenset(
         "arcsin arccos arctan sinh cosh tanh",
         "k or and to by pi plus minus times over divided squared cubed mod base sqrt infinity",
         "if with remainder r not between than without except double twice thrice triple quadruple below",
+        "point comma halved doubled tripled quadrupled modulo",
         "kilo mega giga tera milli micro nano pico centi deci bn mn",
     )
     for word in line.split()
