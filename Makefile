@@ -57,6 +57,7 @@ sweeps: $(VENV)/ready  # further cases of the slow tests and of vLLM's: every re
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'slow and sweep and not vllm' --numprocesses 2 --dist loadfile $(ARGS)
 	if $(VLLM_IS_FOR_THIS); then $(MAKE) --no-print-directory $(VENV)-vllm/ready && \
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/pytest -m 'vllm and sweep' --numprocesses 2 --dist loadfile $(ARGS); fi
+	JACKPOT_EXAMPLES=2000 OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/system/test_strangers.py $(ARGS)
 	$(MAKE) --no-print-directory test-trl ARGS="-m 'trl and sweep'"
 
 test-peers: $(VENV)/ready $(VENV)-peers/ready  # verl, TRL and AReaL still answer what tests/peers has recorded of them; `make test` compares with the record

@@ -333,8 +333,10 @@ def test_any_value_in_a_dump_is_read_or_left_out(column: str, value: Any, tmp_pa
 
 @pytest.mark.slow
 @FUZZED
-@given(key=st.sampled_from(["hidden_size", "num_attention_heads", "vocab_size", "eos_token_id", "rope_theta", "x"]))
-@given(value=ANY_JSON)
+@given(
+    key=st.sampled_from(["hidden_size", "num_attention_heads", "vocab_size", "eos_token_id", "rope_theta", "x"]),
+    value=ANY_JSON,
+)
 def test_any_value_in_a_models_config_is_read_or_refused(key: str, value: Any, model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True))
     changed("config.json", **{key: value})(folder)
