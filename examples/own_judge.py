@@ -1,6 +1,6 @@
 """A judge of your own behind HTTP: an async function, so that a process asks about many responses at the same time.
 
-    task.rewards=[{name: "examples.own_judge:judged", timeout: 60.0, retries: 3}]
+    task.rewards=[{name: "examples.own_judge:judged", timeout: 60.0, retries: 3, environment: [JUDGE_URL]}]
 
 The function needs no time limit and no retries of its own: an exception, such as that of status 503, or a call of more
 than 60 seconds is repeated 3 times, after 1, 2 and 4 seconds, and is counted then. docs/rewards.md says more.

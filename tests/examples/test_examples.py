@@ -107,7 +107,7 @@ class Judge(BaseHTTPRequestHandler):
 def test_the_judge_is_asked_at_once_and_again_after_a_failure(monkeypatch) -> None:
     prompt = Prompt(uid="p", text="2+3=", answer="5", token_ids=())
     responses = [DecodedResponse(prompt, text, True) for text in ("5", "no", "yes")]
-    rewards = [RewardConfig(name="examples.own_judge:judged", timeout=60.0, retries=1)]
+    rewards = [RewardConfig(name="examples.own_judge:judged", timeout=60.0, retries=1, environment=("JUDGE_URL",))]
     with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/rate")

@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from subprocess import Popen
 
 KEPT: list[bytearray] = []
 
@@ -45,6 +47,16 @@ def says(problem: str, response: str, answer: str, finished: bool) -> float:
         raise KeyError("no such thing")
     if word == "print":
         print('{"value": 7.0, "worn": false}', flush=True)
+    if word == "forge":
+        for number in range(3, 64):  # the socket to the pool is one of them
+            with suppress(OSError):
+                os.write(number, (response.split(maxsplit=1)[1] + "\n").encode())
+    if word == "escape":
+        child = Popen(["sleep", "1000"], start_new_session=True)
+        Path(response.split()[1]).write_text(str(child.pid))
+        time.sleep(1000)
+    if word == "sees":
+        return float(response.split()[1] in os.environ)
     if word == "child":
         Path(response.split()[1]).write_text(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")))
         time.sleep(1000)

@@ -167,6 +167,9 @@ class RewardConfig(Strict):
     memory: Bound = 2.0
     """Memory that the function's process may take beyond what it had after importing the function, GiB; null or .inf:
     no limit."""
+    environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of environment variables that the function's process gets beside those of an allow list, such as
+    [OPENAI_API_KEY]; it has no keys and tokens without that."""
 
     def conflicts(self) -> Conflicts:
         changed = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}

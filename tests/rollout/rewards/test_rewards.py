@@ -45,6 +45,13 @@ def own(name: str, **limits: float) -> RewardConfig:
     return RewardConfig(name=f"helpers.reward_functions:{name}", **limits)
 
 
+SAYS = "helpers.reward_functions:says"
+
+
+def says_item(response: str) -> dict[str, object]:
+    return {"problem": "p", "response": response, "answer": "1", "finished": True}
+
+
 def is_alive(process: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1][:3]
@@ -323,6 +330,44 @@ def test_a_closed_reward_fn_has_no_processes_and_says_so():
     assert not any(map(is_alive, processes))
     with pytest.raises(TrainingError, match="closed"):
         one.scores([answer(FINE)])
+
+
+FORGED = [
+    "no JSON",
+    "[]",
+    "7",
+    "[" * 10_000,
+    '{"item": 0}',
+    '{"item": 9, "result": {"value": 1.0, "error": null}}',
+    '{"item": -1, "result": {"value": 1.0, "error": null}}',
+    '{"item": 0, "result": {"value": "1", "error": null}}',
+    '{"item": 0, "result": {"value": NaN, "error": null}}',
+    '{"item": 0, "result": {"value": 1.0, "error": "mine"}}',
+    '{"item": 0, "result": {"value": 1.0, "error": null, "more": 1}}',
+]
+
+
+@pytest.mark.parametrize("line", FORGED, ids=range(len(FORGED)))
+def test_a_forged_result_counts_as_the_functions_failure(line):
+    pool = RewardWorkerPool(SAYS, CallLimits(PATIENCE), workers=1)
+    with closing(pool):
+        forged, fine = pool.run([says_item(f"forge {line}"), says_item("fine")])
+    assert (forged.value, forged.error) == (0.0, "crash") and (fine.value, fine.error) == (1.0, None)
+
+
+def test_what_a_function_starts_ends_with_it_in_any_session(tmp_path):
+    with closing(RewardWorkerPool(SAYS, CallLimits(TIMEOUT), workers=1)) as pool:
+        (result,) = pool.run([says_item(f"escape {tmp_path / 'child'}")])
+        assert result.error == "timeout"
+    wait_until(lambda: not is_alive(int((tmp_path / "child").read_text())))
+
+
+def test_a_function_sees_no_keys_but_those_that_it_is_given(monkeypatch):
+    for name in ("VLLM_API_KEY", "HF_TOKEN", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    with closing(RewardWorkerPool(SAYS, CallLimits(PATIENCE, environment=("OPENAI_API_KEY",)), workers=1)) as pool:
+        names = ["VLLM_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "PATH"]
+        assert [one.value for one in pool.run([says_item(f"sees {name}") for name in names])] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_pool_that_is_closed_while_it_scores_says_so():

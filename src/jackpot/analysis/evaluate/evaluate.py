@@ -291,7 +291,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
 
     try:
-        record = yaml.safe_load(read_foreign(path))
+        record = yaml.safe_load(read_foreign(path).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"cannot read what was asked in {path}: {error}. Bring the file back, or give --out another folder"

@@ -1,8 +1,9 @@
 """Runs calls of one function in worker processes (`worker.py`), with hard limits of time and memory.
 
-A call that exceeds its limit, or ends its process, costs only its own result: the process is killed with all its
-children and another takes its place. A call that ended its process, such as by the kernel's OOM killer, is tried once
-more alone as the first one of a fresh process, so that none fails because of what another left behind.
+A call that exceeds its limit, or ends its process, costs only its own result: the process is killed with all that it
+started, in whatever session, and another takes its place. A call that ended its process, such as by the kernel's OOM
+killer, is tried once more alone as the first one of a fresh process, so that none fails because of what another left
+behind.
 
 Threads of the pool wait for its processes. So calls go on while the caller does something else, such as generating
 further responses. Processes are started as work comes in, each only where a call has to wait.
@@ -11,6 +12,8 @@ further responses. Processes are started as work comes in, each only where a cal
 import json
 import math
 import os
+import re
+import secrets
 import signal
 import socket
 import sys
@@ -19,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from subprocess import Popen
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +41,13 @@ _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 _AWAITED = 1.0  # seconds that a worker has to report the awaited calls that took too long
 _ARRIVED = 0.05  # seconds to read what a worker sent in time while this process stood still
 _GIB = 2**30
+_KEPT = re.compile(  # environment variables that a process gets: no keys, tokens and passwords of this one
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|DYLD_\w+|CUDA_VISIBLE_DEVICES|CUDA_HOME|NVIDIA_\w+|(OMP|MKL|OPENBLAS)_NUM_THREADS"
+    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|HF_DATASETS_OFFLINE|XDG_\w+|SSL_CERT_\w+"
+    r"|(https?|no|HTTPS?|NO)_(proxy|PROXY)|JACKPOT_DATA"
+)
+_MARK = "JACKPOT_REWARD_WORKER"  # in the environment of a worker, and so of all that it starts
 Item = Mapping[str, Any]  # keyword arguments of one response, of types that JSON has
 
 
@@ -47,6 +58,7 @@ class CallLimits(NamedTuple):
     retries: int = 0  # further tries of a call that failed or took too long
     batch_size: int = 64  # most items in one call of a batched function, or awaited at the same time
     memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
+    environment: tuple[str, ...] = ()  # names of variables that a process gets beside `_KEPT`
 
 
 class RewardResult(NamedTuple):
@@ -166,11 +178,12 @@ class RewardWorkerPool:
         try:
             worker.send({"items": items}, until)
             while "worn" not in (message := worker.receive(until)):
-                results[message["item"]] = RewardResult(**message["result"])
-            missing, is_worn = None, message["worn"]
+                number, result = _result(message)
+                results[number] = result
+            missing, is_worn = None, bool(message["worn"])
         except TimeoutError:
             missing = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
-        except (EOFError, OSError):
+        except (EOFError, OSError, IndexError):
             missing = None
         finally:
             if is_worn:
@@ -186,7 +199,7 @@ class RewardWorkerPool:
         with self._lock:
             if not self._close.alive:
                 raise TrainingError("the reward workers were closed and can score nothing more; make another task")
-            worker = _Worker()
+            worker = _Worker(self._limits.environment)
             self._workers.add(worker)
         try:
             worker.begin(self._function, self._timeout, self._limits.memory)
@@ -195,6 +208,22 @@ class RewardWorkerPool:
             worker.end()
             raise
         return worker
+
+
+def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
+    """Return the number of an item and its result.
+
+    Raises:
+        EOFError: it is not of `worker.py`: the function has written where its results are sent.
+    """
+    try:
+        number, result = message["item"], RewardResult(**message["result"])
+    except (KeyError, TypeError) as error:
+        raise EOFError from error
+    is_ours = type(number) is int and number >= 0 and type(result.value) is float and math.isfinite(result.value)
+    if not is_ours or result.error not in (None, "crash", "invalid", "timeout"):
+        raise EOFError
+    return number, result
 
 
 def _stop(workers: set["_Worker"], lock: RLock) -> None:
@@ -207,12 +236,16 @@ def _stop(workers: set["_Worker"], lock: RLock) -> None:
 class _Worker:
     """Starts one worker process and exchanges messages with it, each one line of JSON."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Sequence[str]) -> None:
+        """Start the process; `environment` as in `CallLimits`."""
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
         with theirs:  # a session of its own: Ctrl-C does not reach it, and it is killed with all that it starts
-            self.process = Popen([sys.executable, "-c", _ENTRY, path], stdin=theirs.fileno(), start_new_session=True)
+            self._mark = secrets.token_hex(8)
+            kept = {name: text for name, text in os.environ.items() if _KEPT.fullmatch(name) or name in environment}
+            command = [sys.executable, "-c", _ENTRY, path]
+            self.process = Popen(command, stdin=theirs.fileno(), start_new_session=True, env=kept | {_MARK: self._mark})
         self.is_async = self.is_shared = False  # is_shared: there is one process of the function
 
     def begin(self, function: str, timeout: float, memory: float) -> None:
@@ -251,14 +284,30 @@ class _Worker:
         """
         self._socket.settimeout(max(_ARRIVED, until - time.monotonic()))
         line = self._lines.readline(_MAX_LINE_BYTES)
-        if not line.endswith(b"\n"):
+        try:
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
             raise EOFError
-        return json.loads(line)
+        return message
 
     def end(self) -> int:
         """Kill the process and all that it started; return its status."""
         if self.process.returncode is None:  # else its number may be another's
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            _kill_marked(f"{_MARK}={self._mark}".encode())
         self._socket.close()
         return self.process.wait()
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kill every process that has this in its environment: what a worker started in a session of its own.
+
+    One that has emptied its environment stays, and so does all of it on a system without /proc.
+    """
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # of another user, or gone by now
+            if mark in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)

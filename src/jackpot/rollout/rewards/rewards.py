@@ -64,7 +64,7 @@ class RewardFn:
         most = free_cores() if workers == "auto" else workers
 
         limits = {
-            one.name: CallLimits(one.timeout or timeout, one.retries, one.batch_size, one.memory)
+            one.name: CallLimits(one.timeout or timeout, one.retries, one.batch_size, one.memory, one.environment)
             for one in rewards
             if one.name not in BUILT_IN
         }

@@ -16,7 +16,7 @@ the parent only. Ctrl-C is ignored here and handled by the parent.
 Memory: an allocation that would take the process more than its limit above its size when it was ready fails
 (RLIMIT_AS), and only that job fails. A process that has grown by more than a share of it asks to be replaced after its
 results, so that no later job pays for it. Without /proc, as on macOS, whose kernel does not enforce the limit, there is
-no limit.
+no limit. Open files, the size of a file and the number of processes have fixed limits.
 """
 
 import asyncio
@@ -41,7 +41,9 @@ GRACE = 5.0  # seconds that the parent has to end a job before the alarm does
 MAX_TEXT = 500  # characters of the text of an error
 MAX_REWARD = 1e30  # largest |reward|; its square and sums of it are finite in float64, and itself in float32
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
-_STATM = Path("/proc/self/statm")
+MOST_FILES, MOST_PROCESSES = 4096, 1000  # that are open; threads that it starts, of a user who is not root
+LARGEST_FILE = 2**33  # bytes that it writes into one file
+_STATM, _LOAD = Path("/proc/self/statm"), Path("/proc/loadavg")
 Function = Callable[..., Any]
 Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
@@ -51,6 +53,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_NOFILE, MOST_FILES)
+    _lower(resource.RLIMIT_FSIZE, LARGEST_FILE)
+    if _LOAD.exists():  # it says how many threads all users have now; the limit counts those of its user
+        _lower(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
     pool = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -83,6 +89,12 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         caller.is_worn = caller.is_worn or _memory() > worn
         send({"worn": caller.is_worn})
+
+
+def _lower(limit: int, most: int) -> None:
+    """Set a limit of this process, below that which it cannot raise."""
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def takes_batches(function: Function) -> bool:

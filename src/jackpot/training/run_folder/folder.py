@@ -76,7 +76,7 @@ def run_config(run: Path) -> Config:
             raise CheckpointError(
                 f"{run} is not a run folder: it is of `jackpot eval`; give the folder that train printed"
             )
-        settings = yaml.safe_load(read_foreign(path, inside=run))
+        settings = yaml.safe_load(read_foreign(path, inside=run).decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
