@@ -54,6 +54,7 @@ Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns
 _LAM = "jackpot_lam"  # in a batch for workers: lam, where Z is wanted
 _LISTS = "jackpot_top"  # in the extra fields of an answer: a list for each token, [K, 2], of ids and log-probs
 _CHUNK = 1024  # positions whose logits are copied at a time
+_OF_Z = ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa")
 _SAME = 1e-3  # between two log-probs of one token by one engine, in nats
 _PREFIX = "jackpot:"
 _verls = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
@@ -105,7 +106,7 @@ def compute_rollout_correction_and_rejection_mask(
     weighting = {"rollout_is_threshold": rollout_is_threshold, "rollout_is_batch_normalize": rollout_is_batch_normalize}
     columns = [others.pop(name) for name in z_names(others)]
     z = ZEstimate(*columns) if columns else None
-    correction = None
+    correction = done = None
     if rollout_is is not None and rollout_is.startswith(_PREFIX):
         correction = _named(rollout_is, weighting)
         if z is None and "z" in correction.reads:
@@ -132,6 +133,8 @@ def compute_rollout_correction_and_rejection_mask(
         weights = torch.ones_like(old_log_prob)
 
     measured = _measured(*logs, mask, usable, remaining.bool() & usable, weights, accepted)
+    if done is not None and z is not None:
+        measured |= {name: done.metrics[name] for name in _OF_Z}
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
 
 
@@ -217,7 +220,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the lists among the extra fields of a later answer, of the same response, to those of the answers before."""
+    """Append the lists among the extra fields of a later answer in a response to those of the answers before."""
     if _LISTS in later:
         fields[_LISTS] = fields.get(_LISTS, []) + later[_LISTS]
 
@@ -248,9 +251,9 @@ def align_top_lists(output: Any, validate: bool) -> None:
         is_same = ~(is_sampled & ((top - log_probs).abs() > _SAME)).any(-1)
     if not is_same.all():
         raise DataError(
-            f"an agent loop returned {len(lists)} top-k lists for {len(sampled)} sampled tokens, {int((~is_same).sum())} "
-            f"of them without a list or with that of another token; Z needs a loop that keeps what was sampled, such as "
-            f"verl's single_turn_agent and tool_agent"
+            f"an agent loop returned {len(lists)} top-k lists for {len(sampled)} sampled tokens, of which "
+            f"{int((~is_same).sum())} have none or that of another token; Z needs a loop that keeps what was sampled, "
+            f"such as verl's single_turn_agent and tool_agent"
         )
     shape = len(output.prompt_ids) + len(output.response_ids), top.shape[-1]
     ids, log_probs = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -torch.inf)
@@ -276,15 +279,16 @@ def z_request(config: DictConfig) -> dict[str, float]:
             raise ConfigError(f"rollout_is {rollout_is!r} reads Z: {setting} is {value!r}; it must be {allowed[-1]!r}")
     if (k := int(OmegaConf.select(config, "actor_rollout_ref.rollout.calculate_log_probs") or 0)) < 2:
         raise ConfigError(
-            f"rollout_is {rollout_is!r} reads Z: set actor_rollout_ref.rollout.calculate_log_probs to the length of the "
-            f"sampler's top-k lists, such as 20, in place of {k}"
+            f"rollout_is {rollout_is!r} reads Z: set actor_rollout_ref.rollout.calculate_log_probs to the length of "
+            f"the sampler's top-k lists, such as 20, in place of {k}"
         )
     return {_LAM: correction.lam}
 
 
 def z_names(columns: Any) -> list[str]:
     """Return the names of the columns of Z that a batch has."""
-    return [name for name in Z_FIELDS if name in columns.keys()]
+    names = set(columns.keys())  # a TensorDict is asked by its keys alone
+    return [name for name in Z_FIELDS if name in names]
 
 
 def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) -> Any:
@@ -302,8 +306,9 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     """
     if student_logits is None:
         return torch.zeros(()), {}
-    if "teacher_ids" not in data.keys():
-        raise DataError(f"the batch has {sorted(data.keys())} and no top-k lists: was verl's server of vLLM patched too?")
+    names = sorted(data.keys())
+    if "teacher_ids" not in names:
+        raise DataError(f"the batch has {', '.join(names)} and no top-k lists: was verl's server of vLLM patched too?")
 
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if get_ulysses_sequence_parallel_world_size() > 1:
