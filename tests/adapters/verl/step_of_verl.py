@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop  # noqa: F401  registers itself
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.v1 import agent_loop_tq, trainer_base
 from verl.utils import normalize_token_ids
 from verl.utils import tensordict_utils as tu
 from verl.utils.profiler import DistProfiler
@@ -35,14 +37,6 @@ from verl.workers.engine.fsdp import transformer_impl as fsdp
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.utils.losses import ppo_loss
-
-try:  # since verl 0.9
-    from transfer_queue import KVBatchMeta
-    from verl.trainer.ppo.v1 import agent_loop_tq, trainer_base
-except ModuleNotFoundError as error:
-    if error.name != "verl.trainer.ppo.v1":
-        raise
-    trainer_base = None
 
 TEMPERATURE, VOCAB, ROWS = 0.8, 24, 6
 SETTINGS = """
@@ -330,8 +324,7 @@ def main() -> None:
     config = OmegaConf.create(SETTINGS)
     config.algorithm.rollout_correction.rollout_is = rollout_is
     steps = {"padded": step(config, use_remove_padding=False), "packed": step(config, use_remove_padding=True)}
-    if trainer_base is not None:
-        steps["v1"] = step_of_v1(config)
+    steps["v1"] = step_of_v1(config)
     torch.save(steps, out)
 
 

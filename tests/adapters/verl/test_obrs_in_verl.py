@@ -37,10 +37,13 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verl")
     [installed] = find_spec("verl").submodule_search_locations
     shutil.copytree(installed, folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run(["patch", "-p1", "-f", "-i", PATCH], cwd=folder, capture_output=True, text=True)
-    assert "FAILED" not in done.stdout + done.stderr, done.stdout
-    if (folder / "verl" / "trainer" / "ppo" / "v1").exists():  # verl 0.8 has no such trainer, which patch says
-        assert done.returncode == 0, done.stdout + done.stderr
+    command = ["patch", "-p1", "--fuzz=0", "--force", "-i", PATCH]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if not (folder / "verl" / "trainer" / "ppo" / "v1").exists():  # verl 0.8, as the page says
+        failed = re.findall(r"saving rejects to file (\S+)", done.stdout)
+        assert failed == ["verl/workers/rollout/llm_server.py.rej"] and "4 out of 4 hunks ignored" in done.stdout
+        pytest.skip("the data of verl 0.8 passes through flash-attn, which needs a GPU")
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
@@ -130,8 +133,6 @@ def test_lists_are_the_samplers_in_the_row_before_each_token(steps):
 
 
 def test_the_trainer_with_transfer_queue_has_the_same_weights(steps):
-    if "v1" not in steps:
-        pytest.skip("this verl has no trainer with TransferQueue")
     batch, v1 = steps["padded"]["batch"], steps["v1"]
     for weights, expected, mask in zip(v1["weights"], batch["rollout_is_weights"], batch["response_mask"], strict=True):
         torch.testing.assert_close(weights, expected[: len(weights)], atol=1e-5, rtol=1e-4)
@@ -216,5 +217,6 @@ def test_settings_under_which_lists_do_not_arrive_are_an_error(plugin, setting, 
     assert plugin.z_request(config) == {}
 
 
-def test_the_patch_has_at_most_100_lines():
-    assert len(PATCH.read_text().splitlines()) <= 100
+def test_the_page_says_how_long_the_patch_is():
+    lines = len(PATCH.read_text().splitlines())
+    assert f"`docs/verl.patch`, of {lines} lines" in (ROOT / "docs" / "verl.md").read_text() and lines <= 100
