@@ -5,36 +5,67 @@ bypass loss look up in the module that defines it, at every call. Importing this
 `rollout_is: jackpot:NAME:SETTING=VALUE:...` then names a correction of ours, and every correction, verl's own too, is
 measured before and after masking.
 
-Shapes: `B` responses, `T` tokens; log-probs in nats.
+Corrections that read Z need the sampler's top-k lists beside the policy's logits. docs/verl.patch has verl call the
+functions below, along its road for a teacher's lists: vLLM's answer (`top_lists`, `join_top_lists`), the sequence of an
+agent loop (`align_top_lists`), the worker that computes `old_log_probs` (`z_of_logits`), which returns Z of every token
+to the trainer that asked for it (`z_request`, `z_names`).
 
-Status: experimental. It ran inside verl's own functions, never in a training run of verl.
+Shapes: `B` responses, `T` tokens, `K` entries of a list, `N` tokens of packed sequences, `V` vocabulary; log-probs in
+nats.
+
+Status: experimental. It ran inside verl's own functions, on a CPU, never in a training run of verl.
 """
 
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, DataError
 from jackpot.core.metrics import Max, Mean
 from jackpot.corrections import Corrected, correct_unchecked, make_correction
 from jackpot.objectives.corrections import CorrectionFn
+from jackpot.objectives.estimate import estimate_z
+from jackpot.objectives.obrs import ZEstimate
 
 try:
     from verl.protocol import DataProto
     from verl.trainer.ppo import rollout_corr_helper
+    from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 except ModuleNotFoundError as error:
     raise ImportError(f"jackpot.adapters.verl works inside verl, 0.8.0 to 0.9.1, which is not here: {error}") from error
 
-__all__ = ["compute_rollout_correction_and_rejection_mask"]
+__all__ = [
+    "Z_FIELDS",
+    "align_top_lists",
+    "compute_rollout_correction_and_rejection_mask",
+    "join_top_lists",
+    "top_lists",
+    "z_names",
+    "z_of_logits",
+    "z_request",
+]
 
+Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, as docs/verl.patch has them
+_LAM = "jackpot_lam"  # in a batch for workers: lam, where Z is wanted
+_LISTS = "jackpot_top"  # in the extra fields of an answer: a list for each token, [K, 2], of ids and log-probs
+_CHUNK = 1024  # positions whose logits are copied at a time
+_OF_Z = ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa")
+_SAME = 1e-3  # between two log-probs of one token by one engine, in nats
 _PREFIX = "jackpot:"
 _verls = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
 _THRESHOLD = signature(_verls).parameters["rollout_is_threshold"].default
+_Z_NEEDS = {  # settings of verl under which an engine's lists meet the policy's logits, and the values that do
+    "actor_rollout_ref.rollout.name": ("vllm",),
+    "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
+    "actor_rollout_ref.model.use_fused_kernels": (None, False),
+    "distillation.enabled": (None, False),  # a teacher's lists take the same road
+}
 _REFUSED = {  # what decides the result beside the ratio, or other log-probs that PPO's ratio is taken from
-    "z": "reads Z, from the top-k of whoever sampled, and verl asks its engines for the sampled token's log-prob "
-    "alone; use tis, or coin_only, which is OBRS without Z",
     "advantages": "reads advantages, which verl computes after its rollout correction; use one that does not, such as "
     "tis or icepop",
     "ppo_is": "takes PPO's ratio from the rollout log-probs, which is verl's algorithm.rollout_correction.bypass_mode",
@@ -50,7 +81,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_is: str | None = None,
     rollout_is_threshold: str | float | None = _THRESHOLD,
     rollout_is_batch_normalize: bool = False,
-    **rejection: Any,
+    **others: Any,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """Compute what verl's function of this name returns, by a correction of ours where `rollout_is` names one.
 
@@ -63,7 +94,7 @@ def compute_rollout_correction_and_rejection_mask(
         response_mask: [B, T], 1 where a token was sampled.
         rollout_is: "token", "sequence" or None of verl, or "jackpot:NAME" with settings, as "jackpot:tis:cap=5".
         rollout_is_threshold, rollout_is_batch_normalize: of verl's own weights.
-        rejection: `rollout_rs` and its threshold.
+        others: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
 
     Returns:
         Weights, [B, T] in `rollout_is_weights`, or None; the mask that remains; verl's metrics and ours (docs/verl.md).
@@ -73,16 +104,26 @@ def compute_rollout_correction_and_rejection_mask(
             weights beside it.
     """
     weighting = {"rollout_is_threshold": rollout_is_threshold, "rollout_is_batch_normalize": rollout_is_batch_normalize}
-    correction = None
+    columns = [others.pop(name) for name in z_names(others)]
+    z = ZEstimate(*columns) if columns else None
+    correction = done = None
     if rollout_is is not None and rollout_is.startswith(_PREFIX):
-        correction, rollout_is = _named(rollout_is, weighting), None
+        correction = _named(rollout_is, weighting)
+        if z is None and "z" in correction.reads:
+            raise ConfigError(
+                f"rollout_is {rollout_is!r} reads Z, and the batch has none: apply docs/verl.patch to verl, and leave "
+                f"bypass_mode off; or use jackpot:tis, or jackpot:coin_only, which is OBRS without Z"
+            )
+        rollout_is = None
     logs, mask = (old_log_prob, rollout_log_prob), response_mask.bool()
-    proto, remaining, metrics = _verls(*logs, response_mask, rollout_is, **weighting, **rejection)
+    proto, remaining, metrics = _verls(*logs, response_mask, rollout_is, **weighting, **others)
 
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
+    if z is not None:
+        usable &= z.value.isfinite()
     accepted = usable.double()
     if correction is not None:
-        done = _corrected(correction, *logs, usable)
+        done = _corrected(correction, *logs, usable, z)
         weights, accepted = done.weights * done.accept_mask, done.accept_mask
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
     elif proto is not None:
@@ -92,6 +133,8 @@ def compute_rollout_correction_and_rejection_mask(
         weights = torch.ones_like(old_log_prob)
 
     measured = _measured(*logs, mask, usable, remaining.bool() & usable, weights, accepted)
+    if done is not None and z is not None:
+        measured |= {name: done.metrics[name] for name in _OF_Z}
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
 
 
@@ -120,7 +163,7 @@ def _measured(
     }
 
 
-def _named(rollout_is: str, weighting: dict[str, Any]) -> CorrectionFn:
+def _named(rollout_is: str, weighting: Mapping[str, Any]) -> CorrectionFn:
     """Return the correction of ours that a value of `rollout_is` names."""
     if weighting["rollout_is_threshold"] not in (None, _THRESHOLD) or weighting["rollout_is_batch_normalize"]:
         beside = ", ".join(f"{key} {value!r}" for key, value in weighting.items())
@@ -151,13 +194,131 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _corrected(correction: CorrectionFn, old: Tensor, rollout: Tensor, mask: Tensor) -> Corrected:
+def _corrected(
+    correction: CorrectionFn, old: Tensor, rollout: Tensor, mask: Tensor, z: ZEstimate | None = None
+) -> Corrected:
     """Apply a correction of ours, with numbers in place of what is not finite outside of the mask.
 
     No look for swapped or shifted models: verl aligned them, and tokens that a rejection left are nobody's sample.
     """
     rollout, old = (torch.where(mask, log_probs.detach(), 0.0) for log_probs in (rollout, old))
-    return correct_unchecked(correction, {"rollout_log_probs": rollout, "target_log_probs": old}, mask)
+    if z is not None:
+        z = ZEstimate(*(torch.where(mask, column, 0.0) for column in z))
+    return correct_unchecked(correction, {"rollout_log_probs": rollout, "target_log_probs": old, "z": z}, mask)
+
+
+def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
+    """Return the extra fields of an answer of vLLM that hold the top-k list of every token; none where `k` is below 2.
+
+    Args:
+        log_probs: of each token, vLLM's `Logprob` by id: the top k, and the sampled token where it is none of them.
+    """
+    if k < 2:
+        return {}
+    by_rank = (sorted(entries.items(), key=lambda entry: entry[1].rank)[:k] for entries in log_probs)
+    return {_LISTS: [np.array([(token, entry.logprob) for token, entry in row]) for row in by_rank]}
+
+
+def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
+    """Append the lists among the extra fields of a later answer in a response to those of the answers before."""
+    if _LISTS in later:
+        fields[_LISTS] = fields.get(_LISTS, []) + later[_LISTS]
+
+
+def align_top_lists(output: Any, validate: bool) -> None:
+    """Put an agent loop's lists where verl carries a teacher's: in the row of the token before the sampled one.
+
+    All other rows are empty: log-probs of -inf. Nothing remains of a validation's lists.
+
+    Args:
+        output: an AgentLoopOutput, whose extra fields then have `teacher_ids` and `teacher_logprobs`, [tokens of prompt
+            and response, K].
+
+    Raises:
+        DataError: fewer lists than sampled tokens, or lists of other tokens, as where an agent loop edits what was
+            sampled.
+    """
+    lists = output.extra_fields.pop(_LISTS, None)
+    if not lists or validate:
+        return
+    sampled = torch.tensor(output.response_mask).nonzero()[:, 0]
+    rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
+    top_ids, top = rows[..., 0].int(), rows[..., 1].float()
+    is_same = torch.zeros(len(sampled), dtype=torch.bool)
+    if len(rows) == len(sampled):
+        log_probs = torch.tensor(output.response_logprobs)[sampled, None]
+        is_sampled = top_ids == torch.tensor(output.response_ids)[sampled, None]
+        is_same = ~(is_sampled & ((top - log_probs).abs() > _SAME)).any(-1)
+    if not is_same.all():
+        raise DataError(
+            f"an agent loop returned {len(lists)} top-k lists for {len(sampled)} sampled tokens, of which "
+            f"{int((~is_same).sum())} have none or that of another token; Z needs a loop that keeps what was sampled, "
+            f"such as verl's single_turn_agent and tool_agent"
+        )
+    shape = len(output.prompt_ids) + len(output.response_ids), top.shape[-1]
+    ids, log_probs = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -torch.inf)
+    before = len(output.prompt_ids) - 1 + sampled
+    ids[before], log_probs[before] = top_ids, top
+    output.extra_fields.update(teacher_ids=ids, teacher_logprobs=log_probs)
+
+
+def z_request(config: DictConfig) -> dict[str, float]:
+    """Return what a trainer adds to a batch for workers, so that they estimate Z: nothing where no correction reads it.
+
+    Raises:
+        ConfigError: settings of verl under which the sampler's lists do not meet the policy's logits.
+    """
+    rollout_is = OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
+    if rollout_is is None or not rollout_is.startswith(_PREFIX):
+        return {}
+    correction = _named(rollout_is, {"rollout_is_threshold": None, "rollout_is_batch_normalize": False})
+    if "z" not in correction.reads:
+        return {}
+    for setting, allowed in _Z_NEEDS.items():
+        if (value := OmegaConf.select(config, setting)) not in allowed:
+            raise ConfigError(f"rollout_is {rollout_is!r} reads Z: {setting} is {value!r}; it must be {allowed[-1]!r}")
+    if (k := int(OmegaConf.select(config, "actor_rollout_ref.rollout.calculate_log_probs") or 0)) < 2:
+        raise ConfigError(
+            f"rollout_is {rollout_is!r} reads Z: set actor_rollout_ref.rollout.calculate_log_probs to the length of "
+            f"the sampler's top-k lists, such as 20, in place of {k}"
+        )
+    return {_LAM: correction.lam}
+
+
+def z_names(columns: Any) -> list[str]:
+    """Return the names of the columns of Z that a batch has."""
+    names = set(columns.keys())  # a TensorDict is asked by its keys alone
+    return [name for name in Z_FIELDS if name in names]
+
+
+def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) -> Any:
+    """Estimate Z where verl's engine calls a processor of logits, as for top-k distillation.
+
+    Args:
+        data: a micro-batch, with lam and the lists of `align_top_lists`, packed.
+        student_logits: [1, N, V] of the policy, divided by the temperature; None where the engine asks for a loss.
+
+    Returns:
+        The columns of Z by `Z_FIELDS`, [1, N] each; or a loss of 0 and no metrics.
+
+    Raises:
+        DataError: no lists, as with an engine that returned the sampled token's log-prob alone.
+    """
+    if student_logits is None:
+        return torch.zeros(()), {}
+    names = sorted(data.keys())
+    if "teacher_ids" not in names:
+        raise DataError(f"the batch has {', '.join(names)} and no top-k lists: was verl's server of vLLM patched too?")
+
+    ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        ids, top = slice_input_tensor(ids, dim=1), slice_input_tensor(top, dim=1)
+    packed = student_logits[0].split(_CHUNK), ids[0].long().split(_CHUNK), top[0].split(_CHUNK)
+    chunks = [
+        estimate_z(rollout_top_ids=ids, rollout_top_log_probs=top, policy_logits=logits, lam=data[_LAM])
+        for logits, ids, top in zip(*packed, strict=True)
+    ]
+    return {name: torch.cat(column)[None] for name, column in zip(Z_FIELDS, zip(*chunks, strict=True), strict=True)}
 
 
 rollout_corr_helper.compute_rollout_correction_and_rejection_mask = compute_rollout_correction_and_rejection_mask

@@ -58,6 +58,13 @@ def ours(name: str, tensors: dict[str, Tensor], **settings) -> Tensor:
     return done.weights * done.accept_mask
 
 
+def columns_of_z(plugin: ModuleType) -> dict[str, Tensor]:
+    """Z of every token, as docs/verl.patch brings it; that of one cannot be known."""
+    columns = {name: torch.full(SHAPE, 0.6) for name in plugin.Z_FIELDS}
+    columns["jackpot_z_value"][0, 0] = torch.nan
+    return columns
+
+
 @pytest.mark.parametrize(
     ("named", "level", "threshold"),
     [
@@ -127,7 +134,9 @@ def test_metrics_stand_before_and_after_masking(plugin, tensors):
 
 
 def test_the_page_names_every_metric_that_the_plug_in_adds(plugin, tensors):
-    _, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is="jackpot:tis")
+    _, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(
+        **tensors, **columns_of_z(plugin), rollout_is="jackpot:obrs"
+    )
     assert {name for name in metrics if name.startswith("jackpot/") and f"`{name}`" not in PAGE} == set()
 
 
@@ -157,7 +166,8 @@ def test_the_page_says_of_every_correction_whether_it_can_be_had(plugin, tensors
     assert {name for name, _ in rows} == set(CORRECTIONS)
     for name, named in rows:
         if named:
-            proto, _, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=named)
+            given = tensors | columns_of_z(plugin)
+            proto, _, _ = plugin.compute_rollout_correction_and_rejection_mask(**given, rollout_is=named)
             assert of_verl(proto).isfinite().all()
         else:
             with pytest.raises(ConfigError, match=f"correction {name} "):
@@ -167,7 +177,7 @@ def test_the_page_says_of_every_correction_whether_it_can_be_had(plugin, tensors
 @pytest.mark.parametrize(
     ("named", "settings", "message"),
     [
-        ("jackpot:obrs", {}, "reads Z"),
+        ("jackpot:obrs", {}, "reads Z, and the batch has none: apply docs/verl.patch"),
         ("jackpot:dppo", {}, "verl computes after its rollout correction"),
         ("jackpot:ppo_is", {}, "bypass_mode"),
         ("jackpot:tis_adjusted", {}, "loss_type: reinforce"),
