@@ -21,7 +21,7 @@ from helpers.paths import ROOT
 
 Server = TypeVar("Server", bound="ServerProcess")
 START_SECONDS = 300.0
-SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
+SGLANG_PYTHON, VLLM_PYTHON = (ROOT / f".venv-{name}" / "bin" / "python" for name in ("sglang", "vllm"))
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -108,9 +108,16 @@ class ServerProcess:
 
 
 class VLLMServer(ServerProcess):
-    """Runs vLLM's server with the Python of this process."""
+    """Runs vLLM's server, with the Python of this process unless another is given."""
 
-    def __init__(self, folder: Path, *, environment: Mapping[str, str] | None = None, **flags: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        python: Path | str = sys.executable,
+        **flags: str,
+    ) -> None:
         """Take the model of a folder.
 
         Args:
@@ -120,7 +127,7 @@ class VLLMServer(ServerProcess):
         all_flags = _FLAGS | {"model": str(folder), "port": str(port)}
         all_flags |= {name.replace("_", "-"): value for name, value in flags.items()}
         switches = ["--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill"]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *switches, *_typed(all_flags)]
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *switches, *_typed(all_flags)]
         super().__init__(port, command, _ENVIRONMENT | dict(environment or {}))
 
 

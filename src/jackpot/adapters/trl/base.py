@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +34,23 @@ class TRLTrainer(trl.GRPOTrainer):
 
 
 RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
+
+
+def asynchronous() -> tuple[ModuleType, ModuleType]:
+    """Import TRL's modules of the asynchronous trainer and of its rollout worker, which warn of being experimental.
+
+    Raises:
+        ImportError: this TRL has another trainer of that name, or none.
+    """
+    folder = "trl.experimental.async_grpo."
+    try:
+        import_module(f"{folder}packing")  # of the trainer whose loss is that of packed tokens
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"TRL {version('trl')} has no AsyncGRPOTrainer with packed rows and a weight_transfer, of which the "
+            f"adapter reads the loss; install trl 1.16, or use CorrectedGRPOTrainer. {error}"
+        ) from error
+    return import_module(f"{folder}async_grpo_trainer"), import_module(f"{folder}async_rollout_worker")
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from jackpot.adapters.trl.base import (
@@ -29,7 +30,7 @@ from jackpot.adapters.trl.base import (
     without_dropout,
 )
 from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement, refuse_prompts
-from jackpot.adapters.trl.rollouts import NUM_TOP, EngineRollouts, sampling_of
+from jackpot.adapters.trl.rollouts import NUM_TOP, BatchNames, EngineRollouts, sampling_of
 from jackpot.config.build import validated
 from jackpot.config.objective import ObjectiveConfig
 from jackpot.core.errors import ConfigError, DataError
@@ -39,7 +40,7 @@ from jackpot.core.types import TokenBatch
 from jackpot.models.forward import check_head, logit_softcap, output_layer, response_hidden
 from jackpot.objectives.corrections import CorrectionInputs
 from jackpot.objectives.joint import OldLogProbs, measured_inputs, token_scores
-from jackpot.objectives.kernels.linear_head import LinearHead
+from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
 from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.obrs import ZEstimate, known_z
 from jackpot.training.objectives import policy_objective
@@ -71,12 +72,9 @@ class _Lists(NamedTuple):
                 f"must be [T, K], a row for every token of the completion, with one K for all"
             )
 
-        padded_ids = torch.zeros(len(lengths), width, top, dtype=torch.int64)
-        padded_log_probs = torch.zeros(len(lengths), width, top)
-        for row, length in enumerate(lengths):
-            padded_ids[row, :length] = ids[row]
-            padded_log_probs[row, :length] = log_probs[row]
-        return padded_ids, padded_log_probs
+        blank = torch.zeros(width, top)  # a row that all others are padded to
+        ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
+        return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
 
 
 def _joined(parts: Sequence[OldLogProbs]) -> OldLogProbs:
@@ -88,7 +86,72 @@ def _joined(parts: Sequence[OldLogProbs]) -> OldLogProbs:
     )
 
 
-class CorrectedGRPOTrainer(TRLTrainer):
+_OfTRL: Any = object  # any trainer of TRL
+
+
+class Correcting(_OfTRL):
+    """The correction of a trainer of TRL: what it draws, measures, puts onto advantages and logs."""
+
+    def _choose(self, correction: str | Mapping[str, Any]) -> None:
+        """Set the correction by its settings, before anything else is done."""
+        chosen = validated(ObjectiveConfig, {"correction": correction})
+        self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
+        self._names = BatchNames()
+
+    @property
+    def _reads_z(self) -> bool:
+        return "z" in self._objective.correction.reads
+
+    def _uniforms(self, mask: Tensor) -> Tensor:
+        """Draw the uniforms of a batch's tokens, [B, T] float32, by its number since the last optimizer step."""
+        name = self._names.next(self)[0].removeprefix("train/")
+        names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
+        keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
+        return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
+
+    def _scores(self, head: HeadOutput | JointOutput, tokens: TokenBatch, with_z: bool) -> OldLogProbs:
+        """Arrange what the correction reads of the head; Z is 1 where it does not read it."""
+        lam = self._objective.correction.lam
+        scores = OldLogProbs.of(token_scores(head, tokens, self._is_current(tokens), lam, "topk", None))
+        return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
+
+    def _is_current(self, tokens: TokenBatch) -> Tensor:
+        """Mark the tokens that were sampled from the distribution that their model still has: [B, T] bool."""
+        return torch.zeros_like(tokens.response_mask)
+
+    def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
+        """Arrange and measure what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
+        tokens = token_batch(batch, usable_mask(batch), with_lists=False)
+        rollout = torch.where(tokens.response_mask, tokens.rollout_log_probs, old.old_log_probs)
+        return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
+
+    def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs, Sums]]) -> None:
+        """Put the weights of batches onto their advantages, by sums over all of them and over all processes."""
+        objective, has_z, sums = self._objective, self._reads_z, []
+        totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in parts)))
+        for batch, inputs, overlap in parts:
+            done = objective.correction.apply(inputs, totals)
+            batch["advantages"] = inputs.advantages * done.weights * done.accept_mask
+            if objective.proximal == "rollout":
+                batch["old_per_token_logps"] = inputs.proximal_log_probs
+            elif objective.proximal == "new":
+                batch.pop("old_per_token_logps", None)  # TRL then takes the detached current log-probs
+            mask = loss_mask(batch)
+            unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
+            sums.append(correction_summary(done, inputs, overlap, has_z) | unusable)
+
+        metrics = {name: entry.value for name, entry in to_host(all_reduce_sums(add_sums(*sums))).items()}
+        self._log_metrics(metrics | ({"obrs/kappa": done.kappa} if has_z else {}))
+
+    def _log_metrics(self, values: Mapping[str, Tensor | float]) -> None:
+        """Add numbers to TRL's log, which averages those of several steps; leave out what counted nothing, which is NaN
+        or -inf."""
+        for name, value in values.items():
+            if (number := float(value)) > -math.inf:
+                self._metrics["train"][f"jackpot/{name}"].append(number)
+
+
+class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     """Is TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
 
     Whoever samples must say how probable what it sampled was: TRL's vLLM (`use_vllm=True`), or a `rollout_func`. For
@@ -123,8 +186,7 @@ class CorrectedGRPOTrainer(TRLTrainer):
     ) -> None:
         arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         del arguments["self"]
-        chosen = validated(ObjectiveConfig, {"correction": correction})
-        self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
+        self._choose(correction)
         refuse(arguments, self._correction_name, self._objective)
 
         if num_top_log_probs is not None and (arguments.get("rollout_func") or not self._reads_z):
@@ -134,7 +196,6 @@ class CorrectedGRPOTrainer(TRLTrainer):
             )
 
         self._lists: _Lists | None = None  # of the generation batch in progress
-        self._generations = (0, 0)  # optimizer steps, and generation batches since the last of them
         self._corrected_at = 0  # optimizer steps at which the policy was read last
 
         if rollout_func := arguments.get("rollout_func"):
@@ -153,15 +214,11 @@ class CorrectedGRPOTrainer(TRLTrainer):
         self._head = LinearHead(output_layer(model), policy_soft_cap=logit_softcap(model))
 
         if self.use_vllm:
-            check_server(self)
+            check_server(getattr(self.vllm_generation, "vllm_client", None))
             if self._reads_z:
                 generation = self.vllm_generation
                 generation.logprobs = NUM_TOP if num_top_log_probs is None else num_top_log_probs
                 generation.generate = partial(self._listen_to_vllm, generation.generate, generation.logprobs)
-
-    @property
-    def _reads_z(self) -> bool:
-        return "z" in self._objective.correction.reads
 
     @property
     def _follows(self) -> bool:
@@ -234,18 +291,9 @@ class CorrectedGRPOTrainer(TRLTrainer):
 
     def _columns(self, batch: Batch, lists: _Lists | None) -> dict[str, Tensor]:
         """Return what the correction reads beside TRL's own tensors, as columns that TRL shuffles and splits too."""
-        size, width = batch["completion_ids"].shape
-        step, number = self.state.global_step, 0
-        if self._generations[0] == step:
-            number = self._generations[1] + 1
-        self._generations = (step, number)
-
-        names = [f"{step}/{number}/{self.accelerator.process_index}/{row}" for row in range(size)]
-        keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
-        device = batch["completion_ids"].device
         made = {
             "jackpot_advantages": batch["advantages"],
-            "jackpot_uniforms": uniforms(keys[:, None], torch.arange(width)).to(device),
+            "jackpot_uniforms": self._uniforms(batch["completion_mask"]),
         }
 
         if not self._reads_z:
@@ -257,7 +305,8 @@ class CorrectedGRPOTrainer(TRLTrainer):
                 f"from, and the rollout function did not return it; return top_ids and top_log_probs, [T, K] for each "
                 f"completion, or use correction tis"
             )
-        ids, log_probs = lists.padded(width)
+        device = batch["completion_ids"].device
+        ids, log_probs = lists.padded(batch["completion_ids"].shape[1])
         return made | {"jackpot_top_ids": ids.to(device), "jackpot_top_log_probs": log_probs.to(device)}
 
     def _kept(self, scores: OldLogProbs) -> dict[str, Tensor]:
@@ -270,14 +319,13 @@ class CorrectedGRPOTrainer(TRLTrainer):
     def _read(self, batch: Batch, with_z: bool) -> OldLogProbs:
         """Read a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
         model = plain_model(self.accelerator.unwrap_model(self.model))
-        columns = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
-        rows, parts = self.args.per_device_train_batch_size, []
-        with without_dropout(model):
-            for start in range(0, len(batch["completion_ids"]), rows):
-                part = {name: column[start : start + rows] for name, column in columns.items()}
-                with self.accelerator.autocast():
-                    parts.append(self._read_rows(model, part, with_z))
-        return _joined(parts)
+        rows = self.args.per_device_train_batch_size
+        columns = {
+            name: value.split(rows) for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0
+        }
+        parts = [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
+        with without_dropout(model), self.accelerator.autocast():
+            return _joined([self._read_rows(model, part, with_z) for part in parts])
 
     def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> OldLogProbs:
         """Read some rows of a batch; Z is 1 where the correction does not read it."""
@@ -291,45 +339,8 @@ class CorrectedGRPOTrainer(TRLTrainer):
             gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
-        lam = self._objective.correction.lam
-        scores = OldLogProbs.of(token_scores(head, tokens, self._is_current(tokens), lam, "topk", None))
-        return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
+        return self._scores(head, tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
         """Return the states of a rollout model that is trained along, [N, H]; there is none here."""
         return None
-
-    def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Mark the tokens that were sampled from the distribution that their model still has: [B, T] bool."""
-        return torch.zeros_like(tokens.response_mask)
-
-    def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
-        """Arrange and measure what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
-        tokens = token_batch(batch, usable_mask(batch), with_lists=False)
-        rollout = torch.where(tokens.response_mask, tokens.rollout_log_probs, old.old_log_probs)
-        return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
-
-    def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs, Sums]]) -> None:
-        """Put the weights of batches onto their advantages, by sums over all of them and over all processes."""
-        objective, has_z, sums = self._objective, self._reads_z, []
-        totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in parts)))
-        for batch, inputs, overlap in parts:
-            done = objective.correction.apply(inputs, totals)
-            batch["advantages"] = inputs.advantages * done.weights * done.accept_mask
-            if objective.proximal == "rollout":
-                batch["old_per_token_logps"] = inputs.proximal_log_probs
-            elif objective.proximal == "new":
-                batch.pop("old_per_token_logps", None)  # TRL then takes the detached current log-probs
-            mask = loss_mask(batch)
-            unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
-            sums.append(correction_summary(done, inputs, overlap, has_z) | unusable)
-
-        metrics = {name: entry.value for name, entry in to_host(all_reduce_sums(add_sums(*sums))).items()}
-        self._log_metrics(metrics | ({"obrs/kappa": done.kappa} if has_z else {}))
-
-    def _log_metrics(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add numbers to TRL's log, which averages those of several steps; leave out what counted nothing, which is NaN
-        or -inf."""
-        for name, value in values.items():
-            if (number := float(value)) > -math.inf:
-                self._metrics["train"][f"jackpot/{name}"].append(number)

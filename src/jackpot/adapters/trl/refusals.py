@@ -22,6 +22,18 @@ def _refuse(reasons: Mapping[str, object]) -> None:
             raise ConfigError(why)
 
 
+def refuse_anywhere(name: str, objective: PolicyObjective) -> None:
+    """Raise ConfigError for what goes with no trainer of TRL: a correction that reads too much, and Unsloth."""
+    of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in TRLTrainer.__mro__)
+    _refuse(
+        {
+            f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
+            f"its most probable tokens at best; use normalizer: topk, and no budget": objective.normalizer == "exact",
+            "Unsloth rewrites the loss of TRL's trainer, so no correction of ours would reach it": of_unsloth,
+        }
+    )
+
+
 def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) -> None:
     """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with the correction of this name."""
     args, rollout_func = arguments.get("args"), arguments.get("rollout_func")
@@ -31,13 +43,10 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
             "reports no log-probs, so there is nothing to correct; use TRL's GRPOTrainer"
         )
 
-    of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in TRLTrainer.__mro__)
+    refuse_anywhere(name, objective)
     has_turns = arguments.get("tools") or arguments.get("environment_factory")
     _refuse(
         {
-            f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
-            f"its most probable tokens at best; use normalizer: topk, and no budget": objective.normalizer == "exact",
-            "Unsloth rewrites the loss of TRL's trainer, so no correction of ours would reach it": of_unsloth,
             _IMAGES: isinstance(arguments.get("processing_class"), ProcessorMixin),
             f"vllm_importance_sampling_correction is True, TRL's own correction, and correction {name} would come on "
             f"top of it; set GRPOConfig(vllm_importance_sampling_correction=False)": (
@@ -98,12 +107,14 @@ def refuse_unmerged(model: PreTrainedModel) -> None:
         )
 
 
-def check_server(trainer: TRLTrainer) -> None:
+def check_server(client: Any) -> None:
     """Raise ConfigError where a vLLM server reports other log-probs than of what it samples from.
 
     TRL looks for that only where its own correction is on; servers of TRL's before 1.16 do not tell.
+
+    Args:
+        client: TRL's client of the server; None in all processes but the first.
     """
-    client = getattr(trainer.vllm_generation, "vllm_client", None)  # of the first process alone
     if client is None or not hasattr(client, "get_server_info"):
         return
     mode = client.get_server_info()["model_config"]["logprobs_mode"]

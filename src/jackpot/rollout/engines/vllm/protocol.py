@@ -109,20 +109,11 @@ def parse_completion(
         EngineError: the server is set up in a way that changes what was asked for.
         LookupError, TypeError, ValueError: the completion has another form, or was cut short.
     """
-    num_top = request.sampling.num_top_log_probs
     choice = _only_choice(completion, request.prompt.token_ids, request.uid)
-    log_probs = choice["logprobs"]
-
-    rows = [
-        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, request.uid, _REMEDIES.few)
-        for token, sampled, top in zip(
-            choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True
-        )
-    ]
 
     return checked_rollout(
         request,
-        rows,
+        choice_rows(choice, request.sampling.num_top_log_probs, request.uid),
         choice["finish_reason"],
         max_tokens=sampling_params["max_tokens"],
         stop_token_ids=sampling_params["stop_token_ids"],
@@ -130,6 +121,21 @@ def parse_completion(
         version=version,
         remedies=_REMEDIES,
     )
+
+
+def choice_rows(choice: Mapping[str, Any], num_top: int, uid: str) -> list[list[tuple[int, float]]]:
+    """Return a row of a completion's every token, as `log_prob_row`, with the errors of `parse_completion`.
+
+    Args:
+        choice: JSON of a choice with `return_token_ids` and `return_tokens_as_token_ids`.
+        uid: name of the completion, for errors.
+    """
+    log_probs = choice["logprobs"]
+    tokens = zip(choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True)
+    return [
+        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, uid, _REMEDIES.few)
+        for token, sampled, top in tokens
+    ]
 
 
 def parse_log_probs(completion: Any, *, request: LogProbRequest, uid: str) -> list[float]:
