@@ -11,7 +11,7 @@ FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs docs-version check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -33,6 +33,11 @@ check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the
 
 docs: $(VENV)-docs/ready  # the pages as a site in site/; a dead link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+docs-version: $(VENV)-docs/ready  # the site as the version 0.2 and as `latest`, beside earlier ones, on the local branch gh-pages; nothing is uploaded
+	export PATH="$(abspath $(VENV)-docs/bin):$$PATH" NO_MKDOCS_2_WARNING=1; \
+	mike deploy --update-aliases $(basename $(VERSION)) latest && mike set-default latest
 
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory chromium
@@ -222,8 +227,11 @@ $(VENV)-sglang/ready: tests/rollout/engines/sglang/requirements-cpu.txt
 	$(VENV)-sglang/bin/pip install --quiet --no-deps -r $<
 	touch $@
 
-# MkDocs for `make docs`, apart from ours: it imports nothing of the package.
+# MkDocs for `make docs`, apart from ours: it imports nothing of the package. Mermaid is the file of its npm package, which no page loads from elsewhere.
 $(VENV)-docs/ready: docs/site/requirements.txt
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install --quiet --no-deps -r docs/site/requirements.txt
+	cd $(VENV)-docs && npm pack --silent mermaid@11.17.2 && tar -xzf mermaid-11.17.2.tgz --strip-components=2 package/dist/mermaid.min.js
+	rm $(VENV)-docs/mermaid-11.17.2.tgz
+	echo "581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8  $(VENV)-docs/mermaid.min.js" | sha256sum --check --quiet
 	touch $@
