@@ -11,7 +11,7 @@ FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs docs-version check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs docs-version check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist release lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -146,8 +146,11 @@ virtual-gpu: $(VENV)/ready  # what a first run on a GPU would trip over, on a GP
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m virtual_gpu tests/virtual_gpu $(ARGS)
 
 dist: $(VENV)/ready  # what a release uploads; tests/system/test_wheel.py installs it in clean environments
-	$(BIN)/pip install --quiet -c constraints.txt build twine
+	$(BIN)/pip install --quiet -c constraints.txt build twine 'readme-renderer[md]'
 	rm -rf build dist && $(BIN)/python -m build --no-isolation && $(BIN)/twine check --strict dist/*
+
+release: $(VENV)/ready  # all of a release but the upload: version, changelog, clean tree, `make quick`, `make dist`, the wheel in a fresh environment, digests
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.release
 
 lint: $(VENV)/ready  # formats, mends and checks: style, spelling, types
 	$(BIN)/ruff check --fix .
