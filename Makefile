@@ -46,6 +46,7 @@ test-all: $(VENV)/ready
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
 	-$(BIN)/pip install --quiet -c constraints.txt reasoning-gym  # 10 MB; without it the tests of its task say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
+	-$(BIN)/pip install --quiet -c constraints.txt nbclient ipykernel 'readme-renderer[md]'  # 10 MB; without it the tests of the notebook and of the page on an index say that they were skipped
 	status=0; $(MAKE) --no-print-directory --jobs=2 --keep-going test-slow environments || status=1; \
 	$(MAKE) --no-print-directory --jobs=2 --keep-going test-trl-here test-adapters || status=1; \
 	$(MAKE) --no-print-directory test-vllm || status=1; exit $$status  # none hides another

@@ -45,7 +45,7 @@ def obstacles(root: Path) -> list[str]:
 
 
 def try_wheel(wheel: Path) -> str:
-    """Install a wheel, with what training needs, in a fresh environment, and return what its `jackpot --help` prints."""
+    """Install a wheel and its extra `train` in a fresh environment, and return what `jackpot --help` prints there."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder)
         pip = [sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-compile"]

@@ -1,4 +1,4 @@
-"""`make release`: what keeps a checkout from being a release is said. The rest of it is `make dist` and a wheel's tests."""
+"""`make release`: what keeps a checkout from being a release is said; the rest of it is tested as `make dist` is."""
 
 import subprocess
 from pathlib import Path
