@@ -93,7 +93,8 @@ def test_the_wheel_has_its_files_and_says_what_it_is(wheel: Path) -> None:
 def test_an_index_renders_the_page(wheel: Path) -> None:
     """By the renderer of PyPI. Its own anchors are those of headings."""
     markdown = pytest.importorskip("readme_renderer.markdown", reason="readme-renderer[md] is not installed")
-    pytest.importorskip("cmarkgfm", reason="readme-renderer without [md]")
+    if not markdown.variants:
+        pytest.skip("readme-renderer is installed without [md]")
     with zipfile.ZipFile(wheel) as archive:
         [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         facts = Parser().parsestr(archive.read(metadata).decode())
