@@ -11,7 +11,7 @@ FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist lint check-lint types lock clean
+.PHONY: train test quick test-process docs docs-version check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist release lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -34,6 +34,11 @@ check-docs: $(VENV)/ready  # pages, recipes and committed results agree with the
 docs: $(VENV)-docs/ready  # the pages as a site in site/; a dead link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build
 
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+docs-version: $(VENV)-docs/ready  # the site as the version 0.2 and as `latest`, beside earlier ones, on the local branch gh-pages; nothing is uploaded
+	export PATH="$(abspath $(VENV)-docs/bin):$$PATH" NO_MKDOCS_2_WARNING=1; \
+	mike deploy --update-aliases $(basename $(VERSION)) latest && mike set-default latest
+
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory chromium
 	-$(MAKE) --no-print-directory $(VENV)-docs/ready  # without it the test that builds the site says that it was skipped
@@ -41,6 +46,7 @@ test-all: $(VENV)/ready
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
 	-$(BIN)/pip install --quiet -c constraints.txt reasoning-gym  # 10 MB; without it the tests of its task say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt wandb  # 30 MB; without it the tests of tracking say that they were skipped
+	-$(BIN)/pip install --quiet -c constraints.txt nbclient ipykernel 'readme-renderer[md]'  # 10 MB; without it the tests of the notebook and of the page on an index say that they were skipped
 	status=0; $(MAKE) --no-print-directory --jobs=2 --keep-going test-slow environments || status=1; \
 	$(MAKE) --no-print-directory --jobs=2 --keep-going test-trl-here test-adapters || status=1; \
 	$(MAKE) --no-print-directory test-vllm || status=1; exit $$status  # none hides another
@@ -142,8 +148,11 @@ virtual-gpu: $(VENV)/ready  # what a first run on a GPU would trip over, on a GP
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m virtual_gpu tests/virtual_gpu $(ARGS)
 
 dist: $(VENV)/ready  # what a release uploads; tests/system/test_wheel.py installs it in clean environments
-	$(BIN)/pip install --quiet -c constraints.txt build twine
+	$(BIN)/pip install --quiet -c constraints.txt build twine 'readme-renderer[md]'
 	rm -rf build dist && $(BIN)/python -m build --no-isolation && $(BIN)/twine check --strict dist/*
+
+release: $(VENV)/ready  # all of a release but the upload: version, changelog, clean tree, `make quick`, `make dist`, the wheel in a fresh environment, digests
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.release
 
 lint: $(VENV)/ready  # formats, mends and checks: style, spelling, types
 	$(BIN)/ruff check --fix .
@@ -223,8 +232,11 @@ $(VENV)-sglang/ready: tests/rollout/engines/sglang/requirements-cpu.txt
 	$(VENV)-sglang/bin/pip install --quiet --no-deps -r $<
 	touch $@
 
-# MkDocs for `make docs`, apart from ours: it imports nothing of the package.
+# MkDocs for `make docs`, apart from ours: it imports nothing of the package. Mermaid is the file of its npm package, which no page loads from elsewhere.
 $(VENV)-docs/ready: docs/site/requirements.txt
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install --quiet --no-deps -r docs/site/requirements.txt
+	cd $(VENV)-docs && npm pack --silent mermaid@11.17.2 && tar -xzf mermaid-11.17.2.tgz --strip-components=2 package/dist/mermaid.min.js
+	rm $(VENV)-docs/mermaid-11.17.2.tgz
+	echo "581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8  $(VENV)-docs/mermaid.min.js" | sha256sum --check --quiet
 	touch $@

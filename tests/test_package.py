@@ -1,7 +1,15 @@
-"""What the package ships is complete."""
+"""What the package ships is complete, and its page on an index has no link into the repository's folders."""
 
+import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from email.parser import Parser
 from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
 
 import jackpot
 from helpers.paths import ROOT
@@ -21,3 +29,46 @@ def test_the_package_names_what_it_has():
     assert set(jackpot.__all__) <= set(dir(jackpot)) and jackpot.__version__
     assert {*jackpot._MODULES, "obrs"} == set(jackpot.__all__)
     assert (PACKAGE / "py.typed").is_file()
+
+
+def links(markdown: str) -> list[str]:
+    """Return the targets of all links and pictures."""
+    inline = [token.children or [] for token in MarkdownIt("commonmark").parse(markdown) if token.type == "inline"]
+    leaves = [leaf for children in inline for leaf in children]
+    return [str(leaf.attrs[name]) for leaf in leaves for name in ("href", "src") if name in leaf.attrs]
+
+
+@pytest.mark.parametrize("source", [None, "https://example.org/us/jackpot"])
+def test_the_page_on_an_index_has_no_relative_link(source: str | None, tmp_path: Path) -> None:
+    """The metadata by the build backend, of the folder's top files: without a repository's address, and with one."""
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    settings = re.sub(r"\nSource = .*", "", (ROOT / "pyproject.toml").read_text())
+    head, urls = settings.split("\nPaper = ")
+    given = f'\nSource = "{source}"' if source else ""
+    (tmp_path / "pyproject.toml").write_text(f"{head}{given}\nPaper = {urls}")
+
+    (tmp_path / "src" / "jackpot").mkdir(parents=True)
+    backend = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", backend], cwd=tmp_path, capture_output=True, text=True, check=True)
+    metadata = tmp_path / done.stdout.splitlines()[-1] / "METADATA"
+    message = Parser().parsestr(metadata.read_text())
+    assert message["Description-Content-Type"] == "text/markdown"
+    page, readme = str(message.get_payload()), (ROOT / "README.md").read_text()
+
+    hosts = [target for target in links(readme) if "://" in target]
+    files = [target for target in links(readme) if "://" not in target]
+    assert len(hosts) == 1 and len(files) > 30
+    if source is None:
+        assert links(page) == hosts
+        return
+
+    shown = {target for target in links(page) if target not in hosts}
+    assert len(links(page)) == len(links(readme)) and all(target.startswith(source) for target in shown)
+    tag = f"v{tomllib.loads(settings)['project']['version']}"
+    for target in files:
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).exists(), target
+        kind = "raw" if path.endswith(".png") else "blob"
+        assert f"{source}/{kind}/{tag}/{target}" in shown if path else f"{source}#{anchor}" in shown
+    assert f"git clone {source} jackpot" in page and "URL-OF-THIS" not in page

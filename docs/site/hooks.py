@@ -1,25 +1,42 @@
 """Makes the site of the repository's own files: the navigation is docs/index.md, and links may leave docs/.
 
 Pages of the top folder are under project/ in the site, and other files that a page links to under source/, as they are.
+Nothing is loaded from elsewhere: Mermaid, which draws the figures, is part of the site.
 """
 
 import logging
+import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md")
+MERMAID = Path(sys.prefix) / "mermaid.min.js"  # the Makefile takes it from the npm package
+HISTORY = ("project/CHANGELOG.md", "renamed.md")  # these have every word, and are what nobody searches for
+_SCRIPT = "assets/javascripts/mermaid.min.js"
 _ANY_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 _LINK = re.compile(r"(?<!!)" + _ANY_LINK.pattern)  # a picture is none
 _log = logging.getLogger("mkdocs.plugins.jackpot")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the navigation: a section for each heading of the index that links to pages."""
+    """Make the navigation: a section for each heading of the index that links to pages.
+
+    Raises:
+        PluginError: the environment has no Mermaid.
+    """
+    if not MERMAID.exists():
+        raise PluginError(f"{MERMAID} is missing: `make docs` makes the environment with it, which takes npm")
+    if "MIKE_DOCS_VERSION" in os.environ:  # mike builds one version beside others: the page offers them
+        config.extra["version"] = {"provider": "mike", "default": "latest"}
+
     sections = re.split(r"^## ", (ROOT / "docs" / "index.md").read_text(), flags=re.MULTILINE)[1:]
     nav: list[dict] = [{"Index": "index.md"}]
     for section in sections:
@@ -32,7 +49,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the top folder, and every file outside of docs/ that a page links to."""
+    """Add the pages of the top folder, every file outside of docs/ that a page links to, and Mermaid."""
+    files.append(File.generated(config, _SCRIPT, abs_src_path=str(MERMAID)))
     for name in PROJECT:
         files.append(File.generated(config, f"project/{name}", content=_project_page(name)))
     texts = [file.content_string for file in files.documentation_pages()]
@@ -46,6 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links that leave docs/ to where their files are in the site; folders stay plain text."""
+    if page.file.src_uri in HISTORY:
+        page.meta["search"] = {"boost": 0.1}
     up = "../" * (len(PurePosixPath(page.file.src_uri).parts) - 1)
 
     def moved(match: re.Match[str]) -> str:
@@ -58,6 +78,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({up}{'project' if str(path) in PROJECT else 'source'}/{path}{anchor})"
 
     return _LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Load Mermaid on pages with a figure, before the theme would fetch it from elsewhere."""
+    if '<pre class="mermaid">' not in html:
+        return html
+    return f'{html}<script src="{get_relative_url(_SCRIPT, page.url)}"></script>'
 
 
 def _project_page(name: str) -> str:

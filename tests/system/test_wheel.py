@@ -5,6 +5,7 @@ Part of `make test-all`: two environments with PyTorch take a minute.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("wheel")
     source = home / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     backend = f"from setuptools import build_meta; build_meta.build_sdist({str(home)!r})"
     subprocess.run([sys.executable, "-c", backend], cwd=source, check=True, capture_output=True)
@@ -87,6 +88,20 @@ def test_the_wheel_has_its_files_and_says_what_it_is(wheel: Path) -> None:
     assert facts.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2602.06107"]
     assert "Typing :: Typed" in facts.get_all("Classifier")
     assert {"train", "vllm", "ray", "wandb", "lora", "dev"} <= {*facts.get_all("Provides-Extra")}
+
+
+def test_an_index_renders_the_page(wheel: Path) -> None:
+    """By the renderer of PyPI. Its own anchors are those of headings."""
+    markdown = pytest.importorskip("readme_renderer.markdown", reason="readme-renderer[md] is not installed")
+    if not markdown.variants:
+        pytest.skip("readme-renderer is installed without [md]")
+    with zipfile.ZipFile(wheel) as archive:
+        [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        facts = Parser().parsestr(archive.read(metadata).decode())
+    page = markdown.render(facts.get_payload())
+    assert page and page.count("<table>") == 1 and page.count("<pre") > 4
+    targets = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert targets and [one for one in targets if not one.startswith(("https://", "#user-content-"))] == []
 
 
 def test_without_extras_commands_say_what_to_install(environment: Environment, tmp_path: Path) -> None:
