@@ -11,7 +11,7 @@ FAST := not process and not seconds and $(DEFAULT)
 
 VLLM_IS_FOR_THIS = [ "$$($(PYTHON) -c 'import platform, sys; print(sys.platform, platform.machine(), *sys.version_info[:2])')" = "linux x86_64 3 11" ]
 
-.PHONY: train test quick test-process docs docs-version check-docs test-all environments test-slow sweeps test-peers test-browser chromium test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist release lint check-lint types lock clean
+.PHONY: train test quick test-process docs docs-version check-docs test-all environments test-slow sweeps test-peers test-browser chromium plotly test-trl test-trl-here trl-learning test-adapters test-vllm test-vllm-here test-sglang test-torch mutants starters soak soak-distributed study bench gpu gpu-wheels gpu-compile virtual-gpu dist release lint check-lint types lock clean
 
 train: $(VENV)/ready
 	$(BIN)/jackpot train quickstart $(ARGS)
@@ -41,6 +41,7 @@ docs-version: $(VENV)-docs/ready  # the site as the version 0.2 and as `latest`,
 
 test-all: $(VENV)/ready
 	-$(MAKE) --no-print-directory chromium
+	-$(MAKE) --no-print-directory $(VENV)-axe/ready
 	-$(MAKE) --no-print-directory $(VENV)-docs/ready  # without it the test that builds the site says that it was skipped
 	-$(BIN)/pip install --quiet triton==3.7.1  # the one of torch 2.13, 190 MB; without it the tests of its kernels say that they were skipped
 	-$(BIN)/pip install --quiet -c constraints.txt ray  # 80 MB; without it the test of a run that Ray places says that it was skipped
@@ -70,6 +71,7 @@ test-peers: $(VENV)/ready $(VENV)-peers/ready  # verl, TRL and AReaL still answe
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/peers $(ARGS)
 
 test-browser: $(VENV)/ready chromium  # the report's page, as somebody reads it
+	-$(MAKE) --no-print-directory $(VENV)-axe/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/ui/report $(ARGS)
 
 chromium:  # without it the tests of the page say that they were skipped
@@ -77,6 +79,12 @@ chromium:  # without it the tests of the page say that they were skipped
 	then :; elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
 	then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
 	else echo "no chromium, and no right to install one: tests of the report's page are skipped"; fi
+
+PLOTLY := 4.1.1
+plotly:  # the library that draws the page's charts, from npm; it is committed, so that nobody else needs npm
+	cd src/jackpot/ui/assets && npm pack --silent plotly.js-basic-dist-min@$(PLOTLY) && \
+	tar -xzOf plotly.js-*.tgz package/plotly-basic.min.js | gzip -9n >plotly-basic.min.js.gz && \
+	tar -xzOf plotly.js-*.tgz package/LICENSE >plotly.LICENSE && rm plotly.js-*.tgz
 
 test-trl: $(VENV)/ready $(VENV)-trl/ready  # the adapters inside the oldest and the newest TRL that are supported
 	PYTHONPATH=$(VENV)-trl/oldest OMP_NUM_THREADS=1 $(BIN)/pytest -m trl tests/adapters $(ARGS)
@@ -176,7 +184,7 @@ lock: $(VENV)/ready  # every version of `.[train,dev]`, for `pip install -r requ
 	--no-emit-index-url --custom-compile-command "make lock" --upgrade -o requirements-dev.lock pyproject.toml
 
 clean:
-	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-sglang $(VENV)-docs $(VENV)-torch-* site build dist
+	rm -rf $(VENV) $(VENV)-peers $(VENV)-trl $(VENV)-adapters $(VENV)-vllm $(VENV)-sglang $(VENV)-docs $(VENV)-axe $(VENV)-torch-* site build dist
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -230,6 +238,11 @@ $(VENV)-sglang/ready: tests/rollout/engines/sglang/requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)-sglang
 	$(VENV)-sglang/bin/pip install --quiet torch==2.14.1 torchvision==0.29.1
 	$(VENV)-sglang/bin/pip install --quiet --no-deps -r $<
+	touch $@
+
+# What finds faults of accessibility, for tests of the report's page; without it they say that they were skipped.
+$(VENV)-axe/ready:
+	npm install --silent --no-save --prefix $(VENV)-axe axe-core@4.14.1
 	touch $@
 
 # MkDocs for `make docs`, apart from ours: it imports nothing of the package. Mermaid is the file of its npm package, which no page loads from elsewhere.

@@ -14,7 +14,7 @@ PACKAGE = Path(jackpot.__file__).parent
 # each folder, and `corrections.py`, imports only what stands before it
 ORDER = ["core", "objectives", "config", "corrections", "models", "rollout", "training", "launch", "analysis", "ui"]
 ADAPTERS = "adapters"  # may import everything up to training, and is imported by nobody
-HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "plotly", "matplotlib", "peft", "datasets", "wandb"}
+HEAVY = {"vllm", "aiohttp", "ray", "trl", "verl", "matplotlib", "peft", "datasets", "wandb"}
 HEAVY |= {"math_verify", "sympy", "latex2sympy2_extended", "triton"}
 TRAIN = {"transformers", "tokenizers", "safetensors", "yaml", "rich", "typer", "pyarrow", "tensorboard"}
 # need torch and pydantic only, as `import jackpot` does; a kernel in Triton needs it
@@ -141,7 +141,7 @@ def test_heavy_packages_are_imported_in_one_file_each():
 
 def test_test_files_import_no_optional_package_at_the_top():
     """vLLM's environment collects all of them, but for scripts, which a test starts."""
-    some = "plotly|matplotlib|playwright|vllm|ray|trl|verl|wandb"
+    some = "matplotlib|playwright|vllm|ray|trl|verl|wandb"
     for path in TESTS.rglob("*.py"):
         text = path.read_text()
         if text.endswith('\n\nif __name__ == "__main__":\n    main()\n'):

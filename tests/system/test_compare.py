@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.commands import SCREEN, jackpot
+from helpers.pages import page_data
 from helpers.runs import SMALL, run
 from jackpot.analysis.compare.arms import differing_arms, make_runs, with_budget
 from jackpot.config.recipes import resolve, resolve_arms
@@ -78,7 +79,7 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
     ]
     assert [row["after"]["values"] for row in found["rows"]] == after
     assert len((folder / "summaries.jsonl").read_text().splitlines()) == 4
-    assert "Policy by sequences generated" in (folder / "comparison.html").read_text()
+    assert "Policy by sequences generated" in page_data(folder / "comparison.html")
 
 
 def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:

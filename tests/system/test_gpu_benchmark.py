@@ -209,7 +209,7 @@ def test_the_floor_of_an_update_is_that_of_its_sequences(gpu):
     assert training_flops([model], samples) == 3 * whole
 
 
-OTHERS = ("aiohttp", "datasets", "math_verify", "matplotlib", "peft", "plotly", "ray", "rich", "trl", "typer", "wandb")
+OTHERS = ("aiohttp", "datasets", "math_verify", "matplotlib", "peft", "ray", "rich", "trl", "typer", "wandb")
 
 
 @pytest.mark.slow  # it imports all

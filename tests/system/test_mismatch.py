@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from helpers.commands import jackpot
+from helpers.pages import page_data
 from jackpot.ui.terminal.progress import status
 
 SMALL = ("--responses", "12", "--max-new-tokens", "12", "threads=1")
@@ -20,7 +21,7 @@ def numbers(folder: Path) -> dict[str, Any]:
 def assert_page(folder: Path) -> None:
     """There is a page with charts, and the numbers, and nothing else."""
     assert sorted(path.name for path in folder.iterdir()) == ["mismatch.html", "mismatch.json"]
-    assert "Plotly" in (folder / "mismatch.html").read_text()
+    assert '"kind":"chart"' in page_data(folder / "mismatch.html")
 
 
 def test_two_sides_in_every_table(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_several_sides_in_one_table_and_json_alone_on_the_output(tmp_path: Path)
     assert [pair["name"] for pair in json.loads(done.stdout)["pairs"]] == ["transformers bf16", "transformers fp32"]
     assert json.loads(done.stdout)["settings"]["seed"] == 3
     assert_page(tmp_path / "here")
-    assert "learner: transformers fp32 autocast bf16" in (tmp_path / "here" / "mismatch.html").read_text()
+    assert "learner: transformers fp32 autocast bf16" in page_data(tmp_path / "here" / "mismatch.html")
 
 
 def test_a_terminal_has_one_line_that_changes(capsys) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from helpers.pages import page_data
 from helpers.runs import SMALL, small_config
 from helpers.texts import write_problems
 from jackpot.analysis.simulate.candidates import simulate_candidates
@@ -31,7 +32,7 @@ def numbers(folder: Path) -> dict:
 def assert_page(folder: Path) -> None:
     """There is a page, and the numbers, and nothing else."""
     assert sorted(path.name for path in folder.iterdir()) == ["simulate.html", "simulate.json"]
-    assert "Before you train" in (folder / "simulate.html").read_text()
+    assert "Before you train" in page_data(folder / "simulate.html")
 
 
 def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, monkeypatch) -> None:
@@ -51,7 +52,7 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
         ):
             assert text in printed
     assert "Use: no correction can be recommended Fix first: there are" in printed  # 8 responses each
-    assert "starter:rollout_model" in (folder / "simulate.html").read_text()
+    assert "starter:rollout_model" in page_data(folder / "simulate.html")
 
 
 @pytest.mark.slow

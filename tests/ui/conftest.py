@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from helpers.folders import run_folder, save_tokens, write_lines
+from helpers.paths import ROOT
 from helpers.runs import FinishedRuns, read_lines
+from jackpot.analysis.compare.comparison import compare
+from jackpot.analysis.compare.summary import summarize
 from jackpot.ui.report.report import write_report
+from jackpot.ui.results import write_results
+from jackpot.ui.views.comparison import comparison_sections
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Request
@@ -43,9 +48,21 @@ def open_page(browser: Browser) -> Iterator[Open]:
         if not request.url.startswith(("file:", "data:", "blob:")):
             requests.append(request.url)
 
-    def open_page(path: Path, *, dark: bool = False, width: int = 1400, height: int = 1000, state: str = "") -> Page:
+    def open_page(
+        path: Path,
+        *,
+        dark: bool = False,
+        touch: bool = False,
+        width: int = 1400,
+        height: int = 1000,
+        state: str = "",
+    ) -> Page:
         context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", offline=True
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            has_touch=touch,
+            is_mobile=touch,
+            offline=True,
         )
         contexts.append(context)
         page = context.new_page()
@@ -108,3 +125,46 @@ def huge_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     responses = [[words[(7 * place + place // 11 + number) % 10] for place in range(2500)] for number in range(40)]
     save_tokens(folder, 1, responses)
     return write_report([folder]).path
+
+
+@pytest.fixture(scope="session")
+def long_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 5,000 iterations: the lines of a short one again and again, each time a little different."""
+    folder = tmp_path_factory.mktemp("long") / "run"
+    shutil.copytree(trained / "obrs-seed0", folder, symlinks=True)
+    first, *others = read_lines(folder)
+    lines = [first]
+    for iteration in range(1, 5001):
+        scale = 1.0 + 0.2 * (iteration * 0.618034 % 1.0)
+        line = others[iteration % len(others)]
+        values = {name: value * scale if isinstance(value, float) else value for name, value in line.items()}
+        lines.append(values | {"iteration": iteration})
+
+    write_lines(folder, lines)
+    settings = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"^iterations: \d+$", "iterations: 5000", settings, flags=re.MULTILINE))
+    return write_report([folder]).path
+
+
+@pytest.fixture(scope="session")
+def sick_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with findings and without saved tokens."""
+    lines = [{"eval/policy_accuracy": 0.5 - 0.05 * n, "obrs/acceptance": 0.2, "policy/entropy": 1.0} for n in range(9)]
+    return write_report([run_folder(tmp_path_factory.mktemp("sick"), lines)]).path
+
+
+@pytest.fixture(scope="session")
+def comparison_page(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of `jackpot compare`."""
+    runs = [summarize(folder, folder.name.split("-")[0]) for folder in sorted(trained.glob("*-seed*"))]
+    sections = comparison_sections(compare(runs), runs)
+    return write_results(tmp_path_factory.mktemp("comparison"), "comparison", "jackpot compare", sections, {})[0]
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The script of axe-core."""
+    path = ROOT / ".venv-axe" / "node_modules" / "axe-core" / "axe.min.js"
+    if not path.is_file():
+        pytest.skip("axe-core is not installed; make .venv-axe/ready")
+    return path.read_text()

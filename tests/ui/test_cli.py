@@ -16,7 +16,7 @@ from jackpot.ui.commands.train import train
 from jackpot.ui.report.inspector import MAX_TOKENS
 
 COMMANDS = sorted(path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py"))
-HEAVY = ("torch", "transformers", "plotly", "matplotlib", "numpy", "pyarrow", "datasets")
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "pyarrow", "datasets")
 SETTINGS = ("jackpot.config.config",)  # the longest import of what reads a recipe
 HELP = (["--help"], ["--version"], ["trian"], ["train", "--help"])
 LIGHT_COMMANDS = (

@@ -4,7 +4,7 @@ from importlib import metadata
 
 _TRAIN = {  # modules of the extra `train`
     *("transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"),
-    *("plotly", "tensorboard", "typer"),
+    *("tensorboard", "typer"),
 }
 
 

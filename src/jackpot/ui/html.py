@@ -1,4 +1,8 @@
-"""Writes sections as one HTML file that needs no network: it contains the data, plotly and our own code."""
+"""Writes sections as one HTML file that needs no network: it contains the data, plotly and our own code.
+
+Data and plotly are compressed. The bundle of plotly is the basic one, which has lines and clouds of points; it is a
+file of this package, which `make plotly` fetches.
+"""
 
 import base64
 import gzip
@@ -45,23 +49,20 @@ def write_page(
     Args:
         tokens: data of the token inspector; None leaves the inspector out.
     """
-    from plotly.offline import get_plotlyjs  # a slow import, which the other commands do not need
-
     numbers = _Numbers()
-    data: dict[str, Any] = {"sections": [_section(section, numbers) for section in sections]}
-    packs = {"numbers": packed(numbers.lists)}
+    data: dict[str, Any] = {"sections": [_section(section, numbers) for section in sections], "numbers": numbers.lists}
+    packs = {"plotly": base64.b64encode((_ASSETS / "plotly-basic.min.js.gz").read_bytes()).decode()}
     inspector = scripts = ""
     if tokens and tokens.index["runs"]:
         inspector, scripts = _asset("inspector.html"), "\n".join(map(_asset, _INSPECTOR))
         data["tokens"] = dict(tokens.index)
         packs |= tokens.packs
+    packs["page"] = packed(data)
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _asset("page.css") + (_asset("inspector.css") if inspector else ""),
         "INSPECTOR": inspector,
-        "DATA": _embedded(data),
         "PACKS": _packs(packs),
-        "PLOTLY": get_plotlyjs(),
         "SCRIPT": _asset("page.js") + scripts,
     }
     page = _SLOT.sub(lambda slot: parts[slot[1]], _asset("page.html"))
@@ -106,11 +107,6 @@ def _item(item: Chart | Table, numbers: _Numbers) -> dict[str, Any]:
 
 
 _COLUMNS = ("x", "y", "low", "high")
-
-
-def _embedded(value: Any) -> str:
-    """Return JSON that cannot end the script element which contains it."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _packs(packs: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from jackpot.ui.html import write_page
 from ui.conftest import ODD, Open
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
@@ -153,17 +153,19 @@ def test_hovering_a_token_shows_the_numbers_of_the_file(report: Path, trained: P
         assert f"{2.718281828459045**most * 100:.3g} %" in top
 
 
-def test_just_the_rejected_tokens_are_struck_through(report: Path, trained: Path, open_page: Open) -> None:
+def test_just_the_rejected_tokens_are_underlined(report: Path, trained: Path, open_page: Open) -> None:
     page, rows = open_page(report), rows_of(trained / "obrs-seed0")
     show_tokens(page, "obrs-seed0")
-    script = (
-        "[...document.querySelectorAll('.t')].map((one) => [one.textContent, getComputedStyle(one).textDecorationLine])"
-    )
+    script = """[...document.querySelectorAll('.t')].map((one) => {
+      const { color, boxShadow, textDecorationLine } = getComputedStyle(one);
+      return [one.textContent, boxShadow === `${color} 0px -3px 0px 0px inset`, textDecorationLine];
+    })"""
     seen = page.evaluate(script)
     flat = [(token, kept) for row in rows for token, kept in zip(row["tokens"], row["accept_mask"], strict=True)]
-    assert len(seen) > 60 and [text for text, _ in seen] == [token for token, _ in flat[: len(seen)]]
-    struck = ["line-through" in line for _, line in seen]
-    assert struck == [kept == 0 for _, kept in flat[: len(seen)]] and any(struck)
+    assert len(seen) > 60 and [text for text, _, _ in seen] == [token for token, _ in flat[: len(seen)]]
+    lines = [line for _, line, _ in seen]
+    assert lines == [kept == 0 for _, kept in flat[: len(seen)]] and any(lines)
+    assert {through for _, _, through in seen} == {"none"}  # nothing crosses the letters
 
 
 def test_filters_leave_what_they_say(report: Path, trained: Path, open_page: Open) -> None:
@@ -298,7 +300,7 @@ def color(page: Page, script: str) -> list[float]:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open, dark: bool) -> None:
     page = open_page(report, dark=dark)
-    show_tokens(page)
+    show_tokens(page, "obrs-seed0")
     theme = "dark" if dark else "light"
     script = "theme => Array.from({length: 201}, (_, i) => colorAt(i / 100 - 1, theme)).map((one) => [one, inkOn(one)])"
     for back, ink in page.evaluate(script, theme):
@@ -306,10 +308,13 @@ def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open,
         assert contrast(back, front) >= 4.5
     for name in ("acceptance", "weight", "ratio", "advantage", "kl"):
         page.locator(f"[data-coloring={name}]").click()
-        styles = "[...document.querySelectorAll('.t')].map((one) => getComputedStyle(one))"
-        for pair in page.evaluate(f"{styles}.map((one) => [one.backgroundColor, one.color])")[:50]:
-            back, front = ([float(one) for one in re.findall(r"[\d.]+", text)[:3]] for text in pair)
-            assert contrast(back, front) >= 4.5
+        for tokens in (".t", ".t.rejected"):
+            styles = f"[...document.querySelectorAll('{tokens}')].map((one) => getComputedStyle(one))"
+            pairs = page.evaluate(f"{styles}.map((one) => [one.backgroundColor, one.color])")[:50]
+            assert pairs
+            for pair in pairs:
+                back, front = ([float(one) for one in re.findall(r"[\d.]+", text)[:3]] for text in pair)
+                assert contrast(back, front) >= 4.5
     card = color(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
     assert (sum(card) < 150) == dark
     for place in (".note", ".intro", "td", "th", ".unhealthy", "nav a", ".row.head", ".row .wrong"):
@@ -369,3 +374,81 @@ def test_a_narrow_window_has_no_sideways_scrolling(report: Path, open_page: Open
     page = open_page(report, width=width, height=700)
     show_tokens(page)
     assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+
+
+CUT = """(place) => [...document.querySelectorAll(place)].filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.width && (one.scrollWidth > one.clientWidth || box.left < 0 || box.right > innerWidth);
+}).map((one) => one.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.parametrize("name", ["report", "odd_report", "sick_report", "comparison_page"])
+def test_a_telephone_cuts_nothing(request: pytest.FixtureRequest, open_page: Open, name: str) -> None:
+    page = open_page(request.getfixturevalue(name), touch=True, width=390, height=844)
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    assert page.evaluate(CUT, ".scroll, figcaption, h1, h2, nav a, #coloring button, .controls label, .row.head") == []
+
+
+def test_a_table_keeps_its_rows_on_a_telephone(report: Path, open_page: Open) -> None:
+    page = open_page(report, touch=True, width=390, height=844)
+    runs = page.locator("figure", has_text="Accuracy on held-out problems")
+    cell = runs.get_by_role("row").nth(1).get_by_role("cell").nth(4)
+    assert cell.evaluate("one => getComputedStyle(one, '::before').content") == '"policy before"'
+    assert cell.inner_text().endswith("%")
+
+
+def test_a_tapped_token_has_its_panel_on_the_screen(report: Path, trained: Path, open_page: Open) -> None:
+    page = open_page(report, touch=True, width=390, height=844)
+    show_tokens(page, "obrs-seed0")
+    page.get_by_label("Order").select_option("most rejected")
+    page.evaluate("scrollBy(0, document.querySelector('.inspector').getBoundingClientRect().top - innerHeight + 300)")
+    expect(page.locator("#detail")).not_to_be_in_viewport()
+    token = page.locator(".t.rejected").first
+    token.tap()
+    expect(page.locator("#detail .state")).to_have_text("rejected")
+    expect(page.locator("#detail")).to_be_in_viewport(ratio=0.98)
+    expect(token).to_be_in_viewport(ratio=0.98)
+
+
+def test_the_probabilities_of_a_token_have_one_unit(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    texts = page.evaluate("[1, 0.5, 0.0123, 1e-5, 3e-12, 0].map(percent)")
+    assert texts == ["100 %", "50 %", "1.23 %", "0.001 %", "3e-10 %", "0 %"]
+
+
+@pytest.mark.parametrize("name", ["report", "odd_report", "sick_report", "long_report", "comparison_page"])
+def test_axe_finds_nothing_serious(request: pytest.FixtureRequest, open_page: Open, axe: str, name: str) -> None:
+    """In both themes and on a telephone, with every section open and a token chosen."""
+    for look in ({}, {"dark": True}, {"touch": True, "width": 390, "height": 844}):
+        page = open_page(request.getfixturevalue(name), **look)
+        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        if page.locator("#tokens").count():
+            page.locator(".t").first.click()
+        page.evaluate(axe)
+        found = page.evaluate("axe.run(document)")
+        assert len(found["passes"]) > 15  # it looked
+        bad = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], one["nodes"][0]["html"][:200]) for one in bad] == []
+
+
+def test_a_run_of_5000_iterations_opens_at_once(long_report: Path, open_page: Open) -> None:
+    """It draws what is in view, thinned. Seconds are in docs/report.md; here is what a busy machine cannot change."""
+    page = open_page(long_report)
+    page.wait_for_function("document.querySelectorAll('.plot .scatterlayer').length >= 3")
+    print(f"its first charts are there after {page.evaluate('performance.now()') / 1000:.1f} s")
+    plots = "[...document.querySelectorAll('.plot')].filter((one) => one.drawn)"
+    drawn = page.evaluate(f"{plots}.map((one) => one.data.map((trace) => trace.x.length))")
+    assert 3 <= len(drawn) <= 12 and len(page.locator(".plot").all()) > 60
+    points = [count for chart in drawn for count in chart]
+    assert max(points) > 600 and max(points) <= 800
+    assert page.evaluate("document.querySelectorAll('*').length") < 4000
+    assert long_report.stat().st_size < 3_000_000
+
+
+def test_an_old_browser_is_told_so(sick_report: Path, browser: Browser) -> None:
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(sick_report.as_uri())
+    expect(page.locator("main .failed")).to_contain_text("too old for the page")
+    page.close()

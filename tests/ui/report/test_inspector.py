@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from helpers import folders
 from helpers.folders import run_folder, save_tokens
+from helpers.pages import page_data
 from jackpot.training.run_folder.saved_rollouts import RolloutFile, list_rollout_files
 from jackpot.ui.html import InspectorData, packed
 from jackpot.ui.report.inspector import TOP, inspector_data, significant, spread_rows, with_best
@@ -155,7 +156,7 @@ def test_a_response_longer_than_all_the_room_is_there_once(tmp_path: Path) -> No
         tokens.left_out.rows == (("a", "1 of 1", "1 of 2"), ("b", "0 of 1", "0 of 2"))
         and "100 tokens" in tokens.left_out.note
     )
-    assert "100 tokens" in write_report([tmp_path], max_tokens=60).path.read_text()
+    assert "100 tokens" in page_data(write_report([tmp_path], max_tokens=60).path)
     alone, _ = inspector_data(of(tmp_path / "a"), max_tokens=60)
     assert alone.left_out.rows == (("a", "1 of 1", "1 of 2"),)
 

@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.folders import run_folder, save_tokens
+from helpers.pages import page_data
+from helpers.paths import ROOT
 from helpers.runs import FinishedRuns
 from jackpot.core.errors import CheckpointError, DataError
 from jackpot.training.run_folder.folder import run_config
@@ -23,11 +25,6 @@ LOADS = re.compile(
 )
 
 
-def own_text(page: str) -> str:
-    """The page without plotly, which has such words in its own code."""
-    return page.replace(max(re.findall(r"<script>.*?</script>", page, re.DOTALL), key=len), "")
-
-
 def test_one_run_is_reported_in_its_folder_and_several_beside(tmp_path: Path) -> None:
     first = run_folder(tmp_path / "runs" / "a", LINES, "iterations=4")
     second = run_folder(tmp_path / "runs" / "deep" / "b", LINES, "iterations=9")
@@ -41,8 +38,7 @@ def test_one_run_is_reported_in_its_folder_and_several_beside(tmp_path: Path) ->
 def test_a_section_with_a_finding_is_open(tmp_path: Path) -> None:
     def folded(gap: float) -> bool:
         run_folder(tmp_path / "a", [{"eval/policy_accuracy": 0.5, "mismatch/engine_gap": gap}] * 6)
-        page = write_report([tmp_path / "a"]).path.read_text()
-        return '"folded":true' in page.replace(" ", "")
+        return '"folded":true' in page_data(write_report([tmp_path / "a"]).path)
 
     assert folded(1e-9) and not folded(0.5)  # its limit depends on the run's dtypes
 
@@ -60,25 +56,34 @@ def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> No
 
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     save_tokens(run_folder(tmp_path, LINES), 1, [["a", "b"]])
-    page = own_text(write_report([tmp_path]).path.read_text())
+    page = write_report([tmp_path]).path.read_text()
     assert len(page) > 20_000 and not LOADS.search(page)
     assert LOADS.search('<script src="https://x.org/plotly.js">')
 
 
 def test_data_cannot_end_its_element_or_fill_a_place_of_the_page(tmp_path: Path) -> None:
-    bad = "</script><script>alert(1)</script><!-- @@PLOTLY@@ @@SCRIPT@@"
+    bad = "</script><script>alert(1)</script><!-- @@PACKS@@ @@SCRIPT@@"
     series = Series(name=bad, x=[1.0], y=[2.0])
     chart = Chart(title=bad, x_label=bad, y_label=bad, series=(series,))
     table = Table(title=bad, columns=(bad,), rows=((bad,),))
     write_page(tmp_path / "page.html", bad, [Section(title=bad, intro=bad, items=(chart, table))])
-    page = own_text((tmp_path / "page.html").read_text())
-    assert "<script>alert" not in page and "@@PLOTLY@@" in page
-    assert page.count("</script>") == page.count("<script") == 3  # data, numbers, our code
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>alert" not in page and "@@PACKS@@" in page
+    assert page.count("</script>") == page.count("<script") == 3  # plotly, data, our code
 
 
 def test_a_page_without_runs_has_no_inspector(tmp_path: Path) -> None:
     write_page(tmp_path / "page.html", "A title", [])
     assert 'id="tokens"' not in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_is_small_and_its_plotly_the_pinned_one(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", "A title", [])
+    assert (tmp_path / "page.html").stat().st_size < 700_000
+
+    [version] = re.findall(r"^PLOTLY := ([\d.]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    plotly = page_data(tmp_path / "page.html", "plotly")
+    assert f"plotly.js (basic - minified) v{version}\n" in plotly[:200] and "</script" not in plotly
 
 
 def test_an_evaluation_beside_runs_is_left_out_with_a_word(finished_run: FinishedRuns, tmp_path: Path) -> None:
@@ -90,7 +95,7 @@ def test_an_evaluation_beside_runs_is_left_out_with_a_word(finished_run: Finishe
     done = CliRunner().invoke(cli.app, ["report", str(run.parent)], env={"COLUMNS": "400"})
     assert done.exit_code == 0, done.output
     assert "1 run" in done.output and f"{evaluation} is left out: it is of `jackpot eval` and no run" in done.output
-    assert "eval-a is left out" in (run / "report.html").read_text()
+    assert "eval-a is left out" in page_data(run / "report.html")
 
     with pytest.raises(DataError, match=r"no run, only folders of `jackpot eval`, .*/eval-a; give"):
         write_report([evaluation])

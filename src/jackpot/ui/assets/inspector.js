@@ -24,26 +24,16 @@ function makeRow(row) {
   const made = element("div", ["row head", "row prompt", "row", "row"][kind[row]]);
   made.style.top = `${row * ROW}px`;
   made.setAttribute("role", "presentation");
-  if (kind[row] === HEAD) made.append(...heading(data, r));
+  if (kind[row] === HEAD) {
+    made.classList.toggle("first", !from[row]);
+    made.append(...heading(data, r).slice(from[row], to[row]).map(([text, look]) => element("span", look, text)));
+  }
   if (kind[row] === PROMPT) {
     const prompt = shownPrompt(data, r), cut = to[row] < prompt.length && from[row] / (to[row] - from[row]) === PROMPT_ROWS - 1;
     made.textContent = cut ? `${prompt.slice(from[row], to[row] - 1)}…` : prompt.slice(from[row], to[row]);
   }
   if (kind[row] === TEXT) for (let k = from[row]; k < to[row]; k++) made.append(makeToken(data, k));
   return made;
-}
-
-function heading(data, r) {
-  const count = data.rejectedCount[r];
-  return [
-    element("span", data.correct[r] ? "right" : "wrong", data.correct[r] === null ? "" : data.correct[r] ? "✓ right" : "✗ wrong"),
-    element("span", "", `reward ${data.reward[r]}`),
-    element("span", "", data.answer[r] ? `right answer ${data.answer[r].slice(0, 40)}` : ""),
-    element("span", "", `${data.lengths[r]} tokens`),
-    element("span", "", `${count} rejected`),
-    element("span", "", data.finish[r] === "stop" ? "" : `ended by ${data.finish[r]}`),
-    element("span", "", data.uid[r]),
-  ].filter((one) => one.textContent);
 }
 
 function makeToken(data, k) {
@@ -272,7 +262,12 @@ function begin() {
     if (token && Number(token.dataset.k) !== view.hovered) { view.hovered = Number(token.dataset.k); detail(view.hovered); }
   });
   list.addEventListener("pointerleave", () => { if (view.hovered !== view.current) { view.hovered = -1; detail(view.current); } });
-  list.addEventListener("click", (event) => { const token = event.target.closest(".t"); if (token) setCurrent(Number(token.dataset.k), false); });
+  list.addEventListener("click", (event) => {
+    const token = event.target.closest(".t");
+    if (!token) return;
+    setCurrent(Number(token.dataset.k), false);
+    if (at("detail").offsetTop > list.offsetTop) at("detail").scrollIntoView({ block: "nearest" }); // the panel is below
+  });
   document.addEventListener("keydown", pressed);
   addEventListener("hashchange", restore);
   DARK.addEventListener("change", () => { if (view.data) { repaint(); legend(); } });
@@ -280,4 +275,4 @@ function begin() {
   restore();
 }
 
-begin();
+shownPage.then(begin);

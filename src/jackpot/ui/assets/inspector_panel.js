@@ -49,7 +49,7 @@ function models(data, k) {
   return made;
 }
 
-function percent(share) { return share >= 0.001 ? `${Number((100 * share).toPrecision(3))} %` : share === 0 ? "0 %" : share.toExponential(1); }
+function percent(share) { return `${Number((100 * share).toPrecision(3))} %`; }
 
 // Lists both models' most probable tokens side by side; the sampled token is bold.
 function tops(data, k) {

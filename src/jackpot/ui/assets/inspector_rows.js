@@ -10,7 +10,7 @@ const view = { data: null, raw: null, words: null, order: [], rows: null, drawn:
   coloring: "acceptance" };
 
 async function unpacked(name) {
-  if (!packs.has(name)) packs.set(name, unpack(name));
+  if (!packs.has(name)) packs.set(name, unpack(name).then(JSON.parse));
   if (packs.size > 12) packs.delete(packs.keys().next().value);
   return packs.get(name);
 }
@@ -93,7 +93,31 @@ function choose() {
   order.forEach((r, place) => { view.place[r] = place; });
 }
 
-// ---- Rows: kind, response, and the tokens or letters from `from` to `to`
+// ---- Rows: kind, response, and the tokens, letters or parts of a heading from `from` to `to`
+
+// What stands above a response: texts and how they look.
+function heading(data, r) {
+  const verdict = data.correct[r];
+  return [
+    verdict === null ? ["", ""] : verdict ? ["✓ right", "right"] : ["✗ wrong", "wrong"],
+    [`reward ${data.reward[r]}`, ""],
+    [data.answer[r] ? `right answer ${data.answer[r].slice(0, 40)}` : "", ""],
+    [`${data.lengths[r]} tokens`, ""],
+    [`${data.rejectedCount[r]} rejected`, ""],
+    [data.finish[r] === "stop" ? "" : `ended by ${data.finish[r]}`, ""],
+    [data.uid[r], ""],
+  ].filter(([text]) => text);
+}
+
+// Returns a function that measures a text of a heading in pixels, with the space after it.
+function headingWidth() {
+  const pen = document.createElement("canvas").getContext("2d"), probe = element("div", "row head");
+  rowsBox.append(probe);
+  const style = getComputedStyle(probe), space = parseFloat(style.columnGap);
+  pen.font = `600 ${style.fontSize} ${style.fontFamily}`;
+  probe.remove();
+  return (text) => pen.measureText(text).width + space;
+}
 
 function cellWidth() {
   const probe = element("span", "t", "0".repeat(100));
@@ -104,12 +128,18 @@ function cellWidth() {
 }
 
 function layRows() {
-  const data = view.data, width = rowsBox.clientWidth - 4, cell = cellWidth(), kind = [], response = [], from = [], to = [];
+  const data = view.data, width = rowsBox.clientWidth - 4, cell = cellWidth(), wideOf = headingWidth(), kind = [], response = [], from = [], to = [];
   const add = (...row) => [kind, response, from, to].forEach((column, i) => column.push(row[i]));
   view.firstRow = new Int32Array(view.order.length);
   for (const [place, r] of view.order.entries()) {
     view.firstRow[place] = kind.length;
-    add(HEAD, r, 0, 0);
+    let part = 0, filled = 0;
+    for (const [next, [text]] of heading(data, r).entries()) {
+      const wide = wideOf(text);
+      if (filled && filled + wide > width) { add(HEAD, r, part, next); part = next; filled = 0; }
+      filled += wide;
+    }
+    add(HEAD, r, part, heading(data, r).length);
     const letters = Math.max(8, Math.floor(width / cell)), prompt = shownPrompt(data, r);
     for (let row = 0; row < PROMPT_ROWS && row * letters < prompt.length; row++) add(PROMPT, r, row * letters, (row + 1) * letters);
     let begin = data.starts[r], used = 0;

@@ -2,10 +2,10 @@
 // Draws the sections of the page: charts when they come into view, tables at once.
 
 const DARK = window.matchMedia("(prefers-color-scheme: dark)");
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const TOUCH = window.matchMedia("(hover: none)").matches;
 const hiddenGroups = new Set();
 const charts = [];
-let NUMBERS = [];
+let DATA = {}, NUMBERS = [], GROUPS = []; // the sections, the columns of numbers that their charts refer to, the arms
 
 function element(tag, className, text) {
   const made = document.createElement(tag);
@@ -14,11 +14,13 @@ function element(tag, className, text) {
   return made;
 }
 
-// Decodes what html.py packed: JSON, compressed, in base64.
+// Decodes what html.py packed: a text, compressed, in base64.
 async function unpack(name) {
+  if (!window.DecompressionStream) throw new Error("This browser is too old for the page, whose data are compressed: " +
+    "Chrome and Edge can read it since version 80, Safari since 16.4, Firefox since 113.");
   const bytes = Uint8Array.from(atob(document.getElementById(`pack-${name}`).textContent), (one) => one.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
+  return new Response(stream).text();
 }
 
 // The part of the address after # stores what the reader has chosen.
@@ -44,6 +46,7 @@ function layout(item) {
     automargin: true, zeroline: false, gridcolor: line, linecolor: line, hoverformat: ".4g", tickformat: log ? "~g" : undefined,
     exponentformat: "power", minor: { showgrid: false } });
   const made = {
+    dragmode: TOUCH ? false : "zoom", // a finger scrolls the page
     font: { color: front, size: 11, family: "inherit" }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     margin: { t: 8, r: 8, b: 36, l: 44 }, hovermode: !isCloud(item) ? "x unified" : "closest",
     hoverlabel: { bgcolor: card, bordercolor: line, font: { color: front } },
@@ -122,7 +125,7 @@ function traces(item) {
 function draw(place) {
   const item = place.item;
   Plotly.react(place, traces(item), layout(item),
-    { displaylogo: false, responsive: true, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
+    { displaylogo: false, responsive: true, displayModeBar: TOUCH ? false : "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
   place.drawn = true;
 }
 
@@ -143,22 +146,31 @@ function swatch(color, dash) {
 }
 
 function table(item) {
-  const made = element("figure", "table"), body = element("table"), scroll = element("div", "scroll");
+  const made = element("figure", "table"), body = element("table", item.columns.length > 3 ? "wide" : "");
+  const scroll = element("div", "scroll");
   made.append(element("figcaption", "", item.title), scroll);
+  scroll.tabIndex = 0; // for those who scroll with keys
+  scroll.setAttribute("role", "group");
+  scroll.setAttribute("aria-label", item.title);
+  body.setAttribute("role", "table"); // a narrow window lays it out as blocks, which would be no table
   scroll.append(body);
   const isNumber = item.columns.map((_, i) => item.rows.every((row) => /^(-|[-+]?[\d.,]+( ?%|e[-+]?\d+)?( of \d+)?)$/.test(row[i])));
   const head = body.createTHead().insertRow();
   for (const [i, name] of item.columns.entries()) {
-    const cell = element("th", isNumber[i] ? "number" : "", name);
-    cell.scope = "col";
+    const cell = element(name ? "th" : "td", isNumber[i] ? "number" : "", name);
+    cell.setAttribute("role", "columnheader");
     head.append(cell);
   }
   const rows = body.createTBody();
   for (const cells of item.rows) {
     const row = rows.insertRow();
+    row.setAttribute("role", "row");
     for (const [i, text] of cells.entries()) {
       const verdict = item.columns[i] === "verdict" && text.length < 20;
-      row.append(element("td", isNumber[i] ? "number" : verdict ? `verdict ${text}` : "", text));
+      const cell = element("td", isNumber[i] ? "number" : verdict ? `verdict ${text}` : "", text);
+      cell.setAttribute("role", "cell");
+      cell.dataset.head = item.columns[i];
+      row.append(cell);
     }
   }
   return made;
@@ -167,7 +179,7 @@ function table(item) {
 function chart(item) {
   const made = element("figure", item.kind), place = element("div", "plot");
   place.item = item;
-  place.setAttribute("role", "img");
+  place.setAttribute("role", "group"); // with buttons inside, so it is no image
   place.setAttribute("aria-label", [item.title, item.note].filter(Boolean).join(". "));
   made.append(element("figcaption", "", item.title), place);
   const byGroup = GROUPS.length > 1 && item.series.every((one) => one.name === one.group);
@@ -185,8 +197,10 @@ function chart(item) {
   return made;
 }
 
-const GROUPS = [...new Map(DATA.sections.flatMap((section) => section.items).flatMap((item) => item.series || [])
-  .filter((series) => series.group && series.dash === "solid").map((series) => [series.group, series.color]))];
+function groups() {
+  const series = DATA.sections.flatMap((section) => section.items).flatMap((item) => item.series || []);
+  return [...new Map(series.filter((one) => one.group && one.dash === "solid").map((one) => [one.group, one.color]))];
+}
 
 function groupButtons() {
   const box = document.getElementById("groups");
@@ -279,12 +293,23 @@ function findCharts() {
   if (input.value) show();
 }
 
-DARK.addEventListener("change", redraw);
-groupButtons();
-sections();
-followReading();
-findCharts();
-unpack("numbers").then((numbers) => {
-  NUMBERS = numbers;
+function show(data) {
+  DATA = data;
+  NUMBERS = data.numbers;
+  GROUPS = groups();
+  groupButtons();
+  sections();
+  followReading();
+  findCharts();
   for (const place of charts) seen.observe(place);
-});
+  DARK.addEventListener("change", redraw);
+}
+
+async function showPage() {
+  const [plotly, page] = await Promise.all(["plotly", "page"].map(unpack));
+  document.head.append(element("script", "", plotly)); // runs at once
+  show(JSON.parse(page));
+}
+
+const shownPage = showPage();
+shownPage.catch((error) => document.querySelector("main").prepend(element("p", "failed", error.message)));

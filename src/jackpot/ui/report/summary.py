@@ -5,12 +5,17 @@ from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
 from jackpot.analysis.diagnose.saved import read_saved
+from jackpot.training.run_folder.folder import measure_of
 from jackpot.ui.charts import Section, Table
 from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
 from jackpot.ui.numbers import evaluated
 from jackpot.ui.report.runs import Arm, Run, differing
 
 _NOTHING = "-"
+_RESULTS = (
+    *("run", "arm", "seed", "iterations", "policy before", "policy after"),
+    *("rollout model before", "rollout model after", "verdict"),
+)
 
 
 def diagnoses(arms: Sequence[Arm]) -> list[tuple[Run, Diagnosis]]:
@@ -27,7 +32,7 @@ def summary_section(arms: Sequence[Arm], found: Sequence[tuple[Run, Diagnosis]],
     """
     runs = [(arm, run) for arm in arms for run in arm.runs]
     tables = [
-        _results(runs, [diagnosis for _, diagnosis in found]),
+        *_results(runs, [diagnosis for _, diagnosis in found]),
         Table(
             title="Diagnosis",
             columns=("run", "verdict"),
@@ -66,10 +71,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Table:
-    columns = ["run", "arm", "seed", "iterations", "policy before", "after", "rollout model before", "after", "verdict"]
-    rows = [
-        (
+def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> list[Table]:
+    """Return a table of the runs with each measure, so that a column has one unit."""
+    rows: dict[str | None, list[tuple[str, ...]]] = {}
+    for (arm, run), diagnosis in zip(runs, found, strict=True):
+        measure = next(filter(None, map(measure_of, run.lines)), None)
+        row = (
             run.name,
             arm.name,
             str(run.config.seed),
@@ -78,16 +85,16 @@ def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> Tab
             *_before_after(run, "rollout_model"),
             diagnosis.verdict,
         )
-        for (arm, run), diagnosis in zip(runs, found, strict=True)
-    ]
+        rows.setdefault(measure, []).append(row)
 
     ways = ", ".join(sorted({run.config.evaluation_sampling.described for _, run in runs}))
-    note = (
-        f"Accuracy on held-out problems at the first and at the newest evaluation ({ways}); mean reward where the task "
-        f"has no verdict."
-    )
-
-    return Table(title="Runs", columns=tuple(columns), rows=tuple(rows), note=note)
+    when = f"on held-out problems at the first and at the newest evaluation ({ways})."
+    notes = {"accuracy": f"Accuracy {when}", "reward": f"Mean reward {when}", None: "Nothing was evaluated."}
+    return [
+        Table(title="Runs", columns=_RESULTS, rows=tuple(rows[measure]), note=note)
+        for measure, note in notes.items()
+        if measure in rows
+    ]
 
 
 def _before_after(run: Run, role: str) -> tuple[str, str]:
