@@ -106,6 +106,7 @@ def compute_rollout_correction_and_rejection_mask(
     weighting = {"rollout_is_threshold": rollout_is_threshold, "rollout_is_batch_normalize": rollout_is_batch_normalize}
     columns = [others.pop(name) for name in z_names(others)]
     z = ZEstimate(*columns) if columns else None
+
     correction = done = None
     if rollout_is is not None and rollout_is.startswith(_PREFIX):
         correction = _named(rollout_is, weighting)
@@ -115,6 +116,7 @@ def compute_rollout_correction_and_rejection_mask(
                 f"bypass_mode off; or use jackpot:tis, or jackpot:coin_only, which is OBRS without Z"
             )
         rollout_is = None
+
     logs, mask = (old_log_prob, rollout_log_prob), response_mask.bool()
     proto, remaining, metrics = _verls(*logs, response_mask, rollout_is, **weighting, **others)
 
@@ -122,6 +124,7 @@ def compute_rollout_correction_and_rejection_mask(
     if z is not None:
         usable &= z.value.isfinite()
     accepted = usable.double()
+
     if correction is not None:
         done = _corrected(correction, *logs, usable, z)
         weights, accepted = done.weights * done.accept_mask, done.accept_mask
@@ -171,6 +174,7 @@ def _named(rollout_is: str, weighting: Mapping[str, Any]) -> CorrectionFn:
             f"rollout_is is {rollout_is!r} beside {beside}, which are of verl's own weights; leave them at "
             f"{_THRESHOLD!r} and False, and put numbers into the name, as in jackpot:tis:cap=5"
         )
+
     name, *parts = rollout_is.removeprefix(_PREFIX).split(":")
     settings = {}
     for part in parts:
@@ -241,9 +245,11 @@ def align_top_lists(output: Any, validate: bool) -> None:
     lists = output.extra_fields.pop(_LISTS, None)
     if not lists or validate:
         return
+
     sampled = torch.tensor(output.response_mask).nonzero()[:, 0]
     rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
+
     is_same = torch.zeros(len(sampled), dtype=torch.bool)
     if len(rows) == len(sampled):
         log_probs = torch.tensor(output.response_logprobs)[sampled, None]
@@ -255,6 +261,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
             f"{int((~is_same).sum())} have none or that of another token; Z needs a loop that keeps what was sampled, "
             f"such as verl's single_turn_agent and tool_agent"
         )
+
     shape = len(output.prompt_ids) + len(output.response_ids), top.shape[-1]
     ids, log_probs = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -torch.inf)
     before = len(output.prompt_ids) - 1 + sampled
@@ -274,6 +281,7 @@ def z_request(config: DictConfig) -> dict[str, float]:
     correction = _named(rollout_is, {"rollout_is_threshold": None, "rollout_is_batch_normalize": False})
     if "z" not in correction.reads:
         return {}
+
     for setting, allowed in _Z_NEEDS.items():
         if (value := OmegaConf.select(config, setting)) not in allowed:
             raise ConfigError(f"rollout_is {rollout_is!r} reads Z: {setting} is {value!r}; it must be {allowed[-1]!r}")
