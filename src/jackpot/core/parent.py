@@ -1,7 +1,4 @@
-"""Ends this process when the one that started it ends, however that was: its death is an event here, and no timeout.
-
-Status: supported.
-"""
+"""Ends this process when the one that started it ends, however that was: its death is an event here, and no timeout."""
 
 import os
 import select
