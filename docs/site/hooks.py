@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md")
+PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md")
 MERMAID = Path(sys.prefix) / "mermaid.min.js"  # the Makefile takes it from the npm package
 HISTORY = ("project/CHANGELOG.md", "renamed.md")  # these have every word, and are what nobody searches for
 _SCRIPT = "assets/javascripts/mermaid.min.js"

@@ -64,7 +64,7 @@ def needs_site(test: Callable[..., None]) -> Callable[..., None]:
 def test_every_page_stands_in_the_index_once() -> None:
     linked = re.findall(r"\]\((?:\.\./)?([\w-]+\.md)\)", (DOCS / "index.md").read_text())
     pages = {path.name for path in DOCS.glob("*.md")} - {"index.md"}
-    top = {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    top = {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
     assert sorted(linked) == sorted(pages | top)
 
 

@@ -1,13 +1,16 @@
 """File writes that a kill or a full disk cannot leave half done, and the lock of a run folder."""
 
+import errno
 import fcntl
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from helpers.disks import largest_file
+from jackpot.core import files
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import AppendedFile, checkpoint_error_in, hold_lock, write_whole
 
@@ -60,10 +63,54 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
     hold_lock(path).close()
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    hold_lock(tmp_path / ".lock").close()
-    assert "cannot lock" in caplog.text and "no other process" in caplog.text
+    monkeypatch.setattr(files, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(files, "_SETTLES", 0.05)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_lease_stands_for_a_lock_where_there_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / ".lock"
+    with hold_lock(path):
+        assert not caplog.records  # nobody was there before
+        time.sleep(1.0)
+        with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on .*, or give another folder$"):
+            hold_lock(path)
+    assert "cannot lock" in caplog.text
+    time.sleep(0.5)  # of the thread that renewed it
+    hold_lock(path).close()  # nobody renews it
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_of_two_that_take_a_lease_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ".lock"
+
+    def sleep(seconds: float) -> None:
+        if seconds == files._SETTLES:
+            path.write_text("process 1 on another\n")
+
+    monkeypatch.setattr(files.time, "sleep", sleep)
+    with pytest.raises(CheckpointError, match="in use by process 1 on another"):
+        hold_lock(path)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_an_owner_whose_lease_was_taken_over_ends_at_once(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    child = os.fork()
+    if child == 0:
+        with hold_lock(path):
+            time.sleep(60.0)
+        os._exit(0)
+
+    deadline = time.monotonic() + 30.0
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+    time.sleep(0.2)
+    path.write_text("process 1 on another\n")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.led import assert_close_runs
@@ -40,3 +41,28 @@ def test_torchrun_starts_a_killed_group_again(finished_run: FinishedRuns, tmp_pa
     starts = json.loads((run / "environment.json").read_text())["starts"]
     assert [(one["ranks"], one["after_iteration"]) for one in starts] == [(2, -1), (2, 2)]
     assert_close_runs(finished_run(), run)
+
+
+def test_nothing_stays_of_a_group_whose_launcher_was_killed(tmp_path: Path) -> None:
+    """Ranks and their engine processes see the end of their parent; none waits for a time limit."""
+    run = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--master-port={port}", "--nproc-per-node", "2"]
+    train = ["-m", "--", "jackpot", "train", "quickstart", *SMALL, "iterations=1000", "placement.engines=2"]
+    with (tmp_path / "output").open("w") as output:
+        command = [*torchrun, *train, "--run", str(run)]
+        group = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+        try:
+            while not (run / "checkpoints" / "last").exists():
+                assert group.poll() is None, (tmp_path / "output").read_text()
+                time.sleep(0.05)
+            descendants = psutil.Process(group.pid).children(recursive=True)
+        finally:
+            group.kill()
+            group.wait()
+
+    assert len(descendants) >= 4  # two ranks and two engine processes
+    _, alive = psutil.wait_procs(descendants, timeout=10.0)
+    assert not alive, [process.cmdline() for process in alive]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -32,6 +32,16 @@ class Strict(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    removed: ClassVar[Mapping[str, Any]] = {}
+    """Settings of earlier versions with their defaults, by which the folders of older runs stay readable."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_removed(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if name not in cls.removed or value != cls.removed[name]}
 
     def conflicts(self) -> Conflicts:
         """Return which settings of this block cannot be together: whether they are so, and what to say then."""

@@ -116,6 +116,8 @@ Answers = Annotated[AnswersConfig | None, BeforeValidator(_by_regex)]
 class DataConfig(Strict):
     """Problems with answers: a benchmark, a data set of the Hugging Face hub, or files."""
 
+    removed = {"streaming": False}  # noqa: RUF012  pydantic reads its annotation in the base
+
     source: str
     """A benchmark's name, hub:OWNER/NAME, or the path of a .jsonl, .json, .csv or .parquet file (the first three also
     with .gz) or of a folder of them."""
@@ -167,7 +169,7 @@ class RewardConfig(Strict):
     memory: Bound = 2.0
     """Memory that the function's process may take beyond what it had after importing the function, GiB; null or .inf:
     no limit."""
-    environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    environment: AnyNames = ()
     """Names of environment variables that the function's process gets beside those of an allow list, such as
     [OPENAI_API_KEY]; it has no keys and tokens without that."""
 

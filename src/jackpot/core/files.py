@@ -5,14 +5,19 @@ import hashlib
 import logging
 import os
 import platform
+import signal
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 from jackpot.core.errors import CheckpointError
 
 PARTIAL = ".partial"
+LEASE_SECONDS = 30.0  # without renewal after which a lease is free; it is renewed six times in them
+_SETTLES = 1.0  # seconds in which two starts that take a lease at once see which of them has it
 _log = logging.getLogger(__name__)
 
 
@@ -118,26 +123,55 @@ def checkpoint_error_in(folder: Path) -> Generator[None]:
 def hold_lock(path: Path) -> IO[str]:
     """Open `path` and lock it until it is closed or the process ends; its content names this process.
 
-    On a file system without locks the file is opened and a warning is logged.
+    On a file system without locks, such as some of NFS and Lustre, the time of the file is a lease in their place: its
+    owner renews it, and a start that finds a file waits LEASE_SECONDS whether somebody does.
 
     Raises:
-        CheckpointError: another process holds the lock.
+        CheckpointError: another process holds the lock or the lease.
     """
-    file = path.open("a+")
+    file, mine = path.open("a+"), f"process {os.getpid()} on {platform.node()}\n"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        has_locks = True
     except BlockingIOError:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise CheckpointError(
-            f"{path.parent} is in use by {holder}; two at once would spoil it. Wait for it or stop it, or give "
-            f"another folder"
-        ) from None
-    except OSError as error:  # some network file systems
-        _log.warning("cannot lock %s: %s; make sure that no other process uses the folder", path, error)
+        raise _in_use(file, path) from None
+    except OSError as error:
+        has_locks = False
+        if path.stat().st_size:
+            _log.warning("cannot lock %s: %s; waiting %g s whether another process uses it", path, error, LEASE_SECONDS)
+            before = path.stat().st_mtime_ns
+            time.sleep(LEASE_SECONDS)
+            if path.stat().st_mtime_ns != before:
+                raise _in_use(file, path) from None
 
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.write(mine)
     file.flush()
+    if not has_locks:
+        time.sleep(_SETTLES)
+        if path.read_text() != mine:
+            raise _in_use(file, path)
+        Thread(target=_renew, args=(file, path, mine), name="lease", daemon=True).start()
     return file
+
+
+def _in_use(file: IO[str], path: Path) -> CheckpointError:
+    """Return the error about a folder that another process uses, whose name its lock holds; close that."""
+    file.seek(0)
+    holder = file.read().strip() or "another process"
+    file.close()
+    return CheckpointError(
+        f"{path.parent} is in use by {holder}; two at once would spoil it. Wait for it or stop it, or give "
+        f"another folder"
+    )
+
+
+def _renew(file: IO[str], path: Path, mine: str) -> None:
+    """Renew a lease until its file is closed; end this process where another one has taken it over."""
+    while not file.closed:
+        with suppress(OSError):  # a server that is away for a moment
+            if path.read_text() != mine:
+                _log.error("%s was taken over while this process stood still; it ends here, before it writes", path)
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.utime(path)
+        time.sleep(LEASE_SECONDS / 6)

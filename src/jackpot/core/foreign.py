@@ -3,8 +3,6 @@
 A stranger's folder may hold a pipe, a device, a link to anywhere, a kilobyte that expands to gigabytes, or JSON that is
 nested without end. Every reader of such a folder opens its files here; what is refused is an OSError or a ValueError,
 as a damaged file is, so that a reader says it in the words that it has for those.
-
-Status: supported.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Tries in a child process, with limits of time and memory, what a stranger's file would have this process compute.
-
-Status: supported.
-"""
+"""Tries in a child process, with limits of time and memory, what a stranger's file would have this process compute."""
 
 import os
 import resource

@@ -20,6 +20,7 @@ import torch
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.config.engines import sleeps
+from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
 from jackpot.core.types import Version
@@ -98,6 +99,7 @@ def own_gpu(number: int, shares: bool) -> dict[str, str]:
 
 def main() -> None:
     """Generate in this process what the process asks for that has started it, and end with it."""
+    end_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as ours:
         serve(ours, make_hosted)
     os._exit(0)  # what engines keep open ends with the process

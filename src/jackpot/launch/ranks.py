@@ -23,6 +23,7 @@ from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.config.processes import check_ranks
 from jackpot.core.errors import ConfigError, RankError, first_line
+from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import ProcessRank, process_rank
 from jackpot.core.roles import Role
 from jackpot.launch.build import BuildLearner, build_learner
@@ -59,6 +60,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
         return
     check_ranks(config, at.size)
     backend = BACKENDS[_own_device(config.device, at).type]
+    end_with_parent()
     store = _store(at)
     timeout = config.placement.timeout
     store.set(_SETUP, json.dumps({"run": str(run.resolve()), "timeout": timeout, "device": config.device}))
@@ -73,6 +75,7 @@ def follow_leader(at: ProcessRank) -> None:
     Raises:
         RankError: rank 0 or another rank was lost.
     """
+    end_with_parent()
     store = _store(at)
     try:
         setup = json.loads(store.get(_SETUP))
