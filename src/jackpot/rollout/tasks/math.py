@@ -117,8 +117,10 @@ class Math(Task):
     def take_events(self) -> list[dict[str, Any]]:
         """Return one event for each source that was read, once, with the counts of rows read and left out."""
         events = []
-        for split in [split for split in self._problems if split not in self._reported]:
-            for source, problems in zip(self._sources[split], self._problems[split], strict=True):
+        for split, of_split in self._problems.items():
+            if split in self._reported:
+                continue
+            for source, problems in zip(self._sources[split], of_split, strict=True):
                 event = {"event": "data", "split": split, "source": source.name}
                 event |= {name: problems.counts[name] for name in COUNTED}
                 events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})
