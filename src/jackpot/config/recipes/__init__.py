@@ -65,7 +65,7 @@ def _read(name: str) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{unknown_name('recipe', name, recipe_names())}; or give the path of a .yaml file")
 
     try:
-        recipe = yaml.load(path.read_text(), Loader=_FILE_LOADER)
+        recipe = yaml.load(path.read_text(), Loader=_FILE_LOADER)  # noqa: S506  it is a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
@@ -153,7 +153,7 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(f"{text!r} is not an override; write key=value, for example batch.prompts=16")
     try:
-        return nest(key, yaml.load(value, Loader=_Loader))
+        return nest(key, yaml.load(value, Loader=_Loader))  # noqa: S506  it is a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{text!r}: the value is not YAML: {error}") from error
 
