@@ -18,6 +18,7 @@ from helpers.runs import FinishedRuns, Killed, contents, metrics, run, small_con
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError
 from jackpot.launch.start import launch
+from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import MetricsLine
 
@@ -78,6 +79,22 @@ def test_a_checkpoint_that_does_not_fit_is_tried_again(whole, tmp_path, caplog) 
     assert "checkpoint_failed" in caplog.text
     for role in ("policy", "rollout_model"):
         assert all(torch.equal(tensor, weights(whole, role)[name]) for name, tensor in weights(tmp_path, role).items())
+
+
+def test_the_best_policy_is_not_lost_by_a_write_that_failed(tmp_path, monkeypatch) -> None:
+    config = small_config("iterations=2", "evaluation.every=1", "evaluation.problems=16", "checkpoint.every=9")
+    run(config, tmp_path / "whole")
+    save, failures = Checkpoints.save, iter([True])
+
+    def failing(*arguments: object) -> None:
+        if next(failures, False):
+            raise CheckpointError("no space left on device")
+        save(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", failing)
+    run(config, tmp_path / "failed")
+    best = [(tmp_path / name / "checkpoints" / "best").readlink().name for name in ("whole", "failed")]
+    assert best[0] == best[1] and len(events(tmp_path / "failed", "checkpoint_failed")) == 1
 
 
 def test_a_run_continues_after_a_last_checkpoint_that_failed(whole, tmp_path) -> None:

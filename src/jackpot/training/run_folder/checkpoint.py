@@ -229,7 +229,7 @@ class Checkpointer:
     """Writes the checkpoints of a run and prunes old ones.
 
     One is due every `checkpoint.every` iterations, at the last iteration, where the policy is better than ever before,
-    and one iteration after a checkpoint that could not be written.
+    which is tried twice, and one iteration after a checkpoint that could not be written.
 
     Args:
         folder: opened; counts the failures.
@@ -295,16 +295,28 @@ class Checkpointer:
         state |= {"version": list(parts.learner.version), "settings": config.model_dump_json()}
 
         self._folder.flush(iteration)
+        error = self._try(iteration, roles, state, is_best)
+        if error:
+            self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
+        if error and is_best:  # an iteration later the best policy is gone
+            error = self._try(iteration, roles, state, is_best)
+        self._overdue = error is not None
+        if error:
+            return error
+
+        self._saved, self._best = iteration, best
+        with self._folder.dispensable(iteration, "removal of old checkpoints"):
+            self._checkpoints.prune()
+        return None
+
+    def _try(
+        self, iteration: int, roles: Sequence[Role], state: dict[str, Any], is_best: bool
+    ) -> CheckpointError | None:
+        parts = self._components
         try:
             self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, state, is_best)
         except CheckpointError as error:
-            self._overdue = True
-            self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
             return error
-
-        self._overdue, self._saved, self._best = False, iteration, best
-        with self._folder.dispensable(iteration, "removal of old checkpoints"):
-            self._checkpoints.prune()
         return None
 
 
@@ -315,7 +327,7 @@ def load_state(folder: Path) -> dict[str, Any]:
         CorruptCheckpoint: the file is missing or damaged.
     """
     try:
-        return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        return torch.load(check_foreign(folder / "state.pt"), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no common error class; any error means that the file cannot be used
         raise CorruptCheckpoint(folder, "state.pt", f"cannot be read: {cause_of(error)}") from error
 
