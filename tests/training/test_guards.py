@@ -301,6 +301,47 @@ def test_another_temperature_is_noticed_early(temperature, tokens, sound):
             evidence.add(lists)
 
 
+@pytest.mark.parametrize(("bias", "often"), [(0.7, "more often"), (-0.7, "less often")])
+def test_a_bias_on_one_token_is_named_in_time(bias, often):
+    """By twice the tokens that the likelihood ratio of the bias itself would need on average."""
+    random = torch.Generator().manual_seed(3)
+    evidence, tokens, needed = SamplingEvidence(), 0, 0.0
+    with pytest.raises(EngineError, match=f"the token 7 is drawn {often} than by its reported probability"):
+        while tokens == 0 or tokens <= 2.0 * needed:
+            logits = 2.0 * torch.randn(200, 24, generator=random, dtype=torch.float64)
+            logits[:, 7] += 2.0
+            reported, sampled = logits.log_softmax(-1), (logits + bias * (torch.arange(24) == 7)).log_softmax(-1)
+            drawn = torch.multinomial(sampled.exp(), 1, generator=random)[:, 0]
+            top = reported.topk(12)
+            tokens += len(drawn)
+            needed = -math.log(FALSE_ALARM) / float((sampled.exp() * (sampled - reported)).sum(-1).mean())
+            evidence.add(ReportedLists(drawn, top.indices, top.values))
+
+
+def grouped(rollouts, copied):
+    """Groups of 4 to a prompt; in `copied` of them all responses are the first one."""
+    groups = [rollouts[first : first + 4] for first in range(0, len(rollouts) - 3, 4)]
+    return [
+        replace(one if number >= copied else group[0], uid=f"{number}/{place}", prompt=group[0].prompt)
+        for number, group in enumerate(groups)
+        for place, one in enumerate(group)
+    ]
+
+
+def test_equal_responses_are_named_where_they_are_no_chance():
+    rollouts = [one for one in written(TransformersEngine, PLAIN) if len(one.token_ids) > 4]
+    lists = ReportedLists.of(rollouts)
+    assert SamplingEvidence().add(lists, grouped(rollouts, copied=0)) < 0.3
+    with pytest.raises(EngineError, match=r"responses to one prompt are equal far more often .* one seed"):
+        SamplingEvidence().add(lists, grouped(rollouts, copied=3))
+
+
+def test_responses_that_are_nearly_certain_may_be_equal():
+    rollouts = written(TransformersEngine, PLAIN)
+    certain = [replace(one, rollout_log_probs=torch.full_like(one.rollout_log_probs, -1e-4)) for one in rollouts]
+    assert SamplingEvidence().add(ReportedLists.of(rollouts), grouped(certain, copied=99)) < 0.3
+
+
 def test_tool_tokens_and_empty_lists_are_no_evidence():
     rollouts = written(TransformersEngine, PLAIN)[:9]
     some = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) < 2) for one in rollouts]

@@ -102,7 +102,7 @@ class EngineCheck:
             if chosen:
                 score = self._score(chosen, kept=version != self._learner.version[self._column])
                 gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
-            evidence = self._evidence.add(lists)
+            evidence = self._evidence.add(lists, rollouts)
 
         if version is not None and is_thorough and chosen:
             self._thorough.add(version)

@@ -18,6 +18,10 @@ LISTED_TOKENS = 65536  # tokens of a batch whose lists are read, in whole rollou
 LARGEST_MASS = 1.0 + 1e-3  # of a top-k list; more than rounding makes it
 FALSE_ALARM = 1e-9  # probability that a sound engine is ever refused by `SamplingEvidence`, in a run of any length
 TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: the engine would sample at 1 / (1 + d) of its temperature
+REPEATS = (0.02, 0.5)  # shares of responses that are copies of earlier ones
+BIASES = (-0.5, -0.1, 0.1, 0.5)  # of one token: the engine would draw it so much more readily
+WATCHED = 32  # tokens that such bets are made on
+SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))  # of all bets, by their kind
 FLOOR = -10.0  # log-prob below which all tokens count alike
 ROUNDING = 1e-5  # how far the sampled distribution may be from the reported one, total variation for each token
 
@@ -84,30 +88,40 @@ def check_lists(lists: ReportedLists) -> None:
 class SamplingEvidence:
     """Accumulates evidence that an engine samples from another distribution than it reports.
 
-    Of a token x let f(x) be its reported log-prob, at least FLOOR, and outside the list the smallest f in it. For every
-    tilt d the factor
+    Each of its bets is a factor for every token or response that has mean 1 where that was drawn as reported, whatever
+    came before it. Products of such factors are a martingale, which by Ville's inequality ever exceeds 1 / FALSE_ALARM
+    with probability FALSE_ALARM at most. The bets:
 
-        exp(d f(x)) / E[exp(d f)],        E over the reported distribution
+    - Another temperature. Of a token x let f(x) be its reported log-prob, at least FLOOR, and outside the list the
+      smallest f in it. For every tilt d the factor is exp(d f(x)) / E[exp(d f)], E over the reported distribution: the
+      likelihood ratio of an engine at 1 / (1 + d) of its temperature.
+    - Equal responses, as of one seed for all. That a response equals one before it in its group has a probability p of
+      at most the sum of their reported ones; the factor is 1 - b, plus b / p where it does, for every share b.
+    - One token too often or too rarely. Of a token v that the first batch had most reason to draw, the factor is
+      (1 + d [x = v]) / (1 + d p(v)) for every bias d, where the list has v: the likelihood ratio of an engine that
+      draws it 1 + d times as readily.
 
-    has mean 1 where x was drawn as reported, whatever came before it. Products of such factors are a martingale, which
-    by Ville's inequality ever exceeds 1 / FALSE_ALARM with probability FALSE_ALARM at most. Where the engine samples at
-    another temperature, the product with the tilt next to it grows exponentially: it is the likelihood ratio of both.
-    The expectation is raised by what rounding can add (ROUNDING).
-
-    The products of all tilts are averaged. Those that begin with the first batch have the weight 0.9, and with every
-    later batch j new ones begin with 0.1 / (j (j - 1)), which sums to 0.1: so an engine that breaks late is found
-    nearly as quickly as one that is broken from the start.
+    Expectations are raised by what rounding can add (ROUNDING). The products of all bets are averaged by SHARES. Those
+    that begin with the first batch have the weight 0.9, and with every later batch j new ones begin with 0.1 /
+    (j (j - 1)), which sums to 0.1: so an engine that breaks late is found nearly as quickly as one that is broken from
+    the start.
     """
 
     def __init__(self) -> None:
-        self._products = torch.full((len(TILTS),), -math.inf, dtype=torch.float64)  # log of each tilt's
+        shares = [share / count for share, count in SHARES for _ in range(count)]
+        self._weights = torch.tensor(shares, dtype=torch.float64).log()
+        self._products = torch.full_like(self._weights, -math.inf)  # log of each bet's
+        self._watched: Tensor | None = None  # [WATCHED] ids in ascending order, -1 where there were fewer
         self._batches = self._tokens = 0
         self._drawn = self._expected = 0.0  # sums of f as drawn, and as the reported distributions expect it
 
-    def add(self, lists: ReportedLists) -> float:
+    def add(self, lists: ReportedLists, rollouts: Sequence[Rollout] = ()) -> float:
         """Take in the sampled tokens of one more batch; return the evidence as a share of what ends a run.
 
         It is below 0 where the tokens speak for the report; 1 is FALSE_ALARM.
+
+        Args:
+            rollouts: whole responses of the batch, whose equality is looked at.
 
         Raises:
             EngineError: the engine samples from another distribution than it reports.
@@ -115,23 +129,41 @@ class SamplingEvidence:
         if lists.top_ids.numel():
             self._batches += 1
             begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
-            self._products = torch.logaddexp(self._products, torch.tensor(math.log(begun), dtype=torch.float64))
-            self._products += self._factors(lists)
+            self._products = torch.logaddexp(self._products, self._weights + math.log(begun))
+            self._products += torch.cat([self._tilted(lists), _repeated(rollouts), self._biased(lists)])
 
-        needed = -math.log(FALSE_ALARM)
-        share = (float(self._products.logsumexp(0)) - math.log(len(TILTS))) / needed if self._batches else 0.0
-
+        share = float(self._products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
         if share >= 1.0:
-            drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
             raise EngineError(
                 f"the engine reports one distribution and samples from another: over {self._tokens} tokens since the "
-                f"start, the drawn ones have a log-prob of {drawn:.3f} on average, and by the reported probabilities "
-                f"it would be {expected:.3f}. Have it return processed log-probs, of the temperature, top_p and top_k "
-                f"that it samples with"
+                f"start, {self._most()}"
             )
         return share
 
-    def _factors(self, lists: ReportedLists) -> Tensor:
+    def _most(self) -> str:
+        """Say what the largest product bets on."""
+        largest = int(self._products.argmax()) - len(TILTS)
+        if largest < 0:
+            drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
+            return (
+                f"the drawn ones have a log-prob of {drawn:.3f} on average, and by the reported probabilities it would "
+                f"be {expected:.3f}. Have it return processed log-probs, of the temperature, top_p and top_k that it "
+                f"samples with"
+            )
+        if (largest := largest - len(REPEATS)) < 0:
+            return (
+                "responses to one prompt are equal far more often than their reported probabilities allow. Does it "
+                "have one seed for all requests, or a cache of answers?"
+            )
+        assert self._watched is not None
+        token, bias = divmod(largest, len(BIASES))
+        often = "more often" if BIASES[bias] > 0 else "less often"
+        return (
+            f"the token {int(self._watched[token])} is drawn {often} than by its reported probability. Does it add a "
+            f"bias to logits, or a penalty, after it has computed log-probs?"
+        )
+
+    def _tilted(self, lists: ReportedLists) -> Tensor:
         """Return the log of each tilt's product over the tokens, [tilts]; add up f."""
         probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)
         outside, rest = f.min(-1).values, (1.0 - probs.sum(-1)).clamp(min=0.0)
@@ -140,8 +172,43 @@ class SamplingEvidence:
         self._tokens += len(drawn)
         self._drawn += float(drawn.sum())
         self._expected += float((probs * f).sum() + (rest * outside).sum())
+
         logs = []
         for tilt in TILTS:
             mean = (probs * (tilt * f).exp()).sum(-1) + rest * (tilt * outside).exp()
             logs.append((tilt * drawn - (mean + ROUNDING * max(1.0, math.exp(tilt * FLOOR))).log()).sum())
         return torch.stack(logs)
+
+    def _biased(self, lists: ReportedLists) -> Tensor:
+        """Return the log of each product over the tokens that bets on one token, [WATCHED * biases]; 0 at first."""
+        probs = lists.top_log_probs.exp()
+        logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)
+        if self._watched is None:
+            expected = lists.top_ids.flatten().bincount(probs.flatten())
+            likely = expected.topk(min(WATCHED, len(expected))).indices
+            self._watched = torch.cat([likely, likely.new_full((WATCHED - len(likely),), -1)]).sort().values
+            return logs.flatten()
+
+        index = torch.searchsorted(self._watched, lists.top_ids.contiguous()).clamp(max=WATCHED - 1)
+        at = self._watched[index] == lists.top_ids
+        drawn, chance = (lists.top_ids == lists.token_ids[:, None])[at].double(), probs[at]
+        for column, bias in enumerate(BIASES):
+            factors = (bias * drawn).log1p() - (bias * chance + abs(bias) * ROUNDING).log1p()
+            logs[:, column].index_add_(0, index[at], factors)
+        return logs.flatten()
+
+
+def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
+    """Return the log of each product over responses that bets on equal ones, [shares]."""
+    before: dict[str, dict[bytes, float]] = {}  # by prompt: the responses so far and their probabilities
+    logs = torch.zeros(len(REPEATS), dtype=torch.float64)
+    for rollout in rollouts:
+        earlier = before.setdefault(rollout.prompt.uid, {})
+        response = rollout.token_ids.numpy().tobytes()
+        if earlier:
+            chance = min(1.0, sum(earlier.values()))
+            logs += torch.tensor(
+                [math.log(1.0 - bet + (bet / max(chance, 1e-300) if response in earlier else 0.0)) for bet in REPEATS]
+            )
+        earlier[response] = math.exp(float(rollout.rollout_log_probs[rollout.sampled_mask].double().sum()))
+    return logs
