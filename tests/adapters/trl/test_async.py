@@ -189,7 +189,7 @@ def test_three_steps_behind_a_server(asynchronous, tmp_path):
         assert torch.equal(torch.from_numpy(server.weights[name]), parameter.detach())
 
 
-@pytest.mark.slow
+@pytest.mark.sweep  # minutes until its server has started
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM's environment is not here: `make test-vllm` makes it")
 def test_three_steps_with_vllm(asynchronous, tmp_path):
     """The same with a real vLLM server; `check_loaded` has compared what it holds with what was sent, each time."""
