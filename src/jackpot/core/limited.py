@@ -2,11 +2,13 @@
 
 import os
 import resource
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 CPU_SECONDS = 2
+_SECONDS = 120  # by the clock, of a child that waits for a lock which a thread held when it was forked
 MEMORY = 2**30  # bytes beyond those of this process
 
 _STATM = Path("/proc/self/statm")
@@ -25,6 +27,8 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
 
     status = 1
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_SECONDS)
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
         if _STATM.exists():
             most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + MEMORY
