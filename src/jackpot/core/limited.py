@@ -9,6 +9,7 @@ from pathlib import Path
 
 CPU_SECONDS = 2
 _SECONDS = 120  # by the clock, of a child that waits for a lock which a thread held when it was forked
+_STOPPED = (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
 MEMORY = 2**30  # bytes beyond those of this process
 
 _STATM = Path("/proc/self/statm")
@@ -23,7 +24,11 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the function must not need
         child = os.fork()
     if child:
-        return os.waitpid(child, 0)[1] == 0
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code not in (
+            1,
+            *(-number for number in _STOPPED),
+        )  # a copy may crash for reasons of its own, as on macOS
 
     status = 1
     try:
