@@ -22,7 +22,16 @@ from jackpot.ui.cli import app
 DOCS = ROOT / "docs"
 DOCS_PROGRAMS = ROOT / ".venv-docs" / "bin"
 FOLDERS = ("benchmarks", "docs", "examples", "research", "src", "tests")
-LINKED = ("mkdocs.yml", *FOLDERS, "Dockerfile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md")
+LINKED = (
+    "mkdocs.yml",
+    *FOLDERS,
+    "Dockerfile",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "SECURITY.md",
+)
 METRICS = ("mismatch", "obrs", "correction", "reward", "response", "policy")
 SEARCHED = {  # what a reader types, and where it leads
     "resume": "reliability.html",

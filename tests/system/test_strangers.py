@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,16 @@ def test_thousands_of_open_boxes_are_read_in_a_pass(tmp_path: Path) -> None:
         assert [row.answers for row in rows_of(path, name="boxed")] == [("7",)]
 
 
+def test_a_prompt_that_stands_in_every_row_is_honest(tmp_path: Path) -> None:
+    rows = 20_000
+    table = pa.table(
+        {"problem": [f"{number}?" for number in range(rows)], "answer": ["1"] * rows, "tools": ["x" * 5000] * rows}
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    with limits():
+        assert len(rows_of(tmp_path / "a.parquet")) == rows
+
+
 @pytest.mark.slow
 def test_a_file_that_expands_beyond_all_text_is_refused(tmp_path: Path) -> None:
     blank = gzip_of(tmp_path / "a.jsonl.gz", b" " * 2**20, 200)
@@ -190,7 +201,7 @@ def test_a_file_that_expands_beyond_all_text_is_refused(tmp_path: Path) -> None:
     for path in (blank, lines, tmp_path / "c.parquet"):
         assert path.stat().st_size < 2**20
         said = refused(lambda path=path: rows_of(path))
-        assert "expands to more than 100 times its size" in said or "more than 67,108,864 bytes" in said
+        assert "times its size" in said or "more than 67,108,864 bytes" in said
 
 
 def test_a_pipe_is_no_data(tmp_path: Path) -> None:
@@ -253,12 +264,18 @@ def read_run(folder: Path) -> None:
     checkpoints.best()
 
 
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n"
+ALIASES += "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi"))
 RUNS: dict[str, Callable[[Path], object]] = {
     "metrics without end": lambda run: put_link(run / "metrics.jsonl", "/dev/zero"),
     "metrics of elsewhere": lambda run: put_link(run / "metrics.jsonl", "/etc/passwd"),
     "a pipe of events": lambda run: put_pipe(run / "events.jsonl"),
     "settings of elsewhere": lambda run: put_link(run / "config.yaml", "/etc/passwd"),
     "settings without end": lambda run: (run / "config.yaml").write_text("[" * 5_000),
+    "settings by aliases": lambda run: (run / "config.yaml").write_text(
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+    ),
     "an environment of elsewhere": lambda run: put_link(run / "environment.json", "/dev/zero"),
     "checksums without end": lambda run: put_link(run / "checkpoints" / "step-1" / "checksums.json", "/dev/zero"),
     "checksums of elsewhere": lambda run: (run / "checkpoints" / "step-1" / "checksums.json").write_text(
@@ -377,6 +394,7 @@ OURS = {  # files that this process or its own machine wrote, or that come with 
     "rollout/rewards/pool.py": "of the kernel",
     "core/files.py": "a lock of ours, of which a line is shown",
     "ui/html.py": "of the package",
+    "config/plain_yaml.py": "parses what was read through the door",
     "config/recipes/__init__.py": "a recipe is code (SECURITY.md)",
     "ui/commands/recipes.py": "of the package",
     "ui/commands/mismatch.py": "written a moment ago",

@@ -247,6 +247,8 @@ def align_top_lists(output: Any, validate: bool) -> None:
         return
 
     sampled = torch.tensor(output.response_mask).nonzero()[:, 0]
+    if not len(sampled):
+        return
     rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
 

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import platform
+import secrets
 import signal
 import time
 from collections.abc import Generator
@@ -129,7 +130,7 @@ def hold_lock(path: Path) -> IO[str]:
     Raises:
         CheckpointError: another process holds the lock or the lease.
     """
-    file, mine = path.open("a+"), f"process {os.getpid()} on {platform.node()}\n"
+    file, mine = path.open("a+"), f"process {os.getpid()} on {platform.node()} ({secrets.token_hex(4)})\n"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         has_locks = True

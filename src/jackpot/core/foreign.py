@@ -14,6 +14,7 @@ from typing import IO, Any
 LARGEST_TEXT = 256 * 2**20  # bytes of a file, or of a line, that is parsed as a whole
 ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to
 MOST_EXPANSION = 100  # bytes out of a byte of a larger one; text has 3 to 30
+MOST_REPETITION = 2_000  # the same of a table, whose columns name a value once that stands in many rows
 
 
 class ForeignFileError(OSError):
@@ -46,7 +47,10 @@ def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None 
 def read_foreign(path: Path, largest: float = LARGEST_TEXT, inside: Path | None = None) -> bytes:
     """Return the content of a file; arguments and errors as of `open_foreign`."""
     with open_foreign(path, largest, inside) as file:
-        return file.read()
+        content = file.read(-1 if largest == float("inf") else int(largest) + 1)
+    if len(content) > largest:  # its size is not known beforehand everywhere, as in /proc
+        raise ForeignFileError(f"{path} goes on for more than {largest:,} bytes")
+    return content
 
 
 def check_foreign(path: Path, inside: Path | None = None) -> Path:
@@ -71,14 +75,16 @@ def parse_json(text: bytes | str, kind: type = object) -> Any:
 
 
 class Expansion:
-    """Counts the bytes that come out of a compressed file, and refuses what expands beyond all text.
+    """A count of the bytes that come out of a compressed file, which refuses a file that no honest one is like.
 
     Args:
         path: of the file, whose size is what the bytes are compared with.
+        times: bytes that may come out of a byte, once they are more than ALWAYS_EXPANDED.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._most = path, max(ALWAYS_EXPANDED, MOST_EXPANSION * path.stat().st_size)
+    def __init__(self, path: Path, times: int = MOST_EXPANSION) -> None:
+        self._path, self._times = path, times
+        self._most = max(ALWAYS_EXPANDED, times * path.stat().st_size)
         self._count = 0
 
     def add(self, count: int) -> None:
@@ -90,5 +96,5 @@ class Expansion:
         self._count += count
         if self._count > self._most:
             raise ForeignFileError(
-                f"{self._path} expands to more than {MOST_EXPANSION} times its size, which no text does"
+                f"{self._path} expands to more than {self._times:,} times its size, which honest data does not"
             )

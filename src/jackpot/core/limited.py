@@ -5,43 +5,53 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 CPU_SECONDS = 2
-_SECONDS = 120  # by the clock, of a child that waits for a lock which a thread held when it was forked
-_STOPPED = (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
 MEMORY = 2**30  # bytes beyond those of this process
 
+_SECONDS = 120  # by the clock, of a child that waits for a lock which a thread held when it was forked
+_BEYOND = 3  # exit code of a function that took too much memory
 _STATM = Path("/proc/self/statm")
 
 
 def ends_in_limits(function: Callable[[], object]) -> bool:
     """Call a pure function in a copy of this process; tell whether it came to an end, by an error too, in the limits.
 
-    Without /proc, as on macOS, memory has no limit.
+    Where that cannot be tried, as without memory for a copy, the answer is True. Without /proc, as on macOS, memory has
+    no limit.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the function must not need
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError:
+            return True
+
     if child:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code not in (
-            1,
-            *(-number for number in _STOPPED),
-        )  # a copy may crash for reasons of its own, as on macOS
+        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # a copy may also crash for its own reasons
 
-    status = 1
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_SECONDS)
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-        if _STATM.exists():
-            most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        function()
-        status = 0
-    except MemoryError:
-        pass
-    except BaseException:
-        status = 0
-    os._exit(status)
+    code = 0
+    with suppress(BaseException):
+        _limit()
+        try:
+            function()
+        except MemoryError:
+            code = _BEYOND
+    os._exit(code)
+
+
+def _limit() -> None:
+    """Limit time and memory of this process."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    if not _STATM.exists():
+        return
+
+    most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + MEMORY
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -1,4 +1,4 @@
-"""Ends this process when the one that started it ends, however that was: its death is an event here, and no timeout."""
+"""Ends this process when the process that started it ends, however that was: as an event, and not by a time limit."""
 
 import os
 import select
@@ -17,7 +17,9 @@ def end_with_parent() -> None:
 
 def _watch(parent: int) -> None:
     with suppress(AttributeError, OSError):  # on Linux; readable once the process has ended
-        select.select([os.pidfd_open(parent)], [], [])
+        ended = select.poll()
+        ended.register(os.pidfd_open(parent), select.POLLIN)
+        ended.poll()
     while os.getppid() == parent:
         time.sleep(_LOOKS)
 

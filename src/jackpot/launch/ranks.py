@@ -60,7 +60,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
         return
     check_ranks(config, at.size)
     backend = BACKENDS[_own_device(config.device, at).type]
-    end_with_parent()
+    _end_with_torchrun()
     store = _store(at)
     timeout = config.placement.timeout
     store.set(_SETUP, json.dumps({"run": str(run.resolve()), "timeout": timeout, "device": config.device}))
@@ -75,7 +75,7 @@ def follow_leader(at: ProcessRank) -> None:
     Raises:
         RankError: rank 0 or another rank was lost.
     """
-    end_with_parent()
+    _end_with_torchrun()
     store = _store(at)
     try:
         setup = json.loads(store.get(_SETUP))
@@ -107,6 +107,12 @@ def run_rank(config: str, run: str) -> tuple[int, bool] | None:
     with leading(settings, Path(run)) as build:
         is_finished = train_run(settings, Path(run), lambda line: None, begun.append, build)
     return begun[0], is_finished
+
+
+def _end_with_torchrun() -> None:
+    """End this rank when torchrun ends that has started it; a rank that was typed may outlive its terminal."""
+    if dist.is_torchelastic_launched():
+        end_with_parent()
 
 
 def _own_device(device: str, at: ProcessRank) -> torch.device:

@@ -45,6 +45,7 @@ MOST_LAYERS = 1_000  # of a model; published ones have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
+_READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of files that transformers reads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
     *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError),
@@ -173,16 +174,17 @@ def _check_named_files(path: str | Path) -> None:
 def _check_regular(source: str) -> None:
     """Refuse a local folder with a pipe or a device among its files, which a library would read without end."""
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
-        if not path.is_dir() and path.exists():
+        if path.suffix in _READ_SUFFIXES and path.exists():
             check_foreign(path)
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
     """Refuse a config whose model would have more layers than any; transformers would build them before it looks."""
-    for block in (config, *(block for block in config.values() if isinstance(block, dict))):
-        for name in ("num_hidden_layers", "n_layer", "num_layers"):
-            if isinstance(block.get(name), int) and block[name] > MOST_LAYERS:
-                raise ValueError(f"{name} is {block[name]:,}, and at most {MOST_LAYERS:,} are read")
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_numbers(value)
+        elif name.endswith(("layers", "layer")) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{name} is {value:,}, and at most {MOST_LAYERS:,} are read")
 
 
 def _is_inside(name: Any) -> bool:

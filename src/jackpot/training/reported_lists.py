@@ -18,6 +18,7 @@ LISTED_TOKENS = 65536  # tokens of a batch whose lists are read, in whole rollou
 LARGEST_MASS = 1.0 + 1e-3  # of a top-k list; more than rounding makes it
 FALSE_ALARM = 1e-9  # probability that a sound engine is ever refused by `SamplingEvidence`, in a run of any length
 TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: the engine would sample at 1 / (1 + d) of its temperature
+ANOTHER_PASS = 0.02  # nats of a token by which its log-prob may be another in another batch
 REPEATS = (0.02, 0.5)  # shares of responses that are copies of earlier ones
 BIASES = (-0.5, -0.1, 0.1, 0.5)  # of one token: the engine would draw it so much more readily
 WATCHED = 32  # tokens that such bets are made on
@@ -200,15 +201,18 @@ class SamplingEvidence:
 
 def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
     """Return the log of each product over responses that bets on equal ones, [shares]."""
-    before: dict[str, dict[bytes, float]] = {}  # by prompt: the responses so far and their probabilities
+    before: dict[
+        tuple[str, tuple[int, ...]], dict[bytes, float]
+    ] = {}  # by prompt: responses so far, with probabilities
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
     for rollout in rollouts:
-        earlier = before.setdefault(rollout.prompt.uid, {})
+        earlier = before.setdefault((rollout.prompt.uid, rollout.prompt.token_ids), {})
         response = rollout.token_ids.numpy().tobytes()
         if earlier:
             chance = min(1.0, sum(earlier.values()))
             logs += torch.tensor(
                 [math.log(1.0 - bet + (bet / max(chance, 1e-300) if response in earlier else 0.0)) for bet in REPEATS]
             )
-        earlier[response] = math.exp(float(rollout.rollout_log_probs[rollout.sampled_mask].double().sum()))
+        log_probs = rollout.rollout_log_probs[rollout.sampled_mask].double()
+        earlier[response] = math.exp(min(0.0, float((log_probs + ANOTHER_PASS).sum())))
     return logs

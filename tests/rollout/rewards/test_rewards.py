@@ -344,6 +344,9 @@ FORGED = [
     '{"item": 0, "result": {"value": NaN, "error": null}}',
     '{"item": 0, "result": {"value": 1.0, "error": "mine"}}',
     '{"item": 0, "result": {"value": 1.0, "error": null, "more": 1}}',
+    '{"item": 0, "result": {"value": 1e300, "error": null}}',
+    '{"item": 0, "result": {"value": 1.0, "error": null, "text": {}}}',
+    '{"worn": false}',
 ]
 
 
@@ -363,11 +366,11 @@ def test_what_a_function_starts_ends_with_it_in_any_session(tmp_path):
 
 
 def test_a_function_sees_no_keys_but_those_that_it_is_given(monkeypatch):
-    for name in ("VLLM_API_KEY", "HF_TOKEN", "OPENAI_API_KEY"):
+    for name in ("VLLM_API_KEY", "HF_TOKEN", "NVIDIA_API_KEY", "OPENAI_API_KEY", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "secret")
     with closing(RewardWorkerPool(SAYS, CallLimits(PATIENCE, environment=("OPENAI_API_KEY",)), workers=1)) as pool:
-        names = ["VLLM_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "PATH"]
-        assert [one.value for one in pool.run([says_item(f"sees {name}") for name in names])] == [0.0, 0.0, 1.0, 1.0]
+        seen = {"VLLM_API_KEY": 0, "HF_TOKEN": 0, "NVIDIA_API_KEY": 0, "OPENAI_API_KEY": 1, "CUDA_DEVICE_ORDER": 1}
+        assert [one.value for one in pool.run([says_item(f"sees {name}") for name in seen])] == [*seen.values()]
 
 
 def test_a_pool_that_is_closed_while_it_scores_says_so():

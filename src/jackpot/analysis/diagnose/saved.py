@@ -61,7 +61,10 @@ def _held_out(run: Path) -> set[tuple[str, str]]:
         rows = [parse_json(line, dict) for line in read_foreign(files[-1], inside=run).splitlines()]
     except (OSError, ValueError):
         return set()
-    return {(row["prompt"], row["answer"]) for row in rows if row.get("answer") and "prompt" in row}
+    asked = [(row.get("prompt"), row.get("answer")) for row in rows]
+    return {
+        (prompt, answer) for prompt, answer in asked if isinstance(prompt, str) and answer and isinstance(answer, str)
+    }
 
 
 def _of_prompts(

@@ -28,6 +28,7 @@ from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_out
 from jackpot.config.build import flat, lay, validated
 from jackpot.config.changes import changeable, changes
 from jackpot.config.engines import ServerEngineConfig
+from jackpot.config.plain_yaml import parse_yaml
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.cores import pick_threads
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
@@ -291,8 +292,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
 
     try:
-        record = yaml.safe_load(read_foreign(path).decode())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        record = parse_yaml(read_foreign(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(
             f"cannot read what was asked in {path}: {error}. Bring the file back, or give --out another folder"
         ) from error

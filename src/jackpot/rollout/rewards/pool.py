@@ -41,11 +41,14 @@ _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 _AWAITED = 1.0  # seconds that a worker has to report the awaited calls that took too long
 _ARRIVED = 0.05  # seconds to read what a worker sent in time while this process stood still
 _GIB = 2**30
+MAX_REWARD = 1e30  # largest |reward|, as in `worker.py`, which is not imported here
 _KEPT = re.compile(  # environment variables that a process gets: no keys, tokens and passwords of this one
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|PYTHON\w*|VIRTUAL_ENV|CONDA_PREFIX"
-    r"|LD_LIBRARY_PATH|LD_PRELOAD|DYLD_\w+|CUDA_VISIBLE_DEVICES|CUDA_HOME|NVIDIA_\w+|(OMP|MKL|OPENBLAS)_NUM_THREADS"
-    r"|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE|HF_DATASETS_OFFLINE|XDG_\w+|SSL_CERT_\w+"
-    r"|(https?|no|HTTPS?|NO)_(proxy|PROXY)|JACKPOT_DATA"
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX"
+    r"|PYTHON(PATH|HOME|HASHSEED|WARNINGS|UNBUFFERED|UTF8|IOENCODING|DONTWRITEBYTECODE|FAULTHANDLER|NOUSERSITE)"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|DYLD_\w+|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|HOME|PATH)|(HIP|ROCR)_VISIBLE_DEVICES"
+    r"|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)|(OMP|MKL|OPENBLAS)_NUM_THREADS|TORCH_HOME|TOKENIZERS_PARALLELISM"
+    r"|HF_(HOME|ENDPOINT|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|NLTK_DATA|XDG_\w+"
+    r"|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|(https?|all|no|HTTPS?|ALL|NO)_(proxy|PROXY)|JACKPOT_DATA"
 )
 _MARK = "JACKPOT_REWARD_WORKER"  # in the environment of a worker, and so of all that it starts
 Item = Mapping[str, Any]  # keyword arguments of one response, of types that JSON has
@@ -176,8 +179,8 @@ class RewardWorkerPool:
         is_worn = True
 
         try:
-            worker.send({"items": items}, until)
-            while "worn" not in (message := worker.receive(until)):
+            worker.send({"items": items, "job": (job := secrets.token_hex(8))}, until)
+            while "worn" not in (message := worker.receive(until, job)):
                 number, result = _result(message)
                 results[number] = result
             missing, is_worn = None, bool(message["worn"])
@@ -220,8 +223,9 @@ def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
         number, result = message["item"], RewardResult(**message["result"])
     except (KeyError, TypeError) as error:
         raise EOFError from error
-    is_ours = type(number) is int and number >= 0 and type(result.value) is float and math.isfinite(result.value)
-    if not is_ours or result.error not in (None, "crash", "invalid", "timeout"):
+    is_number = type(number) is int and number >= 0 and type(result.value) is float and abs(result.value) <= MAX_REWARD
+    is_text = result.text is None or isinstance(result.text, str)
+    if not (is_number and is_text and result.retries == 0 and result.error in (None, "crash", "invalid", "timeout")):
         raise EOFError
     return number, result
 
@@ -275,8 +279,8 @@ class _Worker:
         self._socket.settimeout(max(_ARRIVED, until - time.monotonic()))
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, until: float) -> dict[str, Any]:
-        """Wait for the next message until a time of `time.monotonic()`.
+    def receive(self, until: float, job: str | None = None) -> dict[str, Any]:
+        """Wait for the next message, of a job, until a time of `time.monotonic()`.
 
         Raises:
             TimeoutError: there was none.
@@ -288,7 +292,7 @@ class _Worker:
             message = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             message = None
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or message.get("job") != job:
             raise EOFError
         return message
 

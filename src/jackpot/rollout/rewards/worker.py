@@ -41,7 +41,7 @@ GRACE = 5.0  # seconds that the parent has to end a job before the alarm does
 MAX_TEXT = 500  # characters of the text of an error
 MAX_REWARD = 1e30  # largest |reward|; its square and sums of it are finite in float64, and itself in float32
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
-MOST_FILES, MOST_PROCESSES = 4096, 1000  # that are open; threads that it starts, of a user who is not root
+MOST_FILES, MOST_PROCESSES = 4096, 10_000  # that are open; threads that it starts, of a user who is not root
 LARGEST_FILE = 2**33  # bytes that it writes into one file
 _STATM, _LOAD = Path("/proc/self/statm"), Path("/proc/loadavg")
 Function = Callable[..., Any]
@@ -85,16 +85,18 @@ def main() -> None:
     caller = _Caller(name, function, timeout, send)
     while not caller.is_worn and (line := jobs.readline()):
         signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
-        loop.run_until_complete(caller.do(json.loads(line)["items"]))
+        job = json.loads(line)
+        loop.run_until_complete(caller.do(job["items"], job["job"]))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         caller.is_worn = caller.is_worn or _memory() > worn
-        send({"worn": caller.is_worn})
+        send({"worn": caller.is_worn, "job": job["job"]})
 
 
 def _lower(limit: int, most: int) -> None:
-    """Set a limit of this process, below that which it cannot raise."""
+    """Set a limit of this process, which it cannot raise."""
     hard = resource.getrlimit(limit)[1]
-    resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(limit, (most, most))
 
 
 def takes_batches(function: Function) -> bool:
@@ -118,8 +120,9 @@ class _Caller:
         self._takes_batches, self._is_shown = takes_batches(function), False
         self.is_worn = False  # True after a failed allocation
 
-    async def do(self, items: Sequence[Mapping[str, Any]]) -> None:
-        """Call the function for all items; the failure of one is its own, but in a batch."""
+    async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
+        """Call the function for all items of a job; the failure of one is its own, but in a batch."""
+        self._job = job
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))
         else:
@@ -137,14 +140,14 @@ class _Caller:
         except Exception as error:
             failure = self._failure(error)
             for number in numbers:
-                self._send({"item": number, "result": failure})
+                self._send({"item": number, "result": failure, "job": self._job})
             return
         for number, value in zip(numbers, values, strict=True):
             try:
                 result = {"value": _number(self._name, value), "error": None}
             except InvalidReward as error:
                 result = self._failure(error)
-            self._send({"item": number, "result": result})
+            self._send({"item": number, "result": result, "job": self._job})
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """Return the result of a call that failed; the first traceback of a process is shown."""

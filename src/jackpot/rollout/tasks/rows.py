@@ -33,7 +33,7 @@ from pyarrow import parquet
 
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
 from jackpot.core.errors import DataError
-from jackpot.core.foreign import LARGEST_TEXT, Expansion, open_foreign
+from jackpot.core.foreign import MOST_EXPANSION, MOST_REPETITION, Expansion, open_foreign
 from jackpot.core.package import install
 from jackpot.rollout.rewards.verifier.choices import choice, letter_choice
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
@@ -43,7 +43,8 @@ GZIP = ".gz"
 _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
-_BATCH = 1024  # rows of parquet that are read at once
+_BATCH = 64  # rows of parquet that are read at once
+LARGEST_JSON = 2**31  # bytes of a file that is one list; a row a line, .jsonl, has no such limit
 LONGEST_LINE = 64 * 2**20  # bytes of a row in a file with a row a line
 _LARGEST_NUMBER = 10**300  # in absolute value, of one that is an answer or an id
 _MAX_LISTED = 5  # files named in a message
@@ -65,7 +66,7 @@ class _OpenFile:
     def __init__(self, path: Path, content: Any) -> None:
         """Take over a binary file, which expands what stands at `path` where that is compressed."""
         self.content, self.done = content, 0
-        self.expansion = Expansion(path)
+        self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
 
     def lines(self) -> Iterator[str]:
         while line := self._bounded(self.content.readline, LONGEST_LINE):
@@ -73,7 +74,7 @@ class _OpenFile:
             self.done += 1
 
     def whole(self) -> str:
-        return str(self._bounded(self.content.read, LARGEST_TEXT), "utf-8-sig")
+        return str(self._bounded(self.content.read, LARGEST_JSON), "utf-8-sig")
 
     def _bounded(self, read: Callable[[int], bytes], largest: int) -> bytes:
         text = read(largest + 1)
@@ -445,7 +446,7 @@ def _text(value: Any, column: str) -> str | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN stands for a missing value
         return None
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER:
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and _is_readable(value):
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
     if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half a character
@@ -453,6 +454,11 @@ def _text(value: Any, column: str) -> str | None:
             f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number, below 1e300"
         )
     return value.strip() or None
+
+
+def _is_readable(number: float | Decimal) -> bool:
+    """Tell whether a number is finite, and no longer than any answer."""
+    return (isinstance(number, int) or math.isfinite(number)) and abs(number) < _LARGEST_NUMBER
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
@@ -472,7 +478,7 @@ def _last_boxed(text: str) -> str | None:
         if match[1] == "{":
             opened.append(match.end())
         elif match[1]:
-            last = max(last or (-1, ""), (match.start(), match[1]))
+            last = max(last or (-1, ""), (match.start(1), match[1]))
         elif match[0] == "{":
             opened.append(None)
         elif opened and (start := opened.pop()) is not None:

@@ -34,7 +34,7 @@ from jackpot.config.changes import fixed_changes, settings_of
 from jackpot.config.config import Config
 from jackpot.core.errors import CheckpointError, ConfigError, RankError
 from jackpot.core.files import PARTIAL, cause_of, checkpoint_error_in, checksum, flush_file, flush_folder
-from jackpot.core.foreign import check_foreign, parse_json, read_foreign
+from jackpot.core.foreign import ForeignFileError, check_foreign, parse_json, read_foreign
 from jackpot.core.roles import Role
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import Learner
@@ -162,8 +162,12 @@ class Checkpoints:
         Raises:
             CorruptCheckpoint: it differs from what was written.
         """
-        folder = (self._folder / "best").resolve()
-        if not folder.is_dir() or folder.parent != self._folder.resolve():
+        link = self._folder / "best"
+        if link.is_symlink() and len(link.readlink().parts) != 1:
+            _log.warning("%s leads to %s, which is not beside it, and is left alone", link, link.readlink())
+            return None
+        folder = link.resolve()
+        if not folder.is_dir():
             return None
         _verify(folder)
         return folder
@@ -385,6 +389,10 @@ def _verify(folder: Path) -> None:
                 raise CorruptCheckpoint(folder, name, f"has {read['size']} bytes, {size} were written")
             if read != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
+    except ForeignFileError as error:  # not damaged, so it is not set aside
+        raise CheckpointError(
+            f"{error}. A checkpoint is read from files inside of its folder; copy them there"
+        ) from error
     except (OSError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(folder, name, f"cannot be read: {cause_of(error)}") from error
 

@@ -33,6 +33,7 @@ import yaml
 from jackpot.config.arms import build_config
 from jackpot.config.changes import Change, changes, falling_rates, fixed_changes, settings_of
 from jackpot.config.config import Config
+from jackpot.config.plain_yaml import parse_yaml
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
 from jackpot.core.foreign import ForeignFileError, parse_json, read_foreign
@@ -76,8 +77,8 @@ def run_config(run: Path) -> Config:
             raise CheckpointError(
                 f"{run} is not a run folder: it is of `jackpot eval`; give the folder that train printed"
             )
-        settings = yaml.safe_load(read_foreign(path, inside=run).decode())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        settings = parse_yaml(read_foreign(path, inside=run))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         why = getattr(error, "problem", None) or error

@@ -1,6 +1,5 @@
 """Reads the rollouts of Jackpot's own run folders, and single files of theirs, which hold the run's settings."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from jackpot.analysis.replay.formats.records import DumpRecord, Warn, parquet_ro
 from jackpot.analysis.replay.responses import NEEDED
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
-from jackpot.core.foreign import check_foreign
+from jackpot.core.foreign import check_foreign, parse_json
 from jackpot.training.run_folder.folder import run_config
 from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, open_rollout_file
 
@@ -41,7 +40,7 @@ def config_of(path: Path) -> Config:
         return run_config(path)
     file = files(path)[0]
     open_rollout_file(file)
-    return build_config(json.loads(pq.read_schema(check_foreign(file)).metadata[b"config"]))
+    return build_config(parse_json(pq.read_schema(check_foreign(file)).metadata[b"config"]))
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jackpot.analysis.replay.responses import DamagedRecord
 from jackpot.core.errors import first_line
-from jackpot.core.foreign import LARGEST_TEXT, Expansion, check_foreign, open_foreign, parse_json
+from jackpot.core.foreign import LARGEST_TEXT, MOST_REPETITION, Expansion, check_foreign, open_foreign, parse_json
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
@@ -74,7 +74,7 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
     """
     number = 0
     try:
-        expansion = Expansion(path)
+        expansion = Expansion(path, MOST_REPETITION)
         parts = pq.ParquetFile(check_foreign(path)).iter_batches(batch_size=_ROWS, columns=columns and list(columns))
         for part in parts:
             expansion.add(part.nbytes)
