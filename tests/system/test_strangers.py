@@ -394,7 +394,7 @@ OURS = {  # files that this process or its own machine wrote, or that come with 
     "rollout/rewards/pool.py": "of the kernel",
     "core/files.py": "a lock of ours, of which a line is shown",
     "ui/html.py": "of the package",
-    "config/plain_yaml.py": "parses what was read through the door",
+    "training/run_folder/plain_yaml.py": "parses what was read through the door",
     "config/recipes/__init__.py": "a recipe is code (SECURITY.md)",
     "ui/commands/recipes.py": "of the package",
     "ui/commands/mismatch.py": "written a moment ago",

@@ -166,8 +166,10 @@ class Sampler:
         if not isinstance(begun, _PendingBatch):
             return begun
         batches = self._generate(iteration, begun)
-        first = next((batch.groups for batch in batches if batch.groups), [])
-        self._check(iteration, [one.rollout for group in first for one in group.members])
+        first = next((batch for batch in batches if batch.groups), None)
+        if first:  # with what was aborted too: without long responses the others end too often
+            readable = [one for one in first.generated if first.discarded.get(one.uid) != "non_finite"]
+            self._check(iteration, [rollout for rollout in readable if len(rollout.token_ids)])
         return batches
 
     def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:

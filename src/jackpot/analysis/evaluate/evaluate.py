@@ -28,7 +28,6 @@ from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_out
 from jackpot.config.build import flat, lay, validated
 from jackpot.config.changes import changeable, changes
 from jackpot.config.engines import ServerEngineConfig
-from jackpot.config.plain_yaml import parse_yaml
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.cores import pick_threads
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
@@ -46,6 +45,7 @@ from jackpot.rollout.tasks.base import Task
 from jackpot.rollout.tasks.benchmarks import NO_SET, SETS
 from jackpot.rollout.tasks.registry import check_sets, make_sets, make_task
 from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
+from jackpot.training.run_folder.plain_yaml import parse_yaml
 
 SCHEMA_VERSION = 1
 OWN = "own"  # the benchmark that is the held-out problems of the model's run

@@ -33,12 +33,12 @@ import yaml
 from jackpot.config.arms import build_config
 from jackpot.config.changes import Change, changes, falling_rates, fixed_changes, settings_of
 from jackpot.config.config import Config
-from jackpot.config.plain_yaml import parse_yaml
 from jackpot.core.errors import CheckpointError, ConfigError
 from jackpot.core.files import PARTIAL, AppendedFile, checkpoint_error_in, flush_file, hold_lock, write_whole
 from jackpot.core.foreign import ForeignFileError, parse_json, read_foreign
 from jackpot.core.package import version
 from jackpot.training.run_folder.environment import Environment
+from jackpot.training.run_folder.plain_yaml import parse_yaml
 from jackpot.training.run_folder.trackers import (
     WandbRun,
     event_file_name,
