@@ -148,6 +148,7 @@ def hold_lock(path: Path) -> IO[str]:
     file.truncate(0)
     file.write(mine)
     file.flush()
+
     if not has_locks:
         time.sleep(_SETTLES)
         if path.read_text() != mine:

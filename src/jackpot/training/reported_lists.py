@@ -151,11 +151,13 @@ class SamplingEvidence:
                 f"be {expected:.3f}. Have it return processed log-probs, of the temperature, top_p and top_k that it "
                 f"samples with"
             )
+
         if (largest := largest - len(REPEATS)) < 0:
             return (
                 "responses to one prompt are equal far more often than their reported probabilities allow. Does it "
                 "have one seed for all requests, or a cache of answers?"
             )
+
         assert self._watched is not None
         token, bias = divmod(largest, len(BIASES))
         often = "more often" if BIASES[bias] > 0 else "less often"
@@ -205,6 +207,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
         tuple[str, tuple[int, ...]], dict[bytes, float]
     ] = {}  # by prompt: responses so far, with probabilities
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
+
     for rollout in rollouts:
         earlier = before.setdefault((rollout.prompt.uid, rollout.prompt.token_ids), {})
         response = rollout.token_ids.numpy().tobytes()

@@ -232,10 +232,12 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
             "jackpot_top_ids": rollout[:, 1 : 1 + top].long(),
             "jackpot_top_log_probs": rollout[:, 1 + top :],
         }
+
         batch = {name: pad_sequence(column.split(lengths), batch_first=True) for name, column in columns.items()}
         mask, no_prompt = batch["completion_mask"], labels.new_zeros(len(lengths), 0)
         batch |= {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "jackpot_uniforms": self._uniforms(mask)}
         batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]
+
         scores = self._score(batch, log_probs[index].float(), labels, states[0, index])
         measured, overlap = self._measured(batch, scores, scores)
         self._correct([(batch, measured, overlap)])

@@ -142,6 +142,7 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
             "the tokenizer has no chat template; use `template: base` (task.template in training, math.template in "
             "jackpot eval), or the tokenizer of a model that was trained to chat"
         )
+
     try:
         asked = [message._asdict() for message in messages]
         text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
