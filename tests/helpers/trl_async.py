@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.engines.scripted_server import ScriptedServer
+from helpers.trl_runs import ON_A_CPU
 from jackpot.models.hub import starter_path
 from jackpot.models.load import load_model, load_tokenizer
 
@@ -77,15 +78,9 @@ def config(folder: Path, **changes: Any) -> AsyncGRPOConfig:
         max_steps=3,
         token_budget=0,
         learning_rate=1e-3,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         seed=3,
     )
-    return AsyncGRPOConfig(**settings | changes)
+    return AsyncGRPOConfig(**ON_A_CPU | settings | changes)
 
 
 def arguments(folder: Path, **changes: Any) -> dict[str, Any]:

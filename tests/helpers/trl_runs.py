@@ -56,6 +56,11 @@ def reward(completions: list[str], answer: list[str], **others: Any) -> list[flo
     ]
 
 
+ON_A_CPU: dict[str, Any] = dict(
+    use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True
+)
+
+
 def config(folder: Path, **changes: Any) -> GRPOConfig:
     from trl import GRPOConfig
 
@@ -66,16 +71,10 @@ def config(folder: Path, **changes: Any) -> GRPOConfig:
         max_completion_length=MAX_NEW,
         max_steps=3,
         logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
         beta=0.0,
         seed=3,
     )
-    return GRPOConfig(**settings | ALIKE | changes)
+    return GRPOConfig(**ON_A_CPU | settings | ALIKE | changes)
 
 
 def arguments(folder: Path, rows: int = 64, **changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tries in a child process, with limits of time and memory, what a stranger's file would have this process compute."""
+"""Limits of time and memory: of this process, and of a child that tries what a stranger's file would have computed."""
 
 import os
 import resource
@@ -48,10 +48,20 @@ def _limit() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    if not _STATM.exists():
-        return
+    if used := address_space():
+        lower_limit(resource.RLIMIT_AS, used + MEMORY)
 
-    most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + MEMORY
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+
+def lower_limit(limit: int, most: int) -> None:
+    """Set a limit of this process, such as RLIMIT_AS, which it cannot raise again; a lower one stays."""
+    hard = resource.getrlimit(limit)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(limit, (most, most))
+
+
+def address_space() -> int:
+    """Return the address space of this process in bytes, or 0 where there is no /proc."""
+    try:
+        return int(_STATM.read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0

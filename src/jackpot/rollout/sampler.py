@@ -168,7 +168,7 @@ class Sampler:
         batches = self._generate(iteration, begun)
         first = next((batch for batch in batches if batch.groups), None)
         if first:  # with what was aborted too: without long responses the others end too often
-            readable = [one for one in first.generated if first.discarded.get(one.uid) != "non_finite"]
+            readable = [item for item in first.generated if first.discarded.get(item.uid) != "non_finite"]
             self._check(iteration, [rollout for rollout in readable if len(rollout.token_ids)])
         return batches
 

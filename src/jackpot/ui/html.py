@@ -52,12 +52,14 @@ def write_page(
     numbers = _Numbers()
     data: dict[str, Any] = {"sections": [_section(section, numbers) for section in sections], "numbers": numbers.lists}
     packs = {"plotly": base64.b64encode((_ASSETS / "plotly-basic.min.js.gz").read_bytes()).decode()}
+
     inspector = scripts = ""
     if tokens and tokens.index["runs"]:
         inspector, scripts = _asset("inspector.html"), "\n".join(map(_asset, _INSPECTOR))
         data["tokens"] = dict(tokens.index)
         packs |= tokens.packs
     packs["page"] = packed(data)
+
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _asset("page.css") + (_asset("inspector.css") if inspector else ""),
@@ -65,6 +67,7 @@ def write_page(
         "PACKS": _packs(packs),
         "SCRIPT": _asset("page.js") + scripts,
     }
+
     page = _SLOT.sub(lambda slot: parts[slot[1]], _asset("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page.encode())

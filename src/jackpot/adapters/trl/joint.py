@@ -270,6 +270,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         sums, self._parts = all_reduce_sums(add_sums(*self._parts)), []
         divergence = sums["mismatch/kl_policy_rollout"]
         assert isinstance(divergence, Mean)  # of `_distances`
+
         metrics, _ = self._rollout_optimizer.step(sums, sampled_tokens=divergence.count, steps_rollout_model=True)
         metrics["rollout_model/distill_weight"] = Mean.number(self._distill_weight)
         if control := self._settings.distill_control:
@@ -279,6 +280,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
                 kl=metrics["mismatch/kl_policy_rollout"].value.item(),
                 acceptance=metrics["rollout_model/acceptance"].value.item(),
             )
+
         self._log_metrics({name: entry.value for name, entry in metrics.items()})
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -101,6 +101,7 @@ def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[A
             f"accuracies compare only where all arms answer the same problems in the same way. {listed}. Leave "
             f"those out, or set it for all"
         )
+
     runs = []
     for (arm, seed), config in sorted(configs.items(), key=lambda item: item[0][1]):
         name = f"{arm}-seed{seed}"

@@ -28,6 +28,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jackpot.core.errors import ConfigError, TrainingError
+from jackpot.rollout.rewards.worker import MAX_REWARD
 
 if TYPE_CHECKING:  # it imports torch
     from jackpot.core.types import RewardError
@@ -41,7 +42,6 @@ _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 _AWAITED = 1.0  # seconds that a worker has to report the awaited calls that took too long
 _ARRIVED = 0.05  # seconds to read what a worker sent in time while this process stood still
 _GIB = 2**30
-MAX_REWARD = 1e30  # largest |reward|, as in `worker.py`, which is not imported here
 _KEPT = re.compile(  # environment variables that a process gets: no keys, tokens and passwords of this one
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX"
     r"|PYTHON(PATH|HOME|HASHSEED|WARNINGS|UNBUFFERED|UTF8|IOENCODING|DONTWRITEBYTECODE|FAULTHANDLER|NOUSERSITE)"

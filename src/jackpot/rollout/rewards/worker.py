@@ -35,6 +35,7 @@ from typing import Any
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.imports import import_object
+from jackpot.core.limited import address_space, lower_limit
 
 WORN = 0.25  # share of the memory limit; a process that has grown by more is replaced
 GRACE = 5.0  # seconds that the parent has to end a job before the alarm does
@@ -43,7 +44,7 @@ MAX_REWARD = 1e30  # largest |reward|; its square and sums of it are finite in f
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
 MOST_FILES, MOST_PROCESSES = 4096, 10_000  # that are open; threads that it starts, of a user who is not root
 LARGEST_FILE = 2**33  # bytes that it writes into one file
-_STATM, _LOAD = Path("/proc/self/statm"), Path("/proc/loadavg")
+_LOAD = Path("/proc/loadavg")
 Function = Callable[..., Any]
 Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
@@ -53,10 +54,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower(resource.RLIMIT_NOFILE, MOST_FILES)
-    _lower(resource.RLIMIT_FSIZE, LARGEST_FILE)
+    lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
+    lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
     if _LOAD.exists():  # it says how many threads all users have now; the limit counts those of its user
-        _lower(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
     pool = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -75,7 +76,7 @@ def main() -> None:
         ends = f"the reward {name!r} ends the process that imports it: {error!r}"
         return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    start, worn = _memory(), math.inf  # address space, and that of a worn process, bytes
+    start, worn = address_space(), math.inf  # address space, and that of a worn process, bytes
     if start and memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start + memory, start + memory))
         worn = start + WORN * memory
@@ -88,15 +89,8 @@ def main() -> None:
         job = json.loads(line)
         loop.run_until_complete(caller.do(job["items"], job["job"]))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        caller.is_worn = caller.is_worn or _memory() > worn
+        caller.is_worn = caller.is_worn or address_space() > worn
         send({"worn": caller.is_worn, "job": job["job"]})
-
-
-def _lower(limit: int, most: int) -> None:
-    """Set a limit of this process, which it cannot raise."""
-    hard = resource.getrlimit(limit)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(limit, (most, most))
 
 
 def takes_batches(function: Function) -> bool:
@@ -137,11 +131,13 @@ class _Caller:
             values = list(returned) if self._takes_batches else [returned]
             if len(values) != len(numbers):
                 raise ValueError(f"{self._name} returned {len(values)} rewards for {len(numbers)} responses")
+
         except Exception as error:
             failure = self._failure(error)
             for number in numbers:
                 self._send({"item": number, "result": failure, "job": self._job})
             return
+
         for number, value in zip(numbers, values, strict=True):
             try:
                 result = {"value": _number(self._name, value), "error": None}
@@ -185,11 +181,3 @@ def _number(name: str, value: Any) -> float:
     if not abs(number) <= MAX_REWARD:
         raise InvalidReward(f"{name} returned {value!r:.100}; a reward is a number from -1e30 to 1e30")
     return number
-
-
-def _memory() -> int:
-    """Return the address space of this process in bytes, or 0 where there is no /proc."""
-    try:
-        return int(_STATM.read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0

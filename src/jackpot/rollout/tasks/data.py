@@ -71,11 +71,13 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
         return _benchmark(name, settings, split)
     if name.startswith(HUB):
         return _on_hub(source_name(name), _OWN_DATA, settings, settings.split or split, "give a local file as source")
+
     if not is_address(name):
         raise DataError(
             f"{unknown_name('benchmark', name, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
             f"{', '.join(SUFFIXES)} file or of a folder of them"
         )
+
     path = Path(name).expanduser()
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name) and kind_of(path) is None:
         raise DataError(f"there is no folder {name}; for the data set of the hub write {HUB}{name}")

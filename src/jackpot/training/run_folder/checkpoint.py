@@ -389,6 +389,7 @@ def _verify(folder: Path) -> None:
                 raise CorruptCheckpoint(folder, name, f"has {read['size']} bytes, {size} were written")
             if read != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
+
     except ForeignFileError as error:  # not damaged, so it is not set aside
         raise CheckpointError(
             f"{error}. A checkpoint is read from files inside of its folder; copy them there"

@@ -78,9 +78,11 @@ def open_rollout_file(path: Path) -> RolloutFile:
         version = (file.schema_arrow.metadata or {}).get(b"schema_version", b"none").decode()
         if version != str(SCHEMA_VERSION):
             raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
+
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         columns = [group.column(index) for group in groups for index in range(group.num_columns)]
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
+
         iteration = int(path.stem.split("-")[1])
         return RolloutFile(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
     except (OSError, pa.ArrowException, ValueError) as error:
