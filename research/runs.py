@@ -15,17 +15,14 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jackpot.analysis.compare.summary import summarize
+from research.reference import digest_of, git
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def git(*words: str) -> str:
-    """Run git in this repository and return what it prints."""
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+reference_of = cache(digest_of)
 
 
 def frozen_source(folder: Path) -> tuple[str, Path]:
@@ -33,8 +30,7 @@ def frozen_source(folder: Path) -> tuple[str, Path]:
     source = folder / "source"
     if not source.exists():
         git("worktree", "add", "--detach", str(source), "HEAD")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, check=True, capture_output=True, text=True)
-    return commit.stdout.strip(), source
+    return git("rev-parse", "HEAD", folder=source), source
 
 
 def key_of(recipe: str, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
@@ -77,6 +73,7 @@ def finish(
     return {
         **key_of(recipe, arm, seed, overrides),
         "commit": commit,
+        "reference": reference_of(source),
         "machine": processor(),
         "threads": summary.environment["threads"],
         "torch": summary.environment.get("torch"),

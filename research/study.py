@@ -5,14 +5,13 @@
     python -m research.study --panel first --jobs 2
 
 Each finished run becomes a line of docs/study/PANEL.jsonl, or of docs/study/tuning.jsonl, which are committed; what is
-in them is not run again. All lines are of one commit of src/.
+in them is not run again. All lines of a file are of code that computes the same (research/reference.py).
 """
 
 import argparse
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -31,14 +30,15 @@ from jackpot.config.config import Config
 from jackpot.config.corrections import WITH_PROXIMAL
 from jackpot.config.recipes import resolve
 from jackpot.config.schedules import ShareSchedule
+from research.reference import ROOT, digest_of, git, still_holds
 from tools.toy_models import STUDY_MODELS, make_toy_models
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "research" / "study.yaml"
 FACTORS = (0.5, 1.0, 2.0)  # of the policy's learning rate in the recipe: the grid of every arm
 TUNING_SEED = 0  # reported with other seeds
 SEEDS = (101, 102, 103, 104, 105)  # reported; nothing was tuned on them
 FEW = SEEDS[:3]
+MANY = tuple(range(201, 225))  # of the panel `power`
 ALONE = "alone"  # in place of a pair's name, where there is no rollout model
 LONG = 250  # iterations: 1,000 optimizer steps
 
@@ -73,6 +73,7 @@ class Finished:
     source: str  # commit of src/
     run: RunSummary
     draft_acceptance: float | None = None  # mean over iterations; None without drafts
+    reference: str = ""  # digest of the code (research/reference.py); lines of the first edition have none
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "run": json.loads(self.run.to_json())})
@@ -103,6 +104,7 @@ GAP = ("none", "tis", "expected", "annealed_expected", "mixed_half")
 STALE = ("clip", "tis_adjusted", "obrs", "expected", "mask_only", "weight_only")
 FOREIGN = ("foreign_none", "foreign_tis", "foreign_obrs")
 ABLATION = ("lam_0.8", "lam_0.9", "lam_1.1", "lam_1.2", "c1_2", "c1_4", "c1_8", "k_10", "k_32")
+POWER = ("none", "tis", "obrs", "annealed_none", "annealed_obrs")
 FAR_OBRS = Cell(pair="far", arm="obrs")
 
 
@@ -120,6 +122,12 @@ def stale(staleness: int) -> list[Cell]:
     return twice(cells(ALONE, *(f"stale_{staleness}_{arm}" for arm in STALE)))
 
 
+def powered(pair: str) -> list[Cell]:
+    """Arms that decide the target, with many seeds at the rates of `first`; the annealed ones a quarter longer too."""
+    those = [Cell(pair=pair, arm=arm, rate_of=Cell(pair=pair, arm=arm), seeds=MANY) for arm in POWER]
+    return those + [replace(cell, iterations=100) for cell in those if cell.arm.startswith("annealed")]
+
+
 PANELS: dict[str, list[Cell]] = {
     "first": [
         ON_POLICY,
@@ -133,6 +141,7 @@ PANELS: dict[str, list[Cell]] = {
     "foreign": twice(cells("far", *FOREIGN)),
     "ablation": [Cell(pair="far", arm=arm, rate_of=FAR_OBRS, seeds=FEW) for arm in ABLATION],
     "long": [],  # known once `first` is: `long_cells`
+    "power": [replace(ON_POLICY, rate_of=ON_POLICY, seeds=MANY), *powered("close"), *powered("far")],
 }
 CUT = (
     "stale: TIS towards the old policy, which generated the rollouts itself: its weights are 1, it is clip",
@@ -171,6 +180,7 @@ class Study:
     results: Path  # folder of the jsonl files
     runs: Path  # folder of models and run folders
     source: str  # commit of src/
+    reference: str = ""  # digest of the code
     overrides: tuple[str, ...] = ()  # of every run, for tests
 
     def config(self, cell: Cell, factor: float, seed: int, is_tuning: bool) -> Config:
@@ -204,14 +214,16 @@ class Study:
         return [Finished.from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def check(self, panel: str, wanted: Sequence[ArmRun]) -> None:
-        """Refuse runs of another commit of src/, and of other settings."""
-        path, runs = self.results / f"{panel}.jsonl", {(one.arm, one.seed): one for one in wanted}
-        for one in self.read(panel):
-            if one.source != self.source:
+        """Refuse to add runs to those of code that computes something else, and runs of other settings."""
+        path, runs = self.results / f"{panel}.jsonl", {(run.arm, run.seed): run for run in wanted}
+        lines = self.read(panel)
+        is_whole = runs.keys() <= {(line.run.arm, line.run.seed) for line in lines}
+        for one in lines:
+            if not is_whole and not still_holds(one.source, one.reference, self.reference):
                 raise SystemExit(
-                    f"{path} has runs of src/ at {one.source}, and src/ is at {self.source}; one study has one commit. "
-                    f"Go on from there: git worktree add ../study {one.source}, and in it git checkout "
-                    f"{current_branch()} -- research docs/study. Or remove the file and begin it anew."
+                    f"{path} has runs of src/ at {one.source}, which computed something else than src/ does now; go on "
+                    f"from there: git worktree add ../study {one.source}, and in it git checkout {current_branch()} -- "
+                    f"research docs/study. Or remove the file and begin it anew."
                 )
             same = runs.get((one.run.arm, one.run.seed))
             if same and (other := fixed_changes(Config, _filled(one.run.settings), settings_of(same.config))):
@@ -256,8 +268,9 @@ class Study:
             summary = summarize(one.folder, one.arm)
             if summary.is_done:
                 accepted = [line["draft/acceptance"] for line in lines if line.get("draft/acceptance") is not None]
+                drafted = fmean(accepted) if accepted else None
                 line = Finished(
-                    source=self.source, run=summary, draft_acceptance=fmean(accepted) if accepted else None
+                    source=self.source, run=summary, draft_acceptance=drafted, reference=self.reference
                 ).to_json()
                 with (self.results / f"{panel}.jsonl").open("a") as file:
                     file.write(line + "\n")
@@ -362,12 +375,6 @@ def long_cell(arm: str) -> Cell:
     return Cell(pair="far", arm=arm, rate_of=Cell(pair="far", arm=arm), iterations=LONG, seeds=FEW)
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
 def current_branch() -> str:
     return git("rev-parse", "--abbrev-ref", "HEAD")
 
@@ -399,7 +406,7 @@ def main() -> None:
     print(study.plan(panels)[0], flush=True)
     if options.plan:
         return
-    study = replace(study, source=source_commit())
+    study = replace(study, source=source_commit(), reference=digest_of(ROOT))
     missing = {name: spec for name, spec in STUDY_MODELS.items() if not (study.runs / "models" / name).exists()}
     make_toy_models(study.runs / "models", missing)
     for panel in panels:
