@@ -2,18 +2,20 @@
 
 import json
 import re
-from statistics import fmean, stdev
+from statistics import fmean, geometric_mean, stdev
 
 import pytest
 import torch
 
 from helpers.paths import ROOT
 from jackpot import obrs
+from jackpot.analysis.compare.comparison import compare
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.config.config import Config
 from jackpot.config.recipes import parse_override, resolve
 from jackpot.ui.cli import app
-from research.study import read_summary
+from research.study import committed, read_summary
+from research.study_page import ALLOWED, Arms
 
 README = (ROOT / "README.md").read_text()
 STUDY = (ROOT / "docs" / "study.md").read_text()
@@ -91,11 +93,16 @@ def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
     runs = summaries("study/first.jsonl")
     base = mean_costs(runs, "alone/on_policy")
     arms = ["alone/on_policy", *(f"close/{arm}" for arm in ("none", "tis", "obrs", "annealed_none"))]
-    table = re.findall(r"^\|[^|]*\|[^|]*\| ([\d.]+) \| (\d+) % \| (\d+) % \| (\d+) % \|$", README, re.MULTILINE)
+    row_of = r"^\|[^|]*\|[^|]*\| ([\d.]+) \| (\d+) % \| (\d+) % \| (\d+) % \| ([^|]+) \|$"
+    table = re.findall(row_of, README, re.MULTILINE)
+    reached = Arms(committed().read("first"), "close")
     for row, arm in zip(table, arms, strict=True):
         accuracy, *costs = mean_costs(runs, arm)
         shares = [f"{100 * cost / whole:.0f}" for cost, whole in zip(costs, base[1:], strict=True)]
-        assert list(row) == [f"{100 * accuracy:.1f}", *shares], arm
+        ratios = reached.reaching_cost(arm.partition("/")[2], "all", ALLOWED[-1])
+        until = f"{100 * geometric_mean(ratios):.0f} %" if ratios else "never"
+        seeds = "" if len(ratios) in (0, 5) else f" ({len(ratios)} of 5)"
+        assert list(row) == [f"{100 * accuracy:.1f}", *shares, until + seeds], arm
     text = " ".join(README.split())
     assert f"here ({100 * base[1] / base[2]:.0f} % of the FLOPs)" in text
     models = re.findall(r"^\| `(policy|close)` \| ([\d,]+) \| [\d,]+ \| ([\d.]+) ", STUDY, re.MULTILINE)
@@ -143,6 +150,11 @@ def test_the_quickstart_tables_are_of_the_committed_runs() -> None:
         assert f"| {' | '.join(row)} |" in page
         if f"| `{arm}` | 38" in tutorial:
             assert f"| {fmean(after):.1f} ± {stdev(after):.1f} |" in tutorial
+
+    compared = compare([run for arm in ("obrs", "tis", "none", "on_policy") for run in by_arm[arm]])
+    for row in compared.rows:
+        cost = row.cost
+        assert f"| {cost.flops:.2e} | {cost.all_flops:.2e} | {cost.cpu_seconds:.1f} |" in tutorial
 
 
 def test_no_other_number_stands_in_the_readme() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,8 @@ from jackpot.config.changes import settings_of
 from jackpot.config.recipes import load_recipe
 from jackpot.models.cost import forward_cost
 from jackpot.models.hub import resolve_path
-from research import study, study_page
+from research import reference, study, study_page
+from research.reference import ROOT
 from tools.toy_models import STUDY_MODELS, make_meta_model
 
 SOURCE = "0" * 40
@@ -36,11 +38,11 @@ def test_the_page_is_what_its_generator_writes() -> None:
     assert study_page.PAGE.read_text() == study_page.page(study.committed())
 
 
-def test_committed_runs_are_of_one_commit_and_its_plan() -> None:
+def test_committed_runs_are_of_one_digest_and_its_plan() -> None:
     committed = study.committed()
     finished = {panel: committed.read(panel) for panel in ("tuning", *study.PANELS)}
-    assert len({one.source for runs in finished.values() for one in runs}) <= 1
     for panel, runs in finished.items():
+        assert len({one.reference or one.source for one in runs}) <= 1, panel
         keys = [(one.run.arm, one.run.seed) for one in runs]
         assert len(set(keys)) == len(keys), panel
         for one in runs:
@@ -48,15 +50,15 @@ def test_committed_runs_are_of_one_commit_and_its_plan() -> None:
         if panel != "tuning" and runs:
             wanted = committed.reported_runs(panel)
             assert set(keys) <= {(one.arm, one.seed) for one in wanted}
-            replace(committed, source=runs[0].source).check(panel, wanted)
+            replace(committed, reference=runs[0].reference).check(panel, wanted)
 
 
 # The plan
 
 
-def test_the_plan_takes_14_core_hours_and_says_what_is_cut(tmp_path: Path) -> None:
+def test_the_plan_says_its_core_hours_and_what_is_cut(tmp_path: Path) -> None:
     text, hours = empty_study(tmp_path).plan(study.PANELS)
-    assert 8.0 < hours <= 14.0
+    assert 14.0 < hours <= 22.0
     assert f"{hours:.1f} core-hours in all" in text and "Cut:" in text
     rows = [line.split()[0] for line in text.splitlines() if re.search(r" \d\.\d\d$", line)]
     assert list(dict.fromkeys(rows)) == list(study.PANELS)
@@ -297,14 +299,43 @@ def test_a_reported_run_has_the_tuned_rate_or_twice_it(whole: "study.Study") -> 
     assert runs[doubled.name, 101].policy.optimizer.learning_rate == pytest.approx(1e-4)
 
 
-def test_runs_of_another_commit_or_other_settings_are_refused(whole: "study.Study") -> None:
+def test_runs_of_other_settings_are_refused(whole: "study.Study") -> None:
     wanted = whole.reported_runs("gap")
     rates = {one.arm: one.config.policy.optimizer.learning_rate for one in wanted}
     assert set(rates.values()) == {0.5e-4}  # equal scores, and the summaries were made at 1e-4
     with pytest.raises(SystemExit, match="with other settings"):
         whole.check("gap", wanted)
+
+
+def test_runs_are_not_added_to_those_of_code_that_computes_otherwise(tmp_path: Path, monkeypatch) -> None:
+    cells = [study.Cell(pair="close", arm="tis", seeds=(101, 102))]
+    monkeypatch.setitem(study.PANELS, "gap", cells)
+    one = replace(empty_study(tmp_path), reference="here")
+    fill(one, "gap")
+    lines = [
+        replace(line, run=replace(line.run, settings=settings_of(run.config)), reference="there")
+        for line, run in zip(one.read("gap"), one.reported_runs("gap"), strict=True)
+    ]
+    write(one, "gap", lines)
+    one.check("gap", one.reported_runs("gap"))  # whole: nothing would be added
+
+    write(one, "gap", lines[:1])
+    monkeypatch.setattr(reference, "digest_of_commit", {SOURCE: "there"}.__getitem__)
     with pytest.raises(SystemExit, match=rf"src/ at {SOURCE}.*git worktree add"):
-        replace(whole, source="1" * 40).check("gap", wanted)
+        one.check("gap", one.reported_runs("gap"))
+    monkeypatch.setattr(reference, "digest_of_commit", {SOURCE: "here"}.__getitem__)
+    one.check("gap", one.reported_runs("gap"))  # that commit computes the same on this machine
+
+
+@pytest.mark.slow
+def test_a_digest_is_of_what_a_short_run_computes(tmp_path: Path) -> None:
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    assert reference.digest_of(tmp_path) == reference.digest_of(ROOT) and len(reference.digest_of(ROOT)) == 16
+    changed = tmp_path / "changed"
+    shutil.copytree(ROOT / "src", changed / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    path = changed / "src" / "jackpot" / "core" / "prng.py"
+    path.write_text(path.read_text().replace("0x9E3779B97F4A7C15)", "0x9E3779B97F4A7C17)"))
+    assert reference.digest_of(changed) != reference.digest_of(ROOT)
 
 
 @pytest.mark.slow

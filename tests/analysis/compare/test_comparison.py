@@ -89,11 +89,13 @@ def test_without_a_budget_it_is_what_all_have_spent() -> None:
         compare([*dear, summary("dearest", 1, 0.3, 0.4, cost=4.0)], unit="flops")
 
 
-def test_costs_end_at_the_first_evaluation_that_is_accurate() -> None:
+def test_costs_end_where_the_accuracy_is_first_reached() -> None:
     found = rows(RUNS, accuracy=0.7)
     assert (found["base"].cost.reached, found["base"].cost.flops) == (3, 20.0)  # 30, 20, 20
     other = found["other"].cost
-    assert (other.reached, other.of, other.flops, other.cpu_seconds) == (2, 3, 80.0, 2.0)  # 80, 80, never
+    # after 1 2/3, 1 1/2 and never, each of 40 + 30 FLOPs
+    assert (other.reached, other.of, other.flops, other.cpu_seconds) == pytest.approx((2, 3, 200 / 3, 5 / 3))
+    assert other.all_flops == pytest.approx(350 / 3)
     assert rows(RUNS, accuracy=0.8)["base"].cost.flops is None  # one of three got there
     assert compare(RUNS).accuracy == 0.6  # what the worst run reached
 
@@ -103,7 +105,7 @@ def test_costs_are_counted_to_an_accuracy_above_every_start() -> None:
     rising, falling = summary("a", 1, 0.4, 0.6, 0.7), summary("b", 1, 0.4, 0.38, 0.36)
     found = compare([rising, falling])
     assert found.accuracy == 0.7
-    assert [(row.cost.reached, row.cost.flops) for row in found.rows] == [(1, 20.0), (0, None)]
+    assert [(row.cost.reached, row.cost.flops) for row in found.rows] == [(1, pytest.approx(20.0)), (0, None)]
     assert compare([rising, summary("b", 1, 0.4, 0.43, 0.41)]).accuracy == 0.7  # 6 points are two standard errors
     assert compare([rising, summary("b", 1, 0.1, 0.39, 0.39)]).accuracy == 0.7  # below the other's start
     flat = compare([falling])

@@ -99,6 +99,7 @@ def test_the_verdict_names_the_highest_arm_and_its_distance(baseline: str) -> No
         "Highest": "obrs, 80.0 % right (3 seeds)",
         "Against none": "obrs is 29.0 points higher than none (95 % CI +29.0 to +29.0, 3 seeds): "
         "significant, on 3 of 3",
+        "Cheapest to 50.0%": "obrs, with 27% of none's FLOPs and 27% of its CPU seconds",
     }
 
 
@@ -132,5 +133,5 @@ def test_three_seeds_need_students_quantile_to_be_no_chance() -> None:
 def test_of_many_arms_the_baseline_and_the_next_are_paired() -> None:
     ends = {"none": 0.2, "a": 0.5, "b": 0.6, "c": 0.7, "d": 0.8, "e": 0.75}
     runs = [run(arm, seed, (0.1, end + 0.01 * seed)) for arm, end in ends.items() for seed in range(2)]
-    expected = ["Highest", "Against none", "Against e", "Against c", "Against b"]
+    expected = ["Highest", "Against none", "Against e", "Against c", "Cheapest to 20.0%"]
     assert list(comparison_verdict(compare(runs))) == expected

@@ -43,15 +43,15 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostToAccuracy:
-    """Gives the cost until the first evaluation at which the policy reaches an accuracy, as medians over runs.
+    """What runs had spent when their policy reached an accuracy (`RunSummary.spent_until`), as medians over the runs.
 
     A run that never reaches it counts as infinite; an infinite median is None.
     """
 
     reached: int  # number of runs that reach the accuracy
     of: int  # number of all runs
-    flops: float | None
-    training_flops: float | None
+    flops: float | None  # of generating the rollouts
+    all_flops: float | None  # of rollouts and training
     cpu_seconds: float | None
     seconds: float | None
 
@@ -238,17 +238,17 @@ def _is_short(run: RunSummary, unit: str, budget: float) -> bool:
 
 
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
-    points = [next((point for point in run.points if point.policy_accuracy >= accuracy), None) for run in runs]
+    spent = [run.spent_until(accuracy) for run in runs]
 
     def middle(name: str) -> float | None:
-        value = statistics.median(getattr(point, name) if point else math.inf for point in points)
+        value = statistics.median(getattr(costs, name) if costs else math.inf for costs in spent)
         return value if math.isfinite(value) else None
 
     return CostToAccuracy(
-        reached=sum(point is not None for point in points),
+        reached=sum(costs is not None for costs in spent),
         of=len(runs),
         flops=middle("flops"),
-        training_flops=middle("training_flops"),
+        all_flops=middle("all_flops"),
         cpu_seconds=middle("cpu_seconds"),
         seconds=middle("seconds"),
     )

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.changes import settings_of
@@ -16,6 +17,16 @@ from jackpot.training.run_folder.folder import Measure, RunFolder, measure_of, r
 
 Lines = Sequence[Mapping[str, Any]]
 PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose time counts; evaluations are left out
+
+
+class Spent(NamedTuple):
+    """The costs of a run until some moment, without its evaluations."""
+
+    iterations: float
+    flops: float  # of generating the rollouts
+    all_flops: float  # of generating them and of training both models
+    cpu_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +45,11 @@ class EvaluationPoint:
     acceptance: float | None  # mean of a(x) at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats per token
     policy_accuracy_stderr: float | None = None  # standard error over problems; None in runs that did not log it
+
+    @property
+    def spent(self) -> Spent:
+        """Return what the run had spent at the evaluation."""
+        return Spent(self.iteration, self.flops, self.flops + self.training_flops, self.cpu_seconds, self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +76,20 @@ class RunSummary:
     def is_done(self) -> bool:
         """Return whether the run has finished or collapsed."""
         return self.collapse is not None or self.last.iteration >= self.iterations
+
+    def spent_until(self, accuracy: float) -> Spent | None:
+        """Return what the run had spent when its policy first reached an accuracy; None where it never did.
+
+        Between two evaluations accuracy and costs count as rising along a line.
+        """
+        if self.points[0].policy_accuracy >= accuracy:
+            return self.points[0].spent
+        for before, after in pairwise(self.points):
+            if before.policy_accuracy < accuracy <= after.policy_accuracy:
+                part = (accuracy - before.policy_accuracy) / (after.policy_accuracy - before.policy_accuracy)
+                costs = zip(before.spent, after.spent, strict=True)
+                return Spent(*(start + part * (end - start) for start, end in costs))
+        return None
 
     def to_json(self) -> str:
         """Return the summary as one line of JSON."""

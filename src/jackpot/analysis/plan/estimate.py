@@ -242,28 +242,36 @@ class Estimator:
             kind, here, hours, alone._replace(evaluating=evaluating), self.ahead(GPUS[kind], count, evaluating)
         )
 
-    def ahead(self, gpu: Gpu, count: int, evaluating: float) -> Hours | None:
-        """Return the fewest hours of the policy alone that generates the run's batches while it trains on others.
+    def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
+        """Return the fewest hours of a run whose batches are generated while it trains on others.
 
-        Some GPUs generate, with drafts of a head where those pay, and the others train; all splits are tried. Those
-        that train have room for weights, gradients and moments in float32; activations are not counted.
+        Some GPUs generate, with drafts of a head where those pay and the policy writes, and the others train; all
+        splits are tried. Those that train have room for weights, gradients and moments in float32; activations are not
+        counted.
+
+        Args:
+            writer: generates everything; the policy is then trained alone, and the rollout model beside it.
 
         Returns:
             As generation, what the learner waits for it.
         """
-        alone = without_learner({"engine": needs_of(self._config, "policy", self._config.engine, self._prompt)})
         policy, found = self._costs["policy"], list[Hours]()
-        drafts = Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE)
-        fewest = math.ceil((4 * policy.parameters + 12 * policy.trained) / gpu.memory)
+        if writer == "policy":
+            needs = {"engine": needs_of(self._config, "policy", self._config.engine, self._prompt)}
+            trained, drafted = [policy], (None, Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE))
+        else:
+            needs, trained, drafted = {"engine": self.needs["engine"]}, [*self._costs.values()], (None,)
+        alone = without_learner(needs)
+        fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
         for generating in range(1, count - fewest + 1):
             if not degree(alone["engine"], gpu, generating):
                 continue
             writing, learning = (self.shares(gpu, gpus, alone) for gpus in (generating, count - generating))
-            learned = learning.run(learning.work, learning.rollout_model, [policy])._replace(evaluating=evaluating)
+            learned = learning.run(learning.work, learning.rollout_model, trained)._replace(evaluating=evaluating)
             ahead = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
-            for drafted in (None, drafts):
-                engine = replace(writing.rollout_model, drafts=drafted)
+            for drafts in drafted:
+                engine = replace(writing.rollout_model, drafts=drafts)
                 generation = writing.run(ahead, engine, ()).generation / AT_ONCE
                 found.append(learned._replace(generation=max(0.0, generation - learned.training)))
         return min(found, key=lambda hours: hours.all, default=None)

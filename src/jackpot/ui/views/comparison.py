@@ -1,5 +1,6 @@
 """Turns a comparison of arms into tables and charts."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from jackpot.analysis.compare.comparison import FEW_SEEDS, UNITS, ArmRow, Comparison, Difference, spent_on
@@ -10,8 +11,8 @@ from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.numbers import amount, measured, with_error
 
-_MOST_PAIRS = 4  # of the highest arm with another, the baseline first; the table has all arms
-_COSTS = ("reached", "rollout FLOPs", "training FLOPs", "CPU seconds", "seconds")
+_MOST_PAIRS = 3  # of the highest arm with another, the baseline first; the table has all arms
+_COSTS = ("reached", "rollout FLOPs", "all FLOPs", "CPU seconds", "seconds")
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
@@ -33,7 +34,23 @@ def comparison_verdict(comparison: Comparison) -> dict[str, str]:
     for other in [row.arm for row in rows if row is not best][:_MOST_PAIRS]:
         difference = comparison.ahead[other]
         lines[f"Against {other}"] = _pair(best.arm, other, difference, scale, form) if difference else "no common seed"
-    return lines
+    return lines | _cheapest(comparison)
+
+
+def _cheapest(comparison: Comparison) -> dict[str, str]:
+    """Say what the arm with the fewest FLOPs to the accuracy in common takes, beside the baseline or the next arm."""
+    reached = {row.arm: row.cost for row in comparison.rows if row.cost and row.cost.all_flops and row.cost.cpu_seconds}
+    arms = sorted(reached, key=lambda arm: reached[arm].all_flops or math.inf)
+    if comparison.accuracy is None or len(arms) < 2:
+        return {}
+
+    arm, other = arms[0], comparison.baseline if comparison.baseline in arms[1:] else arms[1]
+    flops, seconds = (
+        (getattr(reached[arm], cost) or math.nan) / (getattr(reached[other], cost) or math.nan)
+        for cost in ("all_flops", "cpu_seconds")
+    )
+    goal = measured(comparison.accuracy, comparison.measure)
+    return {f"Cheapest to {goal}": f"{arm}, with {flops:.0%} of {other}'s FLOPs and {seconds:.0%} of its CPU seconds"}
 
 
 def _pair(best: str, other: str, difference: Difference, scale: float, form: str) -> str:
@@ -103,12 +120,12 @@ def _costs(comparison: Comparison, accuracy: float) -> Table:
             (
                 arm,
                 f"{cost.reached} of {cost.of}",
-                *map(amount, (cost.flops, cost.training_flops, cost.cpu_seconds, cost.seconds)),
+                *map(amount, (cost.flops, cost.all_flops, cost.cpu_seconds, cost.seconds)),
             )
             for arm, cost in costs.items()
         ),
-        note="Medians over all seeds; - if half of them or more never reach it. Training FLOPs are those of policy and "
-        "rollout model.",
+        note="Medians over all seeds, on a line between evaluations; - if half of them or more never reach it. All "
+        "FLOPs are those of rollouts and of training both models.",
     )
 
 
