@@ -1,6 +1,7 @@
 """Real pairs of models: what `jackpot simulate` says of them, against their own forward pass one response at a time."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +111,22 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     assert found.kl_after == pytest.approx((p * (target - np.log(kept / z[:, None]))).sum(1).mean(), **near)
     assert found.acceptance == pytest.approx(z.mean(), **near) and found.low_acceptance == (z < 0.5).mean()
     assert found.acceptance_spread == pytest.approx(z.std(), **near)
+
+    rho = p / q
+    tis, weight, accepted = np.minimum(rho, 3), np.minimum(z[:, None] * np.maximum(rho, 1), 3), np.minimum(rho, 1)
+    expected = accepted * weight
+
+    def mean(moment: np.ndarray) -> float:
+        return (q * moment).sum(1).mean()
+
+    assert found.tis_cut == pytest.approx(1 - mean(tis), **near)
+    assert found.obrs_cut == pytest.approx(1 - mean(expected) / z.mean(), **near)
+    assert found.tis_ess == pytest.approx(mean(tis) ** 2 / mean(tis**2), **near)
+    assert found.obrs_ess == pytest.approx(mean(expected) ** 2 / mean(accepted * weight**2), **near)
+    assert found.expected_ess == pytest.approx(mean(expected) ** 2 / mean(expected**2), **near)
+    together = mean(tis * expected) / math.sqrt(mean(tis**2) * mean(expected**2))
+    assert found.agreement == pytest.approx(together, **near)
+
     ratios = np.array(
         [
             (at[range(len(ids)), ids] - by[range(len(ids)), ids]).sum()

@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 
 from helpers.distributions import enumerated, few, kl, pairs
+from jackpot import correct
 from jackpot.analysis.simulate.distributions import (
     LAMS,
     StatePairs,
     divergence,
     measure_states,
     rejected_divergence,
+    weight_moments,
 )
 
 
@@ -43,6 +45,24 @@ def test_every_number_of_a_state_is_that_of_a_loop(pair) -> None:
         assert found.acceptance[0, index].item() == pytest.approx(z, rel=1e-12)
         after = divergence(p_target, kept) if z > 0 else math.inf
         assert found.kl_after[0, index].item() == pytest.approx(after, rel=1e-9, abs=1e-12)
+
+
+def test_moments_of_weights_are_those_of_the_corrections() -> None:
+    """Every token of the vocabulary stands for a sampled one, weighted by how often it would be."""
+    random = torch.Generator().manual_seed(3)
+    rollout, target = (torch.randn(40, 7, generator=random, dtype=torch.float64).mul(2).log_softmax(-1) for _ in "pq")
+    z = torch.minimum(rollout.exp(), target.exp()).sum(-1, keepdim=True).expand_as(rollout)
+    given = {"rollout_log_probs": rollout, "target_log_probs": target, "response_mask": torch.ones_like(z).bool()}
+
+    tis = correct("tis", **given, cap=3.0).weights
+    obrs = correct("obrs", **given, z=z, mask="expected", c1=3.0, kappa="none")
+    drawn, expected = obrs.weights, obrs.weights * obrs.accept_mask
+
+    moments = [tis, tis.square(), expected, expected * drawn, expected.square(), tis * expected]
+    wanted = torch.stack([(rollout.exp() * moment).sum(-1) for moment in moments], -1)
+    states = StatePairs(rollout=rollout, target=target, token_ids=torch.zeros(40, 1, dtype=torch.int64))
+    torch.testing.assert_close(weight_moments(states), wanted)
+    assert (tis == 3.0).any() and (drawn == 3.0).any() and not (drawn == 3.0).all()
 
 
 def test_equal_models_have_no_gap_and_disjoint_ones_no_overlap() -> None:

@@ -6,6 +6,7 @@ several rollout models can be compared before a run trains with one of them.
 Status: supported.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -64,6 +65,12 @@ class Candidate:
     acceptance: float  # mean Z at lam = 1
     acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
+    tis_cut: float  # share of the policy's probability that TIS's cap takes away
+    obrs_cut: float  # the same of OBRS, of Z
+    tis_ess: float  # effective share of tokens under the weights of TIS
+    obrs_ess: float  # of OBRS, whose mask is drawn
+    expected_ess: float  # of its expectation
+    agreement: float  # cosine between the weights of TIS and those of OBRS in expectation, over tokens
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
     answer: dict[str, Any]  # the rule's advice, `Recommendation.numbers`
@@ -253,6 +260,7 @@ def _candidate(
     mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
     acceptance = numbers.acceptance[:, RECIPE_LAM]
+    tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return Candidate(
         name=name,
@@ -270,6 +278,12 @@ def _candidate(
         acceptance=float(acceptance.mean()),
         acceptance_spread=float(acceptance.std(correction=0)),
         low_acceptance=float((acceptance < LOW_ACCEPTANCE).double().mean()),
+        tis_cut=1.0 - tis,
+        obrs_cut=1.0 - expected / float(acceptance.mean()),
+        tis_ess=tis**2 / tis_square,
+        obrs_ess=expected**2 / obrs_square,
+        expected_ess=expected**2 / expected_square,
+        agreement=product / math.sqrt(tis_square * expected_square),
         sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
         sequence_ess=float(sequences["mismatch/sequence_ess"].value),
         answer=answer.numbers(),

@@ -14,6 +14,7 @@ from jackpot.objectives import obrs
 
 LAMS = (0.5, 1.0, 2.0)
 RECIPE_LAM = LAMS.index(1.0)  # the paper's lam and ours
+CAP = 3.0  # of TIS's weights, and c1 of OBRS
 _CACHED_ELEMENTS = 2**16
 
 
@@ -55,6 +56,7 @@ class StateNumbers:
     reverse_kl: Tensor  # [N] KL(rollout || target)
     acceptance: Tensor  # [N, L] Z
     kl_after: Tensor  # [N, L] KL(target || p~); inf where nothing is ever accepted
+    weights: Tensor  # [N, 6] `weight_moments`
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
@@ -89,7 +91,24 @@ def _measure_chunk(states: StatePairs) -> StateNumbers:
         reverse_kl=divergence(rollout, target),
         acceptance=torch.stack([obrs.exact_z(rollout, target, lam) for lam in LAMS], dim=-1),
         kl_after=torch.stack([rejected_divergence(states, lam) for lam in LAMS], dim=-1),
+        weights=weight_moments(states),
     )
+
+
+def weight_moments(states: StatePairs) -> Tensor:
+    """Return means over p_inf of what decides between TIS and OBRS at each state, [N, 6], both with the cap CAP.
+
+    With t = min(rho, CAP) of TIS, a = min(1, rho) the acceptance of OBRS at lam = 1, w = min(Z rho / a, CAP) its weight
+    and e = a w what a token counts in expectation: t, t^2, e, a w^2, e^2 and t e. Without the caps e = Z t.
+    """
+    rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()
+    tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)
+    z = (p_inf * accepted).sum(-1, keepdim=True)
+
+    obrs_weight = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a is 1 where rho is smaller
+    expected = accepted * obrs_weight
+    moments = (tis, tis.square(), expected, expected * obrs_weight, expected.square(), tis * expected)
+    return torch.stack([(p_inf * moment).sum(-1) for moment in moments], dim=-1)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:

@@ -29,6 +29,12 @@ _ROWS: tuple[_Row, ...] = (
     ("expected acceptance Z, lam = 1", lambda one: format_number(one.acceptance, ".4f")),
     ("standard deviation of Z over states", lambda one: format_number(one.acceptance_spread, ".4f")),
     ("states where Z is below 0.5", lambda one: f"{one.low_acceptance:.1%}"),
+    ("policy's probability cut by a cap of 3: TIS, OBRS", lambda one: f"{one.tis_cut:.2%}, {one.obrs_cut:.2%}"),
+    (
+        "effective share of tokens: TIS, OBRS, its expectation",
+        lambda one: f"{one.tis_ess:.1%}, {one.obrs_ess:.1%}, {one.expected_ess:.1%}",
+    ),
+    ("cosine of TIS's weights and OBRS's in expectation", lambda one: format_number(one.agreement, ".4f")),
     (
         "log p_policy / p_rollout of a whole response",
         lambda one: format_number(one.sequence_log_ratio, ".3f"),
