@@ -5,6 +5,7 @@ a name in braces in the prose is one of those: {close[obrs]} is an accuracy, {cl
 {close[obrs@rollout]} a cost. Panels that have not run are named so; without the panel `first` there is no page.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,10 @@ from jackpot.ui.views.comparison import spread_text as percent
 from research.study import (
     ABLATION,
     ALONE,
-    FACTORS,
     FIRST,
     FOREIGN,
     GAP,
+    LONG,
     ON_POLICY,
     PANELS,
     ROOT,
@@ -43,10 +44,7 @@ from research.study import (
     TUNING_SEED,
     Finished,
     Study,
-    best_factor,
     committed,
-    score,
-    tuning_name,
 )
 from tools.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 
@@ -285,41 +283,60 @@ COSTS: Mapping[str, Callable[[Finished], float]] = {
 
 
 def pair_table(arms: Arms) -> str:
-    """Accuracy and costs of every arm of a pair."""
+    """Accuracy and costs of every arm of a pair, and what on-policy's accuracy costs there."""
     rows = []
     for arm in ("on_policy", *PAIRS[arms.pair], EXACT):
         if arm not in arms:
             continue
         costs = [share_text(arms.share(arm, cost)) for cost in COSTS]
         if arm == EXACT:
-            rows.append((f"`{arm}`", "as `on_policy`", "0, exact", *costs, "-"))
+            rows.append((f"`{arm}`", "as `on_policy`", "0, exact", *costs, "all", costs[1]))
             continue
-        is_base = arm == "on_policy"
         right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
-        measured = arms.difference(arm, "on_policy"), arms.at_equal_cost(arm)
-        differences = ["-", "-"] if is_base else [interval_text(sample) for sample in measured]
-        rows.append((f"`{arm}`", right, differences[0], *costs, differences[1]))
-    columns = ("arm", "right, %", "minus `on_policy` [95 %]", "rollout FLOPs", "all FLOPs")
-    columns += ("CPU seconds", "hours, 1.7B for 8B, modelled")
-    return (
-        markdown((*columns, "minus `on_policy` at equal rollout FLOPs"), rows)
-        if len(rows) > 1
-        else NOT_RUN.capitalize()
-    )
+        if arm == "on_policy":
+            rows.append((f"`{arm}`", right, "-", *costs, "-", "-"))
+            continue
+        reached = "/".join(f"{len(arms.reaching_cost(arm, 'all', less))}" for less in ALLOWED)
+        until = ratio_text(arms.reaching_cost(arm, "all", ALLOWED[-1]))
+        rows.append((f"`{arm}`", right, interval_text(arms.difference(arm, "on_policy")), *costs, reached, until))
+    columns = ("arm", "right, %", "minus `on_policy`", "rollout FLOPs", "all FLOPs", "CPU", "hours")
+    return markdown((*columns, "reached", "all FLOPs until -3"), rows) if len(rows) > 1 else NOT_RUN.capitalize()
 
 
-def reach_table(pairs: Sequence[Arms]) -> str:
-    """What it costs each arm to reach on-policy's accuracy, less some points."""
+def power_table(arms: Sequence[Arms]) -> str:
+    """The arms of the panel `power`, with as many seeds as have run on both sides."""
     rows = []
-    for arms in pairs:
-        for arm in arms.runs:
-            if arm in ("on_policy", EXACT):
+    for pair in arms:
+        for arm in pair.runs:
+            if arm == "on_policy" or "on_policy" not in pair:
                 continue
-            counts = [f"{len(arms.reaching_cost(arm, 'all', less))} of {len(arms.runs[arm])}" for less in ALLOWED]
-            costs = [ratio_text(arms.reaching_cost(arm, cost, ALLOWED[-1])) for cost in COSTS]
-            rows.append((arms.pair, f"`{arm}`", *counts, *costs))
-    points = [f"{100 * less:.0f} point{'s' * (less > 0.01)} less" if less else "reaches it" for less in ALLOWED]
-    return markdown(("pair", "arm", *points, "rollout FLOPs", "all FLOPs", "CPU seconds", "hours, modelled"), rows)
+            difference = pair.difference(arm, "on_policy")
+            reached = pair.reaching_cost(arm, "all", ALLOWED[-1])
+            seeds = len(difference.values)
+            cells = share_text(pair.share(arm, "rollout")), share_text(pair.share(arm, "all"))
+            until = f"{ratio_text(reached)} ({len(reached)} of {seeds})"
+            rows.append((pair.pair, f"`{arm}`", str(seeds), interval_text(difference), *cells, until))
+    columns = ("pair", "arm", "seeds", "minus `on_policy`", "rollout FLOPs", "all FLOPs", "all FLOPs until -3")
+    return markdown(columns, rows) if rows else NOT_RUN.capitalize()
+
+
+def predicted_table(study: Study) -> str:
+    """What `jackpot simulate` says of each pair before it trains (research/predict.py)."""
+    path = study.results / "predicted.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [
+        (
+            line["label"].replace("_", " "),
+            f"{line['kl_policy_rollout']:.3f}",
+            f"{line['acceptance']:.3f} ± {line['acceptance_spread']:.2f}",
+            f"{100 * line['tis_cut']:.1f}, {100 * line['obrs_cut']:.1f} %",
+            f"{100 * line['tis_ess']:.0f}, {100 * line['obrs_ess']:.0f}, {100 * line['expected_ess']:.0f} %",
+            f"{line['agreement']:.3f}",
+        )
+        for line in lines
+    ]
+    columns = ("pair", "KL", "Z ± spread", "cut by the cap: TIS, OBRS", "effective tokens: TIS, OBRS, expected")
+    return markdown((*columns, "cosine"), rows) if rows else NOT_RUN.capitalize()
 
 
 def ratio_text(ratios: Sequence[float]) -> str:
@@ -343,7 +360,7 @@ def stale_table(arms: Arms) -> str:
                 ]
                 rows.append((str(staleness), f"`{name}`", *cells))
     columns = ("staleness", "arm", "right, %", "minus `clip`", "at twice the rate, %", "minus `clip`")
-    return markdown(columns, rows) if rows else NOT_RUN.capitalize()
+    return markdown((*columns, "cosine"), rows) if rows else NOT_RUN.capitalize()
 
 
 def foreign_table(arms: Arms) -> str:
@@ -365,23 +382,22 @@ def _both(arms: Arms, arm: str, base: str, is_base: bool) -> tuple[str, str]:
     return right, "-" if is_base else interval_text(arms.difference(arm, base))
 
 
-def ablation_table(arms: Arms) -> str:
-    rows = [
-        (f"`{arm}`", *_both(arms, arm, "obrs", is_base=False)) for arm in ABLATION if arm in arms and "obrs" in arms
-    ]
-    return markdown(("arm", "right, %", "minus `obrs` on the same seeds"), rows) if rows else NOT_RUN.capitalize()
+def ablation_text(arms: Arms) -> str:
+    """The setting of OBRS that made the largest difference to `obrs`, on the seeds of both."""
+    tried = [arm for arm in ABLATION if arm in arms and "obrs" in arms]
+    if not tried:
+        return NOT_RUN
+    largest = max(tried, key=lambda arm: abs(arms.difference(arm, "obrs").mean))
+    return f"`{largest}`, {interval_text(arms.difference(largest, 'obrs'))}"
 
 
-def long_table(arms: Arms) -> str:
-    rows = []
-    for arm in arms.runs:
-        name, _, iterations = arm.partition(" ")
-        if iterations and f"none {iterations}" in arms:
-            short, end = arms[name], percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
-            difference = "-" if name == "none" else interval_text(arms.difference(arm, f"none {iterations}"))
-            rows.append((f"`{name}`", short, end, difference))
-    columns = ("arm", "after 320 updates", "after 1,000 updates, %", "minus `none`")
-    return markdown(columns, rows) if rows else NOT_RUN.capitalize()
+def long_text(arms: Arms) -> str:
+    """The arm that trained for 1,000 updates beside `none`."""
+    none = f"none {LONG}"
+    stretched = [arm for arm in arms.runs if arm.endswith(f" {LONG}") and arm != none]
+    if none not in arms or not stretched:
+        return NOT_RUN
+    return f"`{stretched[0].partition(' ')[0]}` minus `none` is {interval_text(arms.difference(stretched[0], none))}"
 
 
 def _fallen(count: int) -> str:
@@ -420,30 +436,6 @@ def _at_the_start(name: str, finished: Sequence[Finished]) -> Row:
     )
 
 
-def tuning_table(study: Study, panels: Sequence[str]) -> str:
-    """Every tuned cell's score at each factor, and the learning rate that it was reported with."""
-    tuning, rows = study.read("tuning"), []
-    for cell in dict.fromkeys(cell.tuned for panel in panels for cell in study.cells(panel)):
-        tried = {factor: [one for one in tuning if one.run.arm == tuning_name(cell, factor)] for factor in FACTORS}
-        chosen = tried[best_factor(tuning, cell)][0].run.settings["policy"]["optimizer"]["learning_rate"]
-        rows.append((cell.pair, f"`{cell.arm}`", *map(_score_cell, tried.values()), f"{chosen:g}"))
-    return markdown(("pair", "arm", *(f"x{factor:g}" for factor in FACTORS), "learning rate taken"), rows)
-
-
-def _score_cell(runs: Sequence[Finished]) -> str:
-    return f"{100 * score(runs):.1f}" + _fallen(sum(one.run.collapse is not None for one in runs))
-
-
-def collapses(finished: Sequence[Finished]) -> str:
-    lines = [
-        f"- `{one.run.arm}`, seed {one.run.seed}: {one.run.collapse.why}; first sign: "
-        f"{one.run.collapse.first_sign or 'none'}"
-        for one in finished
-        if one.run.collapse
-    ]
-    return "\n".join(lines) or "None."
-
-
 def target_text(pairs: Sequence[Arms], margin: float = MARGIN) -> str:
     """Say which arms reach the target on which pair."""
     return "; ".join(
@@ -477,8 +469,9 @@ def page(study: Study) -> str:
             f"the page needs the whole panel `first`, and {study.results / 'first.jsonl'} has "
             f"{len(study.read('first'))} runs of it; run python -m research.study --panel first"
         )
-    panels = {panel: study.read(panel) if panel in done else [] for panel in PANELS}
+    panels = {panel: study.read(panel) if panel in done else [] for panel in PANELS if panel != "power"}
     reported, tuning = [one for runs in panels.values() for one in runs], study.read("tuning")
+    power = study.read("power")  # as far as it is
     pairs = {name: Arms([*panels["first"], *panels["gap"]], name) for name in PAIRS}
     shown = [arms for arms in pairs.values() if len(arms.runs) > 1]
     every = {"stale": ALONE, "foreign": "far", "ablation": "far", "long": "far"}
@@ -488,13 +481,14 @@ def page(study: Study) -> str:
         **pairs,
         **{name: others[name] for name in ("stale", "foreign")},
         **{f"{name}_table": pair_table(arms) for name, arms in pairs.items()},
-        reach_table=reach_table(shown),
         ahead=share_text(hours_ahead("policy")),
         writer_ahead=share_text(hours_ahead("rollout_model")),
         stale_table=stale_table(others["stale"]),
         foreign_table=foreign_table(others["foreign"]),
-        ablation_table=ablation_table(others["ablation"]),
-        long_table=long_table(others["long"]),
+        ablation=ablation_text(others["ablation"]),
+        long=long_text(others["long"]),
+        power_table=power_table([Arms(power, name) for name in ("close", "far")]),
+        predicted_table=predicted_table(study),
         rollouts=share_text(fmean(_rollouts_of_all(one) for one in pairs["close"].runs["on_policy"].values())),
         evaluations=EVALUATIONS,
         problems=f"{reported[0].run.problems:,}",
@@ -503,8 +497,7 @@ def page(study: Study) -> str:
         nearer=target_text(shown, MARGIN / 2),
         best=best_text(shown),
         models=models_table(reported),
-        tuning=tuning_table(study, done),
-        collapses=collapses(reported),
+        power_seeds=len({one.run.seed for one in power}),
         reported_runs=len(reported),
         tuning_runs=len(tuning),
         tuning_seed=TUNING_SEED,
