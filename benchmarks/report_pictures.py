@@ -2,7 +2,7 @@
 
 The browser is Debian's chromium, or --chromium PATH.
 
-Those of docs/report.md, of the runs of docs/tutorial.md: python benchmarks/report_pictures.py runs/compare-quickstart
+Those of docs/compare.md, of the runs of docs/tutorial.md: python benchmarks/report_pictures.py runs/compare-quickstart
 That of docs/smollm.md: python benchmarks/report_pictures.py runs/smollm-obrs-seed1 --tokens smollm-tokens
 """
 

@@ -12,7 +12,7 @@ Intervals are Wilson's, for problems that are a sample of all such problems: wit
 standard error, the m for which |m - mean| <= t sqrt(m (1 - m) / N), where N = mean (1 - mean) / e^2 is the number of
 responses to as many problems that would have this standard error (P where all problems come out alike) and t is
 Student's quantile of P - 1 degrees of freedom. A bootstrap of few problems with rare correct responses covers far less
-than it says (docs/evaluate.md).
+than it says (docs/compare.md).
 """
 
 from collections.abc import Mapping

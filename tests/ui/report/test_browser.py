@@ -433,7 +433,7 @@ def test_axe_finds_nothing_serious(request: pytest.FixtureRequest, open_page: Op
 
 
 def test_a_run_of_5000_iterations_opens_at_once(long_report: Path, open_page: Open) -> None:
-    """It draws what is in view, thinned. Seconds are in docs/report.md; here is what a busy machine cannot change."""
+    """It draws what is in view, thinned. Seconds are in docs/compare.md; here is what a busy machine cannot change."""
     page = open_page(long_report)
     page.wait_for_function("document.querySelectorAll('.plot .scatterlayer').length >= 3")
     print(f"its first charts are there after {page.evaluate('performance.now()') / 1000:.1f} s")
