@@ -1,4 +1,4 @@
-"""Measures what OBRS does to synthetic gaps between two models, and draws the paper's Figure 2 (docs/simulate.md).
+"""Measures what OBRS does to synthetic gaps between two models, and draws the paper's Figure 2 (docs/replay.md).
 
     python -m research.families                # ten seconds on one core
     python -m research.families quickstart     # a recipe's two models, on responses of the rollout model

@@ -1,9 +1,9 @@
-"""Checks Theorems 3.3 and 3.4 and the identity of docs/simulate.md by enumeration, and draws their pictures.
+"""Checks Theorems 3.3 and 3.4 and the identity of docs/replay.md by enumeration, and draws them.
 
     python -m research.theorems [--seed 0] [--out runs/theorems]
 
 The states are those that research/families.py keeps of its pairs of models. Tables are printed; the folder gets
-theorems.html, theorems.json, theorems.png and identity.png. Half a minute on one core.
+theorems.html and theorems.json. Half a minute on one core.
 
 Theorem 3.3 says that OBRS brings the rollout distribution closer to the target "whenever lam < max rho". G(lam) =
 KL(target || p~) falls strictly exactly where min rho < lam < max rho (min over tokens that the target has). Below it
@@ -29,7 +29,6 @@ import torch
 from rich.console import Console
 from torch import Generator, Tensor
 
-from benchmarks.png import write_png
 from jackpot.analysis.simulate.distributions import (
     StatePairs,
     divergence,
@@ -84,11 +83,6 @@ def main() -> None:
     sections = {"theorems": theorem_section(theorems), "identity": identity_section(found)}
     numbers = {"seed": given.seed, "theorems": asdict(theorems), "identity": asdict(found)}
     files = write_results(given.out, "theorems", "Theorems 3.3 and 3.4, and the identity", sections, numbers)
-
-    for name, section in sections.items():
-        picture = given.out / f"{name}.png"
-        write_png(picture, [item for item in section.items if isinstance(item, Chart)])
-        files.append(picture)
 
     show_tables(Console(), sections.values())
     show_files(Console(), files)

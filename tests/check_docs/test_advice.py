@@ -34,7 +34,6 @@ def test_less_of_the_rollout_model_is_what_the_share_alone_says() -> None:
     arms = [advice.Judged(groups=None, shares=one) for one in ({1.0: 0.75, 0.0: 0.25}, {0.5: 1.0}, {0.75: 1.0})]
     said = [advice.Pair(arms=(arms[0], other), said=1, found=-1) for other in arms]
     assert [one.by_share for one in said] == [0, -1, 0]
-    assert [one.differs_in_correction for one in said] == [True, False, False]
     assert advice.agreed(said, lambda one: one.by_share) == "1 of 3 (33%)"
     assert advice.agreed(said, lambda one: one.said) == "0 of 3 (0%)" and advice.agreed([], lambda one: 0) == "-"
 
