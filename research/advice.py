@@ -322,10 +322,10 @@ def section() -> str:
     lines, pairs = sum(source.lines for source in every), [pairs_of(source) for source in every]
     return f"""{HEADING}
 
-Each two arms of [the study](study.md) were compared by their worth on the rollouts of one run for each pair of models
-(`{RUN_ARM}`, {ITERATIONS} iterations), and by their last accuracies: a tie is a 95 % interval over the seeds that
-holds 0; with one seed over the problems alone, too narrow. The rule was written with the first edition known. Of
-{lines} lines:
+Every two arms of [the study](study.md) were compared by their worth, on the rollouts of one run for each pair of models
+(`{RUN_ARM}`, {ITERATIONS} iterations), and by their last accuracies. Accuracies tie where the 95 % interval of their
+difference over the seeds holds 0; with one seed that interval is of the problems alone, too narrow. The rule was
+written with the first edition known. Of {lines} lines:
 
 | lines of the | number | agree | {" | ".join(KINDS)} | "always a tie" agrees |
 |---|---|---|{"---|" * len(KINDS)}---|
