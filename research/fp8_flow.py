@@ -124,12 +124,12 @@ def read(model: nn.Module, rollouts: Sequence[Rollout], budget: int = BUDGET, pa
 @torch.no_grad()
 def written(engine: TransformersEngine, rollouts: Sequence[Rollout]) -> Reading:
     """What the engine said, and its model's states where it decodes each prompt's responses again, token by token."""
-    body, states = engine._model.base_model, {}
+    body, states = engine._weights.model.base_model, {}
     for _, group in groupby(rollouts, lambda one: one.uid.partition("/")[0]):
         rows = list(group)
         prompt = torch.tensor([one.prompt.token_ids for one in rows])
         tokens = torch.nn.utils.rnn.pad_sequence([one.token_ids for one in rows], batch_first=True)
-        cache = make_cache(engine._model.config, prompt.shape[1] + tokens.shape[1])
+        cache = make_cache(engine._weights.model.config, prompt.shape[1] + tokens.shape[1])
         found = [body(prompt, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]]
         cache.reorder_cache(torch.arange(len(rows)))  # gives every row its place, as a batch of the engine does
         for column in tokens[:, :-1].split(1, dim=1):
@@ -181,7 +181,7 @@ def learner_of(
 def stale_of(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     twin, rows = copy.deepcopy(model).eval(), LastRows(FP8_TOKEN_BLOCKS)
     attend_as_engine(twin, fp8_cache="kv_cache_dtype" in settings, exact=True)
-    replace_linears(twin, lambda layer: StaleLinear(layer, SCHEMES["fp8"], "dequantized", rows))
+    replace_linears(twin, lambda layer: StaleLinear(layer, SCHEMES["fp8"].weights, "dequantized", rows))
     return twin
 
 
