@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import groupby
@@ -124,12 +124,12 @@ def read(model: nn.Module, rollouts: Sequence[Rollout], budget: int = BUDGET, pa
 @torch.no_grad()
 def written(engine: TransformersEngine, rollouts: Sequence[Rollout]) -> Reading:
     """What the engine said, and its model's states where it decodes each prompt's responses again, token by token."""
-    body, states = engine._model.base_model, {}
+    body, states = engine._weights.model.base_model, {}
     for _, group in groupby(rollouts, lambda one: one.uid.partition("/")[0]):
         rows = list(group)
         prompt = torch.tensor([one.prompt.token_ids for one in rows])
         tokens = torch.nn.utils.rnn.pad_sequence([one.token_ids for one in rows], batch_first=True)
-        cache = make_cache(engine._model.config, prompt.shape[1] + tokens.shape[1])
+        cache = make_cache(engine._weights.model.config, prompt.shape[1] + tokens.shape[1])
         found = [body(prompt, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]]
         cache.reorder_cache(torch.arange(len(rows)))  # gives every row its place, as a batch of the engine does
         for column in tokens[:, :-1].split(1, dim=1):
@@ -148,7 +148,7 @@ class Apart(NamedTuple):
 
     def __str__(self) -> str:
         gaps = (f"{one:.1e}" if one else "0" for one in (self.mean, self.largest))
-        return f"{' | '.join(gaps)} | {self.equal} of {self.tokens}"
+        return f"{' | '.join(gaps)} | {self.equal}/{self.tokens}"
 
 
 def apart(ours: Reading, theirs: Reading) -> Apart:
@@ -162,8 +162,10 @@ def worst(found: Iterable[Apart]) -> Apart:
     return Apart(max(means), max(largest), min(equal), tokens[0])
 
 
-def row(first: str, second: str, found: Apart) -> None:
-    print(f"| {first} | {second} | {found} |", flush=True)
+def print_rows(what: str, same: Apart, controls: Mapping[str, Apart]) -> None:
+    """Print what must be equal beside each of its controls, which must not."""
+    for control, gap in controls.items():
+        print(f"| {what} | {same} | {control} | {gap} |", flush=True)
 
 
 def learner_of(
@@ -179,7 +181,7 @@ def learner_of(
 def stale_of(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     twin, rows = copy.deepcopy(model).eval(), LastRows(FP8_TOKEN_BLOCKS)
     attend_as_engine(twin, fp8_cache="kv_cache_dtype" in settings, exact=True)
-    replace_linears(twin, lambda layer: StaleLinear(layer, SCHEMES["fp8"], "dequantized", rows))
+    replace_linears(twin, lambda layer: StaleLinear(layer, SCHEMES["fp8"].weights, "dequantized", rows))
     return twin
 
 
@@ -218,16 +220,18 @@ def one_flow(model: nn.Module, name: str) -> None:
         same.append(apart(wanted, Reading(states, scores)))
     checkpointed = learner_of(model, settings, checkpoints=True)
     same += [found(learner), found(learner, 120), found(learner, BUDGET, True), found(checkpointed)]
-    row(name, "the same, in each of seven ways", worst(same))
-    row(name, f"control: attention in {settings.get('dtype', 'float32')}", found(learner_of(model, settings, False)))
+    controls = {f"attention in {settings.get('dtype', 'float32')}": found(learner_of(model, settings, False))}
+
     other = {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
     side = "engine" if other != settings else "learner"
     other |= {} if side == "engine" else {"kv_cache_dtype": "fp8"}
-    row(name, f"control: FP8 keys and values in the {side} alone", found(learner_of(model, other)))
+    controls[f"FP8 keys and values in the {side} alone"] = found(learner_of(model, other))
+
     if "dtype" in settings:
         in_fp32 = {key: value for key, value in settings.items() if key != "dtype"}
-        row(name, "control: the learner under autocast", found(learner_of(model, in_fp32)))
-    row(name, "control: `precision: fp32`", found(copy.deepcopy(model).eval()))
+        controls["the learner under autocast"] = found(learner_of(model, in_fp32))
+    controls["`precision: fp32`"] = found(copy.deepcopy(model).eval())
+    print_rows(f"{name}, in seven ways", worst(same), controls)
 
 
 def after_steps(model: nn.Module, name: str) -> None:
@@ -235,12 +239,15 @@ def after_steps(model: nn.Module, name: str) -> None:
     with closing(engine_of(model, FLOWS[name])) as engine:
         rollouts = rollouts_of(engine)
         for steps in STEPS:
-            for what, make in {"the same": learner_of, "control: codes kept until `_version` moves": stale_of}.items():
+            gaps = []
+            for make in (learner_of, stale_of):
                 learner = stepped(make(model, FLOWS[name]), rollouts, steps)
                 engine.update_weights(learner.named_parameters(), Version(steps, steps))
                 fresh = rollouts_of(engine)
-                found = apart(written(engine, fresh), read(learner, fresh))
-                row(f"{name}, after {steps} optimizer step{'s' * (steps > 1)}", what, found)
+                gaps.append(apart(written(engine, fresh), read(learner, fresh)))
+
+            what = f"{name}, after {steps} step{'s' * (steps > 1)}"
+            print_rows(what, gaps[0], {"codes kept until `_version` moves": gaps[1]})
 
 
 def shipped(model: nn.Module, name: str) -> None:
@@ -267,9 +274,9 @@ def shipped(model: nn.Module, name: str) -> None:
             sent(weights.items() if kind is None else quantize_named(cast(kind), codes, scheme))
             for kind in (None, dtype, other)
         )
-    row(f"{name}, sent weights", "the same engine, sent their codes", apart(own, whole))
     rounded = "bfloat16" if other == torch.bfloat16 else "unrounded"
-    row(f"{name}, sent weights", f"control: sent codes of {rounded} weights", apart(own, wrong))
+    controls = {f"sent codes of {rounded} weights": apart(own, wrong)}
+    print_rows(f"{name}, sent weights and sent their codes", apart(own, whole), controls)
 
 
 def split_product(layer: CodedLinear, inputs: Tensor) -> Tensor:
@@ -294,10 +301,11 @@ def split_tensors() -> None:
         with closing(engine_of(model, settings)) as engine, in_its_dtype(settings):
             rollouts = rollouts_of(engine, prompts)
             wanted = written(engine, rollouts)
-            row(f"{name}, 256 wide", "the same", apart(wanted, read(learner, rollouts)))
+            same = apart(wanted, read(learner, rollouts))
             for layer in (one for path, one in learner.named_modules() if path.endswith(("o_proj", "down_proj"))):
                 layer.forward = partial(split_product, layer)
-            row(f"{name}, 256 wide", "control: its tensors split over 2 ranks", apart(wanted, read(learner, rollouts)))
+            controls = {"its tensors split over 2 ranks": apart(wanted, read(learner, rollouts))}
+            print_rows(f"{name}, 256 wide", same, controls)
 
 
 def run_config() -> Config:
@@ -336,9 +344,10 @@ def killed(home: Path) -> None:
     with closing(engine_of(policies["whole"], FLOWS["FP8"])) as engine:
         rollouts = rollouts_of(engine)
     found = {name: read(learner_of(policy), rollouts) for name, policy in policies.items()}
-    what = "FP8, a run of 4 iterations"
-    row(what, "the same, killed in the third and continued", apart(found["whole"], found["killed"]))
-    row(what, "control: continued from the numbers of its codes", apart(found["whole"], found["control"]))
+    controls = {"continued from the numbers of its codes": apart(found["whole"], found["control"])}
+    print_rows(
+        "FP8, a run killed in its third iteration and continued", apart(found["whole"], found["killed"]), controls
+    )
 
 
 def adapted(model: nn.Module) -> None:
@@ -356,8 +365,8 @@ def adapted(model: nn.Module) -> None:
         engine.update_weights(merged_weights(learner), Version(1, 1))
         rollouts = rollouts_of(engine)
         wanted = written(engine, rollouts)
-    row("FP8", "the same, with an adapter of rank 8", apart(wanted, read(learner, rollouts)))
-    row("FP8", "control: the adapter beside the codes of the frozen weight", apart(wanted, read(beside, rollouts)))
+    controls = {"the adapter beside the codes of the frozen weight": apart(wanted, read(beside, rollouts))}
+    print_rows("FP8, with an adapter of rank 8", apart(wanted, read(learner, rollouts)), controls)
 
 
 def gradients() -> None:
@@ -422,7 +431,8 @@ def memory() -> None:
 
 def table() -> None:
     model = load_model(MODEL, torch.float32)
-    print("| engine, or first side | learner, or second side | mean | largest | equal states |\n|---|---|---|---|---|")
+    print("| engine and learner | mean | largest | equal states | control | mean | largest | equal states |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, settings in FLOWS.items():
         with in_its_dtype(settings):
             one_flow(model, name)

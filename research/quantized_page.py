@@ -1,8 +1,9 @@
-"""The tables of docs/quantized.md and its picture, from the folders of `jackpot compare research/quantized.yaml`.
+"""The table of docs/precision.md about quantized rollouts and its picture, from the folders of `jackpot compare
+research/quantized.yaml`: that of the starter, a small gap, and that of its twin with outliers, a large one.
 
     python -m research.quantized_page runs/compare-quantized runs/quantized-outliers --picture quantized.png
 
-The picture is of the last folder. `logged` is what a training log shows, the mean reward of what the quantized copy
+The picture is of the large gap. `logged` is what a training log shows, the mean reward of what the quantized copy
 wrote over the last tenth of the iterations; `right` is the policy without rounding on held-out problems, at the end.
 """
 
@@ -36,6 +37,8 @@ CURVES = {
     "policy/approx_kl_weighted": ("The same, weighted by p_old / p_inf", "nats per token"),
 }
 
+LEARNT = ("right, %", "minus its `none`")
+
 Line = dict[str, Any]
 
 
@@ -56,9 +59,6 @@ class Run:
         values = self.all(metric)
         return fmean(values[-max(1, len(values) // 10) :])
 
-    def below_0(self, metric: str) -> float:
-        return fmean(value < 0.0 for value in self.all(metric))
-
 
 def read(folder: Path) -> dict[str, list[Run]]:
     """The runs of each arm in the recipe's order, by seed."""
@@ -68,60 +68,27 @@ def read(folder: Path) -> dict[str, list[Run]]:
     }
 
 
-def learning_table(arms: dict[str, list[Run]]) -> str:
-    """What was learnt, and what the log said of it."""
+def learning_table(small: dict[str, list[Run]], large: dict[str, list[Run]]) -> str:
+    """What was learnt at the large gap, what the log said of it, and what was learnt at the small gap."""
+    columns = ("arm", *LEARNT, "copy, %", "logged, %", f"small gap: {LEARNT[0]}", LEARNT[1])
     rows = []
-    for arm, runs in arms.items():
-        right, logged = over(runs, "end", "eval/policy_accuracy"), over(runs, "late", "reward/mean")
-        without = f"{arm.split('_')[0]}_none" + "_no_clip" * arm.endswith("_no_clip")
-        difference = differences(runs, arms[without]) if without in arms and without != arm else None
-        copy = over(runs, "end", "eval/rollout_model_accuracy")
-        each = " / ".join(f"{100 * value:.1f}" for value in right.values)
-        rows.append((f"`{arm}`", each, percent(right), *difference_cells(difference), percent(copy), percent(logged)))
-    columns = (
-        "arm",
-        "right, seed by seed",
-        "right, %",
-        "minus its `none`",
-        "above on",
-        "its copy right, %",
-        "logged, %",
-    )
+    for arm, runs in large.items():
+        copy, logged = over(runs, "end", "eval/rollout_model_accuracy"), over(runs, "late", "reward/mean")
+        means = (f"{100 * sample.mean:.1f}" for sample in (copy, logged))
+        rows.append((f"`{arm}`", *learnt(large, arm), *means, *learnt(small, arm)))
     return markdown(columns, rows)
 
 
-def log_table(arms: dict[str, list[Run]]) -> str:
-    """What else a log shows."""
-    rows = []
-    for arm, runs in arms.items():
-        rows.append(
-            (
-                f"`{arm}`",
-                f"{over(runs, 'late', 'policy/entropy').mean:.3f}",
-                f"{over(runs, 'late', 'response/tokens').mean:.2f}",
-                f"{mean_of(runs, 'mismatch/engine_gap'):.4f}",
-                f"{mean_of(runs, 'obrs/acceptance'):.3f}",
-                *(cell for name in ("k1", "weighted") for cell in update_cells(runs, f"policy/approx_kl_{name}")),
-                f"{1e4 * mean_of(runs, 'policy/approx_kl_k3'):.1f}",
-                f"{mean_of(runs, 'correction/ess'):.3f}",
-                f"{mean_of(runs, 'policy/clip_frac'):.2%}",
-            )
-        )
-    columns = ("arm", "entropy", "tokens", "gap", "acceptance", "k1", "below 0", "weighted k1", "below 0", "k3", "ESS")
-    return markdown((*columns, "clipped"), rows)
-
-
-def update_cells(runs: Sequence[Run], metric: str) -> tuple[str, str]:
-    """Its mean in 1e-4 nats, and in which share of the iterations it was negative."""
-    return f"{1e4 * mean_of(runs, metric):+.1f}", f"{over(runs, 'below_0', metric).mean:.0%}"
+def learnt(arms: dict[str, list[Run]], arm: str) -> tuple[str, str]:
+    """The accuracy of an arm, and its difference from the arm without correction that has its engine and clip."""
+    without = f"{arm.split('_')[0]}_none" + "_no_clip" * arm.endswith("_no_clip")
+    has_other = without in arms and without != arm
+    difference = differences(arms[arm], arms[without]) if has_other else None
+    return percent(over(arms[arm], "end", "eval/policy_accuracy")), difference_cells(difference)[0]
 
 
 def over(runs: Sequence[Run], what: str, metric: str) -> Sample:
     return Sample(tuple(getattr(run, what)(metric) for run in runs))
-
-
-def mean_of(runs: Sequence[Run], metric: str) -> float:
-    return fmean(value for run in runs for value in run.all(metric))
 
 
 def differences(runs: Sequence[Run], without: Sequence[Run]) -> Difference:
@@ -163,14 +130,14 @@ def curve(run: Run, metric: str) -> list[tuple[int, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("small", type=Path, help="folder of the starter's runs")
+    parser.add_argument("large", type=Path, help="folder of the runs with outliers")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    for folder in options.folders:
-        arms = read(folder)
-        print(f"{folder.name}\n\n{learning_table(arms)}\n\n{log_table(arms)}\n")
+    small, large = read(options.small), read(options.large)
+    print(learning_table(small, large))
     if options.picture:
-        write_png(options.picture, charts(arms))
+        write_png(options.picture, charts(large))
 
 
 if __name__ == "__main__":

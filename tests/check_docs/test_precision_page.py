@@ -9,40 +9,44 @@ from helpers.paths import ROOT
 WANTED = ("after 1 ", "after 30 ", "after 300 ", "adapter", "sent their codes", "killed", "checkpointed", "split over")
 
 
-class Row(NamedTuple):
-    first: str
-    second: str
+class Gap(NamedTuple):
     mean: float
     largest: float
     equal: int
     tokens: int
 
 
+class Row(NamedTuple):
+    flow: str
+    same: Gap
+    control: str
+    other: Gap
+
+
 def section() -> str:
     page = (ROOT / "docs" / "precision.md").read_text()
-    return page.partition("Each zero beside what is not one")[2].partition("Gradients, |error|")[0]
+    return page.partition("Each zero beside what is not one")[2].partition("**Gradients**")[0]
+
+
+def gap_of(cells: list[str]) -> Gap:
+    equal, tokens = cells[2].split("/")
+    return Gap(float(cells[0]), float(cells[1]), int(equal), int(tokens))
 
 
 def table() -> list[Row]:
-    found = []
-    for line in section().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("|") and " of " in cells[-1]:
-            equal, tokens = cells[-1].split(" of ")
-            found.append(Row(cells[0], cells[1], float(cells[2]), float(cells[3]), int(equal), int(tokens)))
-    return found
+    lines = [line for line in section().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    return [Row(row[0], gap_of(row[1:4]), row[4], gap_of(row[5:8])) for row in cells]
 
 
 def test_each_equal_row_has_a_control_that_is_not():
     rows = table()
-    same = [row for row in rows if row.second.startswith("the same")]
-    assert len(same) > 10 and {row.first for row in rows} == {row.first for row in same}
-    for row in same:
-        assert row.equal == row.tokens > 500 and row.mean < 1e-6 and row.largest < 1e-5, row
-        controls = [one for one in rows if one.first == row.first and one.second.startswith("control: ")]
-        assert controls and all(one.equal < one.tokens for one in controls), row
-        assert any(one.largest > 10 * max(row.largest, 1e-7) for one in controls), row
-    assert len(same) + sum(row.second.startswith("control: ") for row in rows) == len(rows)
+    assert len(rows) > 10 and len({row.flow for row in rows}) == len(rows)
+    for row in rows:
+        assert row.same.equal == row.same.tokens > 500, row
+        assert row.same.mean < 1e-6 and row.same.largest < 1e-5, row
+        assert row.control and row.other.equal < row.other.tokens, row
+        assert row.other.largest > 10 * max(row.same.largest, 1e-7), row
 
 
 @pytest.mark.parametrize("what", WANTED)

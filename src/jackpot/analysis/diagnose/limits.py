@@ -151,7 +151,7 @@ def _with_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any
 
 PHASES = ("rollout", "score", "check", "train", "sync")  # whose time is alike in all iterations
 DELAY, DELAYED, TICK = 5.0, 3.0, 1e-3  # seconds, median iterations; least median of a phase
-QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/quantized.md
+QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/precision.md
 
 Group = Literal["bug", "data", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
