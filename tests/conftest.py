@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from helpers.runs import FinishedRuns
 
 pytest.register_assert_rewrite("helpers")  # before a test imports them
@@ -41,3 +45,16 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # that of all processes
     return FinishedRuns(base / "finished-runs")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real Chromium; it ends with its file, since Playwright's event loop is in the way of others in the process."""
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no chromium on this machine; apt-get install chromium")
+    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

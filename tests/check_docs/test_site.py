@@ -1,15 +1,17 @@
 """The index names every page, the short answers name what exists, and the site builds without a dead link."""
 
+from __future__ import annotations
+
 import functools
 import json
 import os
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -18,6 +20,9 @@ import jackpot
 from helpers.paths import ROOT
 from jackpot.config.reference import COMMANDS, blocks, settings
 from jackpot.ui.cli import app
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 DOCS = ROOT / "docs"
 DOCS_PROGRAMS = ROOT / ".venv-docs" / "bin"
@@ -154,17 +159,13 @@ def test_the_search_finds_the_page_for_usual_words(site: Path) -> None:
 
 
 @needs_site
-def test_versions_figures_and_search_need_nothing_else(versions: Path) -> None:
+def test_versions_figures_and_search_need_nothing_else(versions: Path, browser: Browser) -> None:
     """In a browser, which asks no other host for anything."""
-    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no chromium on this machine; apt-get install chromium")
     handler = functools.partial(QuietHandler, directory=str(versions))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, playwright_api.sync_playwright() as playwright:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, browser.new_context() as context:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         here = f"http://127.0.0.1:{server.server_port}/"
-        page = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"]).new_page()
+        page = context.new_page()
         elsewhere: list[str] = []
         page.on("request", lambda request: elsewhere.append(request.url) if here not in request.url else None)
 

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 Open = Callable[..., Any]  # gives a Page
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("no chromium on this machine; apt-get install chromium")
-    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
     """Open a file; at the end there must have been no script error and no request but for files."""

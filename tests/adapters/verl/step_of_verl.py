@@ -281,7 +281,7 @@ def step(config: DictConfig, use_remove_padding: bool) -> dict[str, Any]:
 
 
 def step_of_v1(config: DictConfig) -> dict[str, Any]:
-    """Make the same step up to the advantages in the trainer with TransferQueue; return its weights."""
+    """Make the same step up to the advantages in the trainer with TransferQueue; return its rows."""
     policy, sampler = two_models()
     store = Store()
     agent_loop_tq.tq = trainer_base.tq = store
@@ -313,8 +313,7 @@ def step_of_v1(config: DictConfig) -> dict[str, Any]:
     trainer._compute_old_log_prob(batch, {})
     trainer._compute_ref_log_prob(batch, {})  # of the policy itself: it must not ask for Z again
     trainer._compute_advantage(batch, metrics := {})
-    weights = [row["rollout_is_weights"] for row in store.rows.values()]
-    return {"weights": weights, "metrics": metrics, "asked": asked}
+    return {"rows": list(store.rows.values()), "metrics": metrics, "asked": asked}
 
 
 def main() -> None:
