@@ -554,7 +554,7 @@ class JointLearner(Learner):
         def read() -> Tensor:
             hidden, temperature = response_hidden(self.models["policy"], batch), self._options.temperature
             if self._options.on_support:
-                return scores_on_support(*self._head.heads(hidden, None), batch, temperature)[0]
+                return scores_on_support(self._head.heads(hidden, None)[0], batch, temperature)[0]
             ids = batch.at_sampled(batch.response_ids)
             return self._head(hidden, None, ids, temperature=temperature, only_log_probs=True).log_probs
 

@@ -136,5 +136,5 @@ def test_a_reference_over_everything_is_refused_beside_it(adapter: ModuleType, t
         **arguments(tmp_path, top_k=5, max_steps=1, beta=0.1),
         rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
     )
-    with pytest.raises(ConfigError, match="beta is 0.1 with top_k 5.*use beta=0.0, or top_k=0"):
+    with pytest.raises(ConfigError, match=r"beta is 0.1 with top_k 5.*use beta=0.0, or top_k=0"):
         trainer.train()

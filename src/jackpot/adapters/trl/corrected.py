@@ -351,7 +351,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         tokens = token_batch(batch, loss_mask(batch), with_lists=True)
         states = tokens.at_sampled(completion_states(batch, caught[0]))
         with self.accelerator.autocast():
-            log_probs, _ = scores_on_support(*self._head.heads(states, None), tokens, self.temperature)
+            log_probs, _ = scores_on_support(self._head.heads(states, None)[0], tokens, self.temperature)
         return tokens.spread(log_probs), *others
 
     def _kept(self, scores: OldLogProbs) -> dict[str, Tensor]:
