@@ -200,6 +200,12 @@ EXTRA = tuple(
     for one in (
         {"name": "healthy quickstart"},
         {"name": "healthy alone", "settings": ALONE},
+        {  # the rollout model, smollm2/writer, is right in a few percent at first and does not stop in time
+            "name": "SmolLM2, joint",
+            "recipe": "smollm",
+            "arm": "obrs",
+            "settings": ("iterations=6", "evaluation.every=6", "evaluation.problems=64", "threads=1"),
+        },
         {"name": "stale weights, guarded", "expected": "weights", "prepare": lambda folder: faults.keeps_old_weights()},
         {"name": "stops too early", "expected": "stop token", "settings": ("sampling.stop_token_ids=[18]",)},
         {"name": "rewards all 1", "expected": "every response|same reward", "task": "always one"},

@@ -115,7 +115,12 @@ def token_batch(batch: dict[str, Any], name: str = "", version: tuple[int, int] 
     )
 
 
-def learner_of(objective: ObjectiveConfig, rollout_model: RolloutModelConfig | None = None) -> JointLearner:
+def learner_of(
+    objective: ObjectiveConfig,
+    rollout_model: RolloutModelConfig | None = None,
+    on_support: bool = False,
+    temperature: float = 1.0,
+) -> JointLearner:
     """Our learner, of the policy alone or of two models, from the start of the run."""
     paths = {"policy": "starter:policy"} | ({"rollout_model": rollout_model.path} if rollout_model else {})
     models = {role: load_model(path, torch.float32) for role, path in paths.items()}
@@ -126,11 +131,12 @@ def learner_of(objective: ObjectiveConfig, rollout_model: RolloutModelConfig | N
         policy_objective(objective),
         rollout_model_objective(rollout_model, objective.loss_agg_mode) if rollout_model else None,
         LearnerOptions(
-            temperature=1.0,
+            temperature=temperature,
             num_top_log_probs=20,
             max_length=MAX_NEW,
             advantage="grpo",
-            exact_engines=("policy", "rollout_model") if rollout_model else (),
+            on_support=on_support,
+            exact_engines=("policy", "rollout_model") if rollout_model and not on_support else (),
             is_mixed=bool(rollout_model and rollout_model.is_mixed),
             distill_control=rollout_model.distill_control if rollout_model else None,
         ),

@@ -9,7 +9,7 @@ learner divides the gradients once, when it knows the denominators of the whole 
 Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-batch in one row, `K` top-k; nats.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,8 @@ from jackpot.objectives import obrs
 from jackpot.objectives.corrections import Correction, CorrectionFn, CorrectionInputs, measured
 from jackpot.objectives.corrections.base import split_by_model
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
+from jackpot.objectives.kernels.support import support_log_probs
+from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.losses import Aggregate, Distillation, Surrogate, SurrogateFn, clip_share, clipped_surrogate
 from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 
@@ -210,6 +212,40 @@ def token_scores(
         policy_top_ids=spread(joint.policy.top_ids),
         policy_top_log_probs=spread(joint.policy.top_log_probs),
     )
+
+
+def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute log-probs under a head that is renormalized on the ids to which the engine's lists give a probability.
+
+    Args:
+        head: of the N tokens of the response mask.
+
+    Returns:
+        Those of the sampled tokens, [N] with gradient, and those at the lists' ids, [N, K] without.
+    """
+    ids, listed = batch.at_sampled(batch.response_ids), batch.at_sampled(batch.top_ids)
+    return support_log_probs(head, ids, listed, ~batch.at_sampled(batch.top_log_probs).isneginf(), temperature)
+
+
+def on_support(
+    output: HeadOutput | JointOutput, heads: Sequence[Head], batch: TokenBatch, temperature: float
+) -> HeadOutput | JointOutput:
+    """Put `scores_on_support` in the places of the log-probs that a joint head has computed, and of its `gathered`.
+
+    Entropy, top-k and KLs stay those of the whole vocabulary.
+
+    Args:
+        heads: of the policy, and of the rollout model where `output` has both.
+    """
+    both = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
+    renormalized = []
+    for whole, head in zip(both, heads, strict=True):
+        log_probs, listed = scores_on_support(head, batch, temperature)
+        renormalized.append(replace(whole, log_probs=log_probs, gathered=listed))
+
+    if isinstance(output, JointOutput):
+        return replace(output, policy=renormalized[0], rollout_model=renormalized[1])
+    return renormalized[0]
 
 
 def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:

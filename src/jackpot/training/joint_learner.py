@@ -41,7 +41,9 @@ from jackpot.objectives.joint import (
     check_exact,
     joint_loss,
     measured_inputs,
+    on_support,
     policy_report,
+    scores_on_support,
     token_scores,
 )
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
@@ -467,14 +469,7 @@ class JointLearner(Learner):
         reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
 
         if self._options.on_support:
-            if isinstance(head, JointOutput):
-                head = replace(
-                    head,
-                    policy=self._on_support(head.policy, hidden["policy"], batch),
-                    rollout_model=self._on_support(head.rollout_model, hidden["rollout_model"], batch, True),
-                )
-            else:
-                head = self._on_support(head, hidden["policy"], batch)
+            head = on_support(head, self._head.heads(*pair), batch, self._options.temperature)
 
         budgeted = (
             self._head.z_for_budget(*pair, temperature=self._options.temperature, budget=budget) if budget else None
@@ -556,26 +551,14 @@ class JointLearner(Learner):
     def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
         """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
 
-        def read() -> HeadOutput:
-            hidden, ids = response_hidden(self.models["policy"], batch), batch.at_sampled(batch.response_ids)
-            head = self._head(hidden, None, ids, temperature=self._options.temperature, only_log_probs=True)
-            return self._on_support(head, hidden, batch) if self._options.on_support else head
+        def read() -> Tensor:
+            hidden, temperature = response_hidden(self.models["policy"], batch), self._options.temperature
+            if self._options.on_support:
+                return scores_on_support(self._head.heads(hidden, None)[0], batch, temperature)[0]
+            ids = batch.at_sampled(batch.response_ids)
+            return self._head(hidden, None, ids, temperature=temperature, only_log_probs=True).log_probs
 
-        return batch.spread(self._run(read).log_probs)
-
-    def _on_support(
-        self, output: HeadOutput, hidden: Tensor, batch: TokenBatch, of_rollout_model: bool = False
-    ) -> HeadOutput:
-        """Renormalize a model's log-probs on the ids to which the engine's lists give a probability; within `_run`."""
-        return self._head.on_support(
-            output,
-            hidden,
-            batch.at_sampled(batch.response_ids),
-            support_ids=batch.at_sampled(batch.top_ids),
-            is_kept=~batch.at_sampled(batch.top_log_probs).isneginf(),
-            temperature=self._options.temperature,
-            of_rollout_model=of_rollout_model,
-        )
+        return batch.spread(self._run(read))
 
     def _run(self, work: Callable[[], _Result]) -> _Result:
         """Run a part of a forward pass in the precision of the settings, with the weights that it reads.

@@ -9,6 +9,7 @@ import torch
 
 from helpers.trl_runs import ROLLOUT_MODEL, arguments, learner_of, movement, walked_beside
 from jackpot.config.objective import ObjectiveConfig
+from jackpot.core.errors import ConfigError
 from jackpot.models.load import load_model
 
 pytestmark = pytest.mark.trl
@@ -52,13 +53,18 @@ CASES = [
     ("grpo", {"name": "tis", "proximal": "new"}, MISALIGNED),
     # and of several micro-batches each: all of a step are read again
     ("grpo", OBRS | {"kappa": "none", "target": "new", "proximal": "new"}, MISALIGNED | STEPS_OF_TWO),
+    # a truncated sampler, whose lists name all that it kept
+    ("dapo", OBRS, {"top_k": 5}),
+    ("grpo", {"name": "tis", "cap": 1.3}, MISALIGNED | {"top_k": 3, "temperature": 0.8}),
+    ("grpo", OBRS | {"kappa": "none", "target": "new", "proximal": "new"}, MISALIGNED | {"top_k": 20, "top_p": 0.9}),
 ]
 
 
 @pytest.mark.parametrize(("loss_type", "correction", "changes"), CASES)
 def test_losses_and_weights_are_those_of_our_learner(adapter: ModuleType, tmp_path, loss_type, correction, changes):
     objective = ObjectiveConfig(correction=correction, **LOSSES[loss_type])
-    learner, start = learner_of(objective), load_model("starter:policy", torch.float32)
+    learner = learner_of(objective, on_support="top_k" in changes, temperature=changes.get("temperature", 1.0))
+    start = load_model("starter:policy", torch.float32)
     losses: list[tuple[float, float]] = []
     extra = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     trainer = walked_beside(adapter.CorrectedGRPOTrainer, learner, losses, versioned=False)(
@@ -107,3 +113,28 @@ def test_kappa_is_that_of_the_whole_generation_batch(adapter: ModuleType, tmp_pa
     for batch, mask, weight in parts:
         wanted = batch["jackpot_advantages"][:, None] * weight * accepted / normalizers
         torch.testing.assert_close(batch["advantages"][mask].double(), wanted[mask], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("correction", ["obrs", "tis"])
+def test_a_policy_is_compared_on_what_it_kept_of_itself(adapter: ModuleType, tmp_path, correction):
+    """On the five tokens that it samples from, the policy is who sampled: no ratio is apart from 1, and Z is 1."""
+    trainer = adapter.CorrectedGRPOTrainer(
+        **arguments(tmp_path, top_k=5, max_steps=1),
+        rollout_func=adapter.EngineRollouts("starter:policy"),
+        correction=correction,
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["jackpot/mismatch/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert logged["jackpot/mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    if correction == "obrs":
+        assert logged["jackpot/obrs/z"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_reference_over_everything_is_refused_beside_it(adapter: ModuleType, tmp_path):
+    trainer = adapter.CorrectedGRPOTrainer(
+        **arguments(tmp_path, top_k=5, max_steps=1, beta=0.1),
+        rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
+    )
+    with pytest.raises(ConfigError, match=r"beta is 0.1 with top_k 5.*use beta=0.0, or top_k=0"):
+        trainer.train()

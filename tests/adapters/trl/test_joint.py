@@ -37,6 +37,7 @@ CASES = [
     ("dr_grpo", OBRS, {"share": 0.5, "split": "group", "distill_control": HELD}, {}),
     ("grpo", FREE, {"share": 0.5}, MISALIGNED),
     ("grpo", FREE | {"target": "new", "proximal": "new"}, {}, MISALIGNED),
+    ("dapo", OBRS, {"share": 0.5}, {"top_k": 5}),  # a truncated sampler
 ]
 
 
@@ -58,7 +59,8 @@ def weights(trainer) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("loss_type", "correction", "own", "changes"), CASES)
 def test_both_models_walk_with_our_learner(adapter: ModuleType, tmp_path, loss_type, correction, own, changes):
     rollout_model = validated(RolloutModelConfig, settings(**own))
-    learner = learner_of(ObjectiveConfig(correction=correction, loss_agg_mode=AGG[loss_type]), rollout_model)
+    objective = ObjectiveConfig(correction=correction, loss_agg_mode=AGG[loss_type])
+    learner = learner_of(objective, rollout_model, on_support="top_k" in changes)
     losses: list[tuple[float, float]] = []
 
     class Compared(walked_beside(adapter.JackpotGRPOTrainer, learner, losses, versioned=True)):

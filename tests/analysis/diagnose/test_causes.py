@@ -58,9 +58,14 @@ def test_engines_that_keep_old_weights_began_right(config: Config) -> None:
 
 
 def test_responses_cut_from_the_start_are_a_cause(config: Config) -> None:
-    [finding] = diagnose(history({"response/truncated": 1.0}, since=1), [], config).findings
+    """But not where cut ones earn, nor where the policy becomes better: it learns from the others, as SmolLM2 does."""
+    cut = {"response/truncated": 1.0, "eval/policy_accuracy": 0.43}
+    [finding] = diagnose(history(cut, since=1), [], config).findings
     assert finding.group == "data"
-    assert diagnose(history({"response/truncated": 1.0, "saved/cut_earn": 0.5}, since=1), [], config).findings == ()
+    for harmless in ({"saved/cut_earn": 0.5}, {"eval/policy_accuracy": 0.7}):
+        assert diagnose(history(cut | harmless, since=1), [], config).findings == ()
+    [grown] = diagnose(history({"response/truncated": 0.5}), [], config).findings  # it was right at the start
+    assert grown.group == "length"
 
 
 def test_longer_responses_that_the_reward_pays_for(config: Config) -> None:

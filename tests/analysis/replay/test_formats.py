@@ -20,6 +20,7 @@ from jackpot.analysis.replay.formats.base import read_files
 from jackpot.analysis.replay.formats.records import DamagedRecord, batch_rows, torch_file
 from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.responses import SavedResponse
+from jackpot.analysis.replay.results import dump_findings
 from jackpot.core.errors import DataError
 from jackpot.models import scoring
 
@@ -565,3 +566,25 @@ def test_long_prompts_are_read_a_few_at_a_time_and_the_same(tmp_path, monkeypatc
     parts = replay(path, model="starter:policy", names=["none"])
     assert len(held) == 4 and max(held) <= 160  # and not 8 responses of 20 tokens at once, with prompts of 37
     assert float(parts.run["ratio"].value) == pytest.approx(float(whole.run["ratio"].value), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_diagnose_tells_healthy_and_mixed_up_dumps_apart(name, tmp_path, monkeypatch):
+    """`jackpot diagnose DUMP` of the trainers that docs/my-run-collapses.md names, on two responses of 600 tokens."""
+    two = list(records(noise(0.3), responses=2, length=600))
+    engine, policy = ([one[column] for one in two] for column in ("rollout_log_probs", "old_log_probs"))
+    columns = {
+        "RESPONSES": [one["token_ids"] for one in two],
+        "MASKS": [[1] * 600] * 2,
+        "ADVANTAGES": [[1.0] * 600] * 2,
+    }
+    shifted = [[*row[1:], -1.0] for row in engine]
+
+    found = []
+    for reported in (engine, shifted):
+        for constant, rows in (columns | {"ROLLOUT": reported, "OLD": policy}).items():
+            monkeypatch.setattr(sys.modules[__name__], constant, rows)
+        found.append(dump_findings(replay(WRITERS[name](tmp_path / str(len(found))), names=["none"])))
+
+    assert set(found[0]) == ({"Precision"} if name == "skyrl" else set())  # which wrote bfloat16
+    assert f"{SAMPLER[name]} (the engine's) has at each token the log-prob of the next" in found[1]["Log-probs"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from jackpot.adapters.trl.base import Batch, asynchronous, loss_mask, plain_model, token_batch
+from jackpot.adapters.trl.base import Batch, asynchronous, caught_states, loss_mask, plain_model, token_batch
 from jackpot.adapters.trl.corrected import Correcting
 from jackpot.adapters.trl.refusals import check_server, refuse_anywhere, refuse_placement
 from jackpot.adapters.trl.rollouts import NUM_TOP
@@ -28,7 +28,7 @@ from jackpot.config.build import validated
 from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.core.errors import ConfigError, ModelError
 from jackpot.core.types import Version
-from jackpot.models.forward import backbone, logit_softcap, output_layer
+from jackpot.models.forward import logit_softcap, output_layer
 from jackpot.objectives.joint import OldLogProbs
 from jackpot.objectives.kernels.linear_head import HeadOutput, LinearHead
 from jackpot.rollout.engines.vllm.protocol import choice_rows
@@ -197,18 +197,15 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         TRL prepares what the model gets and computes the loss in one function, so that is called twice: it ends at the
         model first, and gets the output of this very pass then.
         """
-        states: list[Tensor] = []
 
         def run(**given: Any) -> None:
             raise _Forwarded(model(**given))
 
-        hook = backbone(self._policy).register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state))
         try:
-            super().compute_loss(run, inputs)
+            with caught_states(self._policy) as states:
+                super().compute_loss(run, inputs)
         except _Forwarded as forwarded:
             return forwarded.args[0], states[0].detach()
-        finally:
-            hook.remove()
 
     @torch.no_grad()
     def _corrected(self, inputs: Batch, log_probs: Tensor, states: Tensor) -> Batch:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.core.package import install
 from jackpot.core.types import TokenBatch
+from jackpot.models.forward import backbone
 
 try:
     import trl.trainer as trl  # without TRL a type checker takes the name `trl` for this very folder
@@ -69,6 +70,23 @@ def without_dropout(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
+
+
+@contextmanager
+def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collect the last hidden states, [B, S, H], of every forward pass of a model, also inside an adapter of peft."""
+    caught: list[Tensor] = []
+    hook = backbone(plain_model(model)).register_forward_hook(lambda *call: caught.append(call[-1].last_hidden_state))
+    try:
+        yield caught
+    finally:
+        hook.remove()
+
+
+def completion_states(batch: Batch, states: Tensor) -> Tensor:
+    """Select the states that predict the completions of a batch, [B, S, H] -> [B, T, H]."""
+    start = batch["prompt_ids"].shape[1] - 1
+    return states[:, start : start + batch["completion_ids"].shape[1]]
 
 
 def loss_mask(batch: Batch) -> Tensor:

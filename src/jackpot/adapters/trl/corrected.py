@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -23,13 +23,22 @@ from jackpot.adapters.trl.base import (
     Batch,
     RolloutFunc,
     TRLTrainer,
+    caught_states,
+    completion_states,
     loss_mask,
     plain_model,
     token_batch,
     usable_mask,
     without_dropout,
 )
-from jackpot.adapters.trl.refusals import check_server, refuse, refuse_placement, refuse_prompts
+from jackpot.adapters.trl.refusals import (
+    check_server,
+    has_turns,
+    refuse,
+    refuse_placement,
+    refuse_prompts,
+    refuse_reference,
+)
 from jackpot.adapters.trl.rollouts import NUM_TOP, BatchNames, EngineRollouts, sampling_of
 from jackpot.config.build import validated
 from jackpot.config.objective import ObjectiveConfig
@@ -39,8 +48,9 @@ from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import TokenBatch
 from jackpot.models.forward import check_head, logit_softcap, output_layer, response_hidden
 from jackpot.objectives.corrections import CorrectionInputs
-from jackpot.objectives.joint import OldLogProbs, measured_inputs, token_scores
+from jackpot.objectives.joint import OldLogProbs, measured_inputs, on_support, scores_on_support, token_scores
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
+from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.obrs import ZEstimate, known_z
 from jackpot.training.objectives import policy_objective
@@ -189,13 +199,16 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         self._choose(correction)
         refuse(arguments, self._correction_name, self._objective)
 
-        if num_top_log_probs is not None and (arguments.get("rollout_func") or not self._reads_z):
+        top = NUM_TOP if num_top_log_probs is None else num_top_log_probs
+        is_cut = (arguments["args"].top_k or 0) > 1
+        if num_top_log_probs is not None and (arguments.get("rollout_func") or not (self._reads_z or is_cut)):
             raise ConfigError(
                 f"num_top_log_probs is {num_top_log_probs}, but only TRL's vLLM is asked for it, and only for a "
-                f"correction that reads Z; leave it out. `EngineRollouts` has an argument of this name"
+                f"correction that reads Z, or with a top_k; leave it out. `EngineRollouts` has an argument of this name"
             )
 
         self._lists: _Lists | None = None  # of the generation batch in progress
+        self._in_loss: Batch = {}  # the micro-batch whose loss TRL computes
         self._corrected_at = 0  # optimizer steps at which the policy was read last
 
         if rollout_func := arguments.get("rollout_func"):
@@ -215,9 +228,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
         if self.use_vllm:
             check_server(getattr(self.vllm_generation, "vllm_client", None))
-            if self._reads_z:
+            if self._reads_z or (is_cut and self.args.top_k <= top and not has_turns(arguments)):
                 generation = self.vllm_generation
-                generation.logprobs = NUM_TOP if num_top_log_probs is None else num_top_log_probs
+                generation.logprobs = top
                 generation.generate = partial(self._listen_to_vllm, generation.generate, generation.logprobs)
 
     @property
@@ -265,6 +278,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         batch |= self._columns(batch, lists)
         scores = self._read(batch, self._reads_z)
         batch |= self._kept(scores)
+        if self._lists_support(batch):
+            refuse_reference(batch, self.args)
+            batch |= {"old_per_token_logps": scores.old_log_probs} if "old_per_token_logps" in batch else {}
         self._corrected_at = self.state.global_step
         self._correct([(batch, *self._measured(batch, scores, scores))])
         return batch
@@ -296,7 +312,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             "jackpot_uniforms": self._uniforms(batch["completion_mask"]),
         }
 
-        if not self._reads_z:
+        if not self._reads_z and (lists is None or not self.args.top_k):
             return made
 
         if lists is None:
@@ -308,6 +324,35 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         device = batch["completion_ids"].device
         ids, log_probs = lists.padded(batch["completion_ids"].shape[1])
         return made | {"jackpot_top_ids": ids.to(device), "jackpot_top_log_probs": log_probs.to(device)}
+
+    def _lists_support(self, batch: Batch) -> bool:
+        """Return whether the lists of a batch name all tokens of a position that could have been sampled, several."""
+        return "jackpot_top_ids" in batch and 1 < (self.args.top_k or 0) <= batch["jackpot_top_ids"].shape[-1]
+
+    def _on_support(self, output: Any, heads: Sequence[Head], batch: Batch, tokens: TokenBatch) -> Any:
+        """Renormalize the outputs of heads on what the sampler kept, where the lists of a batch name that."""
+        return on_support(output, heads, tokens, self.temperature) if self._lists_support(batch) else output
+
+    def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
+        self._in_loss = inputs
+        loss = super()._compute_loss(model, inputs)
+        self._in_loss = {}
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute what TRL's loss reads, with log-probs on what the sampler kept where the lists name that."""
+        batch = self._in_loss
+        if not self._lists_support(batch):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+        with caught_states(self.accelerator.unwrap_model(model)) as caught:
+            _, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+        tokens = token_batch(batch, loss_mask(batch), with_lists=True)
+        states = tokens.at_sampled(completion_states(batch, caught[0]))
+        with self.accelerator.autocast():
+            log_probs, _ = scores_on_support(self._head.heads(states, None)[0], tokens, self.temperature)
+        return tokens.spread(log_probs), *others
 
     def _kept(self, scores: OldLogProbs) -> dict[str, Tensor]:
         """Return what is needed of a generation batch's scores once the policy has moved, as columns."""
@@ -329,17 +374,17 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
     def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> OldLogProbs:
         """Read some rows of a batch; Z is 1 where the correction does not read it."""
-        tokens = token_batch(batch, loss_mask(batch), with_lists=with_z)
+        tokens = token_batch(batch, loss_mask(batch), with_lists=with_z or self._lists_support(batch))
+        hidden = response_hidden(model, tokens), self._rollout_model_hidden(tokens)
         head = self._head(
-            response_hidden(model, tokens),
-            self._rollout_model_hidden(tokens),
+            *hidden,
             tokens.at_sampled(tokens.response_ids),
             temperature=self.temperature,
             num_top=tokens.top_ids.shape[-1],
             gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
-        return self._scores(head, tokens, with_z)
+        return self._scores(self._on_support(head, self._head.heads(*hidden), batch, tokens), tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
         """Return the states of a rollout model that is trained along, [N, H]; there is none here."""

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jackpot.adapters.trl.base import Batch, TRLTrainer, plain_model, token_batch, usable_mask
+from jackpot.adapters.trl.base import (
+    Batch,
+    TRLTrainer,
+    caught_states,
+    completion_states,
+    plain_model,
+    token_batch,
+    usable_mask,
+)
 from jackpot.adapters.trl.corrected import CorrectedGRPOTrainer
 from jackpot.adapters.trl.refusals import refuse_processes, refuse_unmerged, refuse_with_two_models
 from jackpot.adapters.trl.rollouts import NUM_TOP, sampling_of
@@ -29,7 +37,6 @@ from jackpot.core.metrics import Mean, Sums, add_sums, all_reduce_sums
 from jackpot.core.roles import Role
 from jackpot.core.types import TokenBatch, Version
 from jackpot.models.forward import (
-    backbone,
     checkpoint_activations,
     cut_head,
     logit_softcap,
@@ -208,18 +215,10 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         if not (self.model.training and self._rollout_objective and self._runs_both):
             return super()._compute_loss(model, inputs)
 
-        caught: list[Tensor] = []  # the last hidden states of the forward pass, [B, S, H]
-        hook = backbone(plain_model(self.accelerator.unwrap_model(model))).register_forward_hook(
-            lambda module, inputs, output: caught.append(output.last_hidden_state.detach())
-        )
-        try:
+        with caught_states(self.accelerator.unwrap_model(model)) as caught:
             loss = super()._compute_loss(model, inputs)
-        finally:
-            hook.remove()
 
-        width = inputs["completion_ids"].shape[1]
-        start = inputs["prompt_ids"].shape[1] - 1
-        self._read_by_policy = inputs, caught[0][:, start : start + width]
+        self._read_by_policy = inputs, completion_states(inputs, caught[0].detach())
         return loss
 
     def _rollout_model_backward(self, objective: RolloutModelObjective, batch: Batch, states: Tensor) -> Sums:
@@ -228,17 +227,17 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         Args:
             states: of the policy, detached.
         """
-        tokens = token_batch(batch, usable_mask(batch), with_lists=False)
+        tokens = token_batch(batch, usable_mask(batch), with_lists=self._lists_support(batch))
         with self.compute_loss_context_manager():
             policy = head_of(self._head.policy, tokens.at_sampled(states), self._head.policy_soft_cap)
             bias = None if policy.bias is None else policy.bias.detach()
             hidden = response_hidden(self.rollout_model, tokens)
-            head = joint_linear_head(
+            heads = (
                 replace(policy, weight=policy.weight.detach(), bias=bias),
                 head_of(output_layer(self.rollout_model), hidden, logit_softcap(self.rollout_model)),
-                tokens.at_sampled(tokens.response_ids),
-                temperature=self.temperature,
             )
+            ids = tokens.at_sampled(tokens.response_ids)
+            head = self._on_support(joint_linear_head(*heads, ids, temperature=self.temperature), heads, batch, tokens)
 
         nothing = torch.zeros_like(tokens.response_mask)
         scores = token_scores(head, tokens, nothing, self._objective.correction.lam, "topk", objective.distill)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, ProcessorMixin
 
-from jackpot.adapters.trl.base import TRLTrainer
+from jackpot.adapters.trl.base import Batch, TRLTrainer
 from jackpot.core.errors import ConfigError
 from jackpot.objectives.joint import PolicyObjective
 
@@ -20,6 +20,21 @@ def _refuse(reasons: Mapping[str, object]) -> None:
     for why, holds in reasons.items():
         if holds:
             raise ConfigError(why)
+
+
+def has_turns(arguments: Mapping[str, Any]) -> bool:
+    """Return whether tools or environments write between a model's turns, of which TRL drops the top-k."""
+    return bool(arguments.get("tools") or arguments.get("environment_factory"))
+
+
+def refuse_reference(batch: Batch, args: Any) -> None:
+    """Raise ConfigError where TRL compares a policy on what the sampler kept with a reference on everything."""
+    if "ref_per_token_logps" in batch:
+        raise ConfigError(
+            f"beta is {args.beta} with top_k {args.top_k}: the policy is renormalized on the {args.top_k} tokens that "
+            f"the sampler kept, and TRL reads the reference over the whole vocabulary, so their KL would be neither's; "
+            f"use beta=0.0, or top_k=0"
+        )
 
 
 def refuse_anywhere(name: str, objective: PolicyObjective) -> None:
@@ -44,7 +59,6 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
         )
 
     refuse_anywhere(name, objective)
-    has_turns = arguments.get("tools") or arguments.get("environment_factory")
     _refuse(
         {
             _IMAGES: isinstance(arguments.get("processing_class"), ProcessorMixin),
@@ -62,7 +76,7 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
             ),
             f"correction {name} needs the top-k of every token, which TRL drops between the turns of tools and "
             f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func": (
-                has_turns and "z" in objective.correction.reads
+                has_turns(arguments) and "z" in objective.correction.reads
             ),
         }
     )
@@ -133,7 +147,6 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
     args = arguments.get("args")
     if args is None:
         raise ConfigError("args is missing; give a GRPOConfig")
-    has_turns = arguments.get("tools") or arguments.get("environment_factory")
 
     _refuse(
         {
@@ -143,7 +156,9 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
             "CorrectedGRPOTrainer": arguments.get("rollout_func"),
             f"num_iterations is {args.num_iterations}, and two models are trained once on each generation batch; use "
             f"1, and steps_per_generation for several optimizer steps": args.num_iterations != 1,
-            "tools or environment_factory was given, whose turns are not supported with two models": has_turns,
+            "tools or environment_factory was given, whose turns are not supported with two models": has_turns(
+                arguments
+            ),
             "loss_type is 'luspo', an average that the rollout model's loss does not have; use another": (
                 args.loss_type == "luspo"
             ),

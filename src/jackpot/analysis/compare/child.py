@@ -3,9 +3,7 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
-from multiprocessing import connection, parent_process
 from typing import Any
 
 import transformers
@@ -14,6 +12,7 @@ from jackpot.analysis.compare.process import ArmRun
 from jackpot.config.config import Config
 from jackpot.core.cores import free_cores, pick_threads
 from jackpot.core.errors import JackpotError
+from jackpot.core.parent import end_with_parent
 from jackpot.launch.start import train_run
 from jackpot.models.device import pick_device
 from jackpot.training.interrupt import TERMINATIONS
@@ -28,7 +27,7 @@ def train(run: ArmRun) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in TERMINATIONS:
         signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent(signal.SIGTERM)
     transformers.utils.logging.disable_progress_bar()
 
     def show(line: dict[str, Any]) -> None:
@@ -46,11 +45,3 @@ def runs_at_once(configs: Sequence[Config]) -> int:
     if any(pick_device(config.device).type == "cuda" for config in configs):
         return 1
     return max(1, free_cores() // max(pick_threads(config.threads) for config in configs))
-
-
-def _end_with_parent() -> None:
-    """Wait for the end of the parent process, then send SIGTERM to this one."""
-    parent = parent_process()
-    assert parent is not None, "only child processes train here"
-    connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)

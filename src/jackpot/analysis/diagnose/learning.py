@@ -171,8 +171,10 @@ def cut_from_start(history: MetricHistory, values: Values) -> float | None:
 
 
 def unless_cut_earn(history: MetricHistory, values: Values) -> float | None:
-    """Return the limit of the share of responses that are cut, where those earn nothing."""
-    return CUT if history.recent("saved/cut_earn") <= 0.0 else None
+    """Return the limit of the share of responses that are cut, where those earn nothing; none where they were cut from
+    the start and the policy has become better nevertheless."""
+    is_harmless = at_start(history, values) > CUT and _has_risen(history)
+    return CUT if history.recent("saved/cut_earn") <= 0.0 and not is_harmless else None
 
 
 def behind_at_start(history: MetricHistory, values: Values) -> float | None:

@@ -23,7 +23,7 @@ Log-probabilities, entropies and divergences are in nats.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -33,7 +33,6 @@ from torch.utils._pytree import register_dataclass
 from jackpot.core.shards import is_sharded
 from jackpot.objectives import obrs
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
-from jackpot.objectives.kernels.support import support_log_probs
 from jackpot.objectives.kernels.tiles import Head, has_mixed_product
 
 _SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a time
@@ -262,44 +261,25 @@ class LinearHead(nn.Module):
         Raises:
             ValueError: as they do, but for ids; `rollout_model_hidden` without a rollout model.
         """
-        heads = [head_of(self.policy, policy_hidden, self.policy_soft_cap)]
-        if rollout_model_hidden is not None:
-            if self.rollout_model is None:
-                raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
-            heads.append(head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
+        heads = self.heads(policy_hidden, rollout_model_hidden)
         _check(heads, ids)
         is_pair, moments = len(heads) == 2, not only_log_probs
         lam = lam if is_pair else None  # one head has no Z
         outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
         return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
 
-    def on_support(
-        self,
-        output: HeadOutput,
-        hidden: Tensor,
-        ids: Tensor,
-        *,
-        support_ids: Tensor,
-        is_kept: Tensor,
-        temperature: float,
-        of_rollout_model: bool = False,
-    ) -> HeadOutput:
-        """Return a model's output with log-probs, of `ids` and of `gather_ids`, renormalized on a sampler's support.
+    def heads(self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None) -> list[Head]:
+        """Return the head of the policy, and that of the rollout model where its hidden states are given.
 
-        Entropy and top-k stay those of the whole vocabulary.
-
-        Args:
-            output: of these hidden states and ids, with `support_ids` as `gather_ids`.
-            support_ids, is_kept: as in `support.support_log_probs`.
+        Raises:
+            ValueError: `rollout_model_hidden` without a rollout model.
         """
-        layer, soft_cap = self.policy, self.policy_soft_cap
-        if of_rollout_model:
-            assert self.rollout_model is not None  # as for `output`
-            layer, soft_cap = self.rollout_model, self.rollout_model_soft_cap
-
-        head = head_of(layer, hidden, soft_cap)
-        log_probs, listed = support_log_probs(head, ids, support_ids, is_kept, temperature)
-        return replace(output, log_probs=log_probs, gathered=listed)
+        heads = [head_of(self.policy, policy_hidden, self.policy_soft_cap)]
+        if rollout_model_hidden is not None:
+            if self.rollout_model is None:
+                raise ValueError("rollout_model_hidden given to a LinearHead of the policy alone: give it None")
+            heads.append(head_of(self.rollout_model, rollout_model_hidden, self.rollout_model_soft_cap))
+        return heads
 
     @torch.no_grad()
     def z_for_budget(

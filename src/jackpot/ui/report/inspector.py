@@ -95,11 +95,12 @@ class _Packing:
         for index, saved in enumerate(chosen):
             room = share if listed else self.left if self.packs else math.inf if self.left else 0
             try:
-                lengths = _lengths(read_columns(saved, ["token_ids"]), "token_ids").tolist()
+                table = read_columns(saved, _NEEDED)
+                lengths = _lengths(table, "token_ids").tolist()
                 rows = spread_rows(lengths, max(share, 0) // (len(chosen) - index), room)
                 if not rows and lengths:
                     continue
-                columns = _columns(read_columns(saved, _NEEDED, rows), words)
+                columns = _columns(table.take(rows), words)
             except UnreadableRollouts as error:
                 self.unreadable.append(str(error))
                 self.bad.add(saved.path)
