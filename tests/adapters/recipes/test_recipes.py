@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import json
 import pickle
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
