@@ -1,7 +1,7 @@
-"""What each piece costs inside another trainer, for docs/which_piece.md: lines of code, CPU seconds, memory.
+"""What each piece costs inside another trainer, for docs/frameworks.md: lines of code, CPU seconds, memory.
 
     python benchmarks/which_piece.py            # prints both tables of the page
-    python benchmarks/which_piece.py --lines    # the lines alone, counted on the pages that have the code
+    python benchmarks/which_piece.py --lines    # the lines alone, counted where the code stands
 
 Every part runs in a process of its own on one thread: CPU seconds are the median of five calls (of replay one), memory
 is by how much the first call raises the process's peak. Shapes: 64 responses of 256 tokens, K = 20; Z from a head of
@@ -29,7 +29,7 @@ PARTS = {
 
 
 def code_lines(page: str, heading: str, language: str = "python", first: str = "") -> int:
-    """Lines of the first block of code below a heading that begins with `first`: without blank ones, comments, and
+    """Lines of the first block of code below a heading that has `first` in it: without blank ones, comments, and
     those that a diff leaves."""
     text = (ROOT / "docs" / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     blocks = [block for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if first in block]
@@ -37,9 +37,16 @@ def code_lines(page: str, heading: str, language: str = "python", first: str = "
     return sum(line.startswith("+") for line in lines) if language == "diff" else len(lines)
 
 
+def file_lines(framework: str) -> int:
+    """Lines of a framework's file below its docstring, without blank ones and comments."""
+    path = ROOT / "examples" / "frameworks" / f"jackpot_{framework.lower().replace('-', '_')}.py"
+    _, _, code = path.read_text().partition('\n"""\n\n')
+    return sum(bool(line.strip()) and not line.startswith("#") for line in code.splitlines())
+
+
 def lines() -> dict[str, int]:
     """Lines of code that a user adds, by framework and piece."""
-    recipes = {name: code_lines("adapters.md", name) for name in ("SkyRL", "slime", "prime-rl", "OpenRLHF", "AReaL")}
+    recipes = {name: file_lines(name) for name in ("SkyRL", "slime", "prime-rl", "OpenRLHF", "AReaL")}
     trl = {
         "TRL, correction": code_lines("trl.md", "A script of TRL's", "diff", "CorrectedGRPOTrainer"),
         "TRL, two models": code_lines("trl.md", "A script of TRL's", "diff", "JackpotGRPOTrainer"),

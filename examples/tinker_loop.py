@@ -2,8 +2,8 @@
 
     TINKER_API_KEY=... python examples/tinker_loop.py
 
-It needs `pip install tinker`, and two models of the service with one vocabulary. docs/tinker.md says what a step costs
-and what the service cannot give.
+It needs `pip install tinker`, and two models of the service with one vocabulary. docs/frameworks.md says what a step
+asks of the service, and what the service cannot give.
 
 Status: never run on its target (the service of Tinker). The tests run it on a stand-in with tinker's interface.
 """

@@ -1,4 +1,4 @@
-"""The lines of code on docs/which_piece.md are those that stand on the pages with the code."""
+"""The lines of code on docs/frameworks.md are those of the files and pages with the code."""
 
 import re
 import sys
@@ -11,14 +11,14 @@ from which_piece import lines
 
 
 def rows() -> dict[str, list[str]]:
-    text = (ROOT / "docs" / "which_piece.md").read_text().split("## In your framework")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / "frameworks.md").read_text().split("## In your framework")[1].split("\n## ")[0]
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]
     return {one[0]: one[1:] for one in cells}
 
 
-def test_the_lines_of_code_are_those_of_the_pages():
+def test_the_lines_of_code_are_those_of_files_and_pages():
     page, counted = rows(), lines()
     for name in ("SkyRL", "slime", "prime-rl", "OpenRLHF", "AReaL", "a loop of yours"):
         assert int(re.match(r"\d+", page[name][1])[0]) == counted[name], name

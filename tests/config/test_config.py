@@ -114,7 +114,7 @@ def test_a_setting_in_the_wrong_block_is_refused_with_its_place(key, guesses):
 
 
 def test_names_of_other_trainers_are_those_of_the_page():
-    rows = (ROOT / "docs" / "coming-from.md").read_text().splitlines()
+    rows = (ROOT / "docs" / "frameworks.md").read_text().splitlines()
     known = reference.settings("train")
     for theirs, ours in config_build.ELSEWHERE.items():
         assert ours in known

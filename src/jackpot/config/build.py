@@ -12,7 +12,7 @@ from jackpot.core.errors import ConfigError, unknown_name
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-# Names that other trainers have for a setting (docs/coming-from.md), for those who type them here.
+# Names that other trainers have for a setting (docs/frameworks.md), for those who type them here.
 ELSEWHERE = {
     "max_steps": "iterations",
     "total_training_steps": "iterations",
