@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.taps import sealed
 from helpers.token_batches import token_batch
+from jackpot.core.errors import RankError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch
 from jackpot.models.packed_row import pack_row
@@ -67,9 +69,8 @@ def test_nothing_else_can_be_sent(value: object) -> None:
 
 def test_a_message_makes_no_other_class() -> None:
     text = b'[{"Path": ["/etc/passwd"]}, []]'
-    forged = bytearray(len(text).to_bytes(8, "little") + text)
     with pytest.raises(ValueError, match="KeyError: 'Path'"):
-        unpack(torch.frombuffer(forged, dtype=torch.uint8))
+        unpack(sealed(len(text).to_bytes(8, "little") + text))
 
 
 class Bomb:
@@ -96,8 +97,9 @@ def test_a_pickled_payload_is_refused_and_runs_nothing(
     file = tmp_path / "bomb"
     payload = dump(Bomb(file))
     message = len(payload).to_bytes(8, "little") + payload if is_framed else payload
-    with pytest.raises(ValueError):
-        unpack(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    for one in (sealed(message), torch.frombuffer(bytearray(message), dtype=torch.uint8)):
+        with pytest.raises(ValueError):
+            unpack(one)
     assert not file.exists()
     pickle.loads(pickle.dumps(Bomb(file)))
     assert file.exists()
@@ -107,7 +109,17 @@ def test_a_pickled_payload_is_refused_and_runs_nothing(
 def test_a_number_format_is_one_of_torch(name: str) -> None:
     text = f'[{{"tensor": 0}}, [["{name}", [1]]]]'.encode()
     with pytest.raises(ValueError, match="no number format of torch"):
-        unpack(torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)), dtype=torch.uint8))
+        unpack(sealed(len(text).to_bytes(8, "little") + text + bytes(8)))
+
+
+def test_a_message_with_one_other_byte_is_refused() -> None:
+    message = pack({"ids": torch.arange(3), "seed": 12})
+    for place in range(len(message)):
+        message[place] ^= 1
+        with pytest.raises(RankError, match="altered on its way"):
+            unpack(message)
+        message[place] ^= 1
+    assert unpack(message)["seed"] == 12
 
 
 def test_a_tensor_of_one_number_of_a_larger_one_travels() -> None:

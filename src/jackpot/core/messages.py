@@ -1,16 +1,18 @@
-"""Turns the values that ranks exchange into bytes and back: JSON and flat tensors, without pickle.
+"""Turns the values that processes exchange into bytes and back: JSON and flat tensors, without pickle.
 
-Only the classes in `_CLASSES` are ever made from a message.
+Only the classes in `_CLASSES` are ever made from a message, which begins with a checksum of the rest.
 """
 
 import json
 import math
+import zlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jackpot.core.errors import RankError
 from jackpot.core.types import (
     AttentionBlock,
     PackedRow,
@@ -27,6 +29,10 @@ _CLASSES = {kind.__name__: kind for kind in _KNOWN}
 _ALIGNED = 8  # bytes; every tensor begins at a multiple of them, so that no copy is needed to read it
 
 
+class MessageError(RankError, ValueError):
+    """A message that does not come from `pack` of this version, or was altered on its way."""
+
+
 def pack(value: Any) -> Tensor:
     """Return a value as bytes, [n] uint8 on the CPU, from which `unpack` makes an equal one.
 
@@ -41,23 +47,33 @@ def pack(value: Any) -> Tensor:
     kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
     text = json.dumps([plain, kinds]).encode()
 
-    head = len(text).to_bytes(_ALIGNED, "little") + text
+    head = bytes(_ALIGNED) + len(text).to_bytes(_ALIGNED, "little") + text
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     flat = [tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     parts += [tensor.view(torch.uint8) for tensor in flat]
-    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
+    message = torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
+    message[:_ALIGNED] = _checksum(message)
+    return message
 
 
 def unpack(message: Tensor) -> Any:
     """Return the value that `pack` was given; its tensors are on the CPU and share the memory of the message.
 
     Raises:
-        ValueError: the message does not come from `pack` of this version.
+        MessageError: the message does not come from `pack` of this version.
     """
     try:
-        return _unpacked(message)
+        if not torch.equal(message[:_ALIGNED], _checksum(message)):
+            raise ValueError("it was altered on its way")
+        return _unpacked(message[_ALIGNED:])
     except Exception as error:  # whatever a message of other bytes leads to
-        raise ValueError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+        raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _checksum(message: Tensor) -> Tensor:
+    """Return the CRC-32 of what follows the place of the checksum, [8] uint8."""
+    checksum = zlib.crc32(message[_ALIGNED:].numpy().data).to_bytes(_ALIGNED, "little")
+    return torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
 
 
 def _unpacked(message: Tensor) -> Any:

@@ -23,6 +23,7 @@ from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.config.processes import check_ranks
 from jackpot.core.errors import ConfigError, RankError, first_line
+from jackpot.core.messages import pack, unpack
 from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import ProcessRank, process_rank
 from jackpot.core.roles import Role
@@ -63,7 +64,8 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
     _end_with_torchrun()
     store = _store(at)
     timeout = config.placement.timeout
-    store.set(_SETUP, json.dumps({"run": str(run.resolve()), "timeout": timeout, "device": config.device}))
+    setup = pack({"run": str(run.resolve()), "timeout": timeout, "device": config.device})
+    store.set(_SETUP, setup.numpy().tobytes())  # pyright: ignore[reportArgumentType]  bytes are what it keeps
     with _joined(store, at, run, timeout, backend) as ranks:
         yield partial(_build_led, ranks)
         ranks.end()
@@ -78,7 +80,7 @@ def follow_leader(at: ProcessRank) -> None:
     _end_with_torchrun()
     store = _store(at)
     try:
-        setup = json.loads(store.get(_SETUP))
+        setup = unpack(torch.frombuffer(bytearray(store.get(_SETUP)), dtype=torch.uint8))
     except dist.DistError as error:
         raise RankError(f"rank {at.rank} waits for rank 0 in vain: {first_line(error)}") from error
     backend = BACKENDS[_own_device(setup["device"], at).type]

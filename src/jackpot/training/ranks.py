@@ -29,7 +29,7 @@ from torch import Tensor
 
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import CheckpointError, JackpotError, RankError
-from jackpot.core.messages import pack, unpack
+from jackpot.core.messages import MessageError, pack, unpack
 from jackpot.core.roles import Role
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
 from jackpot.models.parts import write_index
@@ -39,7 +39,7 @@ from jackpot.training.learner import Learner, StepResult
 
 _BEATS = 4  # signs of life of rank 0 within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
-_ALIVE = torch.tensor([0])  # in place of the size of a message
+_ALIVE = torch.tensor([0, ~0])  # in place of the size of a message, which comes twice, to be sure of it
 
 
 class Ranks:
@@ -152,15 +152,18 @@ class Ranks:
 
     def _send(self, value: Any, rank: int) -> None:
         message, is_command = pack(value), self.rank == 0
-        dist.send(torch.tensor([len(message)]), rank, group=self._waiting if is_command else None)
+        dist.send(torch.tensor([len(message), ~len(message)]), rank, group=self._waiting if is_command else None)
         for piece in message.split(_PIECE):
             dist.send(piece, rank)
 
     def _receive(self, rank: int, group: dist.ProcessGroup | None) -> Any:
-        size = _ALIVE.clone()
-        while size == _ALIVE:
-            dist.recv(size, rank, group=group)
-        message = torch.empty(int(size), dtype=torch.uint8)
+        head = _ALIVE.clone()
+        while torch.equal(head, _ALIVE):
+            dist.recv(head, rank, group=group)
+        size, same = head.tolist()
+        if size != ~same:
+            raise MessageError(f"rank {self.rank} got the size of no message: {size}")
+        message = torch.empty(size, dtype=torch.uint8)
         for piece in message.split(_PIECE):
             dist.recv(piece, rank)
         return unpack(message)

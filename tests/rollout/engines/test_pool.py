@@ -1,12 +1,14 @@
 """Engines in other processes behind one `Engine`: what their number and their deaths change, which is nothing."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.engines.conformance import NEW, OLD, NumberConformance, QueueConformance
 from helpers.engines.hosts import ThreadLink, forks, kill, make_tiny, pool_of, wait_until_all_hold
@@ -17,6 +19,7 @@ from jackpot.core.messages import pack, unpack
 from jackpot.core.types import TOKEN_COLUMNS, Rollout, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EnginePool, PooledEngine
+from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 
 @pytest.mark.slow
@@ -161,6 +164,23 @@ def test_an_engine_that_holds_other_weights_is_named(new_folder, folder) -> None
     links = {"right": ThreadLink(make_tiny, str(new_folder)), "wrong": Wrong(make_tiny, str(new_folder))}
     with pytest.raises(EngineError, match=r"(wrong|right) read the weights engine 0 and holds digest \w{12}, another"):
         pool_of(links, folder, OLD)
+
+
+def test_reading_weights_leaves_nothing_behind(tmp_path) -> None:
+    """Neither from memory nor from a file of safetensors, which are read bit for bit."""
+    tensors = {
+        f"{kind} {one}": torch.arange(64.0).to(kind) for kind in (torch.float32, torch.int8) for one in range(20)
+    }
+    memory, file = SharedWeights(tensors.items()), tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    for path in (memory.path, file):
+        read = dict(read_weights(path))
+        assert read.keys() == tensors.keys() and all(torch.equal(read[name], one) for name, one in tensors.items())
+        assert all(read[name].dtype == one.dtype for name, one in tensors.items())
+        before = sys.getallocatedblocks()
+        for _ in range(20):
+            dict(read_weights(path))
+        assert sys.getallocatedblocks() - before < 200  # objects, of 800 tensors
 
 
 def test_an_engine_that_cannot_be_made_says_why(folder, tmp_path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError, JackpotError
-from jackpot.core.messages import pack, unpack
+from jackpot.core.messages import MessageError, pack, unpack
 from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
 from jackpot.models.quantization.convert import CodedWeights
 from jackpot.rollout.engines.background import BackgroundEngine
@@ -55,9 +55,11 @@ class EngineHost:
         """Do what a message asks for; return the answer, both as `core.messages.pack` makes them."""
         try:
             return pack(self._do(unpack(message)))
+        except MessageError as error:
+            return pack({"lost": str(error)})
         except JackpotError as error:
             return pack({"refused": str(error)})
-        except (ValueError, KeyError, TypeError) as error:  # a message that is none, or a bug: the other side says it
+        except (ValueError, KeyError, TypeError) as error:  # a bug: the other side says it
             _log.exception("a message could not be answered")
             return pack({"refused": f"{type(error).__name__}: {error}"})
 
@@ -237,9 +239,6 @@ class HostPeer(Peer):
             return
 
         answer = await self._ask(message | {"path": str(memory.path)})
-        if "lost" in answer:
-            raise PeerLost(answer["lost"])
-
         self._held[engine] = weights.name
         digest: str = answer["digest"]
         expected = weights.digest or digest
@@ -252,7 +251,12 @@ class HostPeer(Peer):
             )
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        answer = unpack(await self._link.ask(pack(message)))
+        try:
+            answer = unpack(await self._link.ask(pack(message)))
+        except MessageError as error:
+            raise PeerLost(f"it answers: {error}") from error
+        if "lost" in answer:
+            raise PeerLost(answer["lost"])
         if "refused" in answer:
             raise EngineError(answer["refused"])
         return answer

@@ -1,14 +1,15 @@
 """A host of engines in a process of its own on this machine, which shares a socket with this one and no port.
 
-Both sides send frames: 8 bytes with the length, little-endian, then a message. A frame of length 0 is the sign of life
-of a host that generates. The process ends when this one does, because the socket then ends; it is killed, with all that
-it started, when it is silent for too long.
+Both sides send frames: the number of the question, the length, and a message. A frame of length 0 is the sign of life
+of a host that generates. What comes a second time is passed over. The process ends when this one does, because the
+socket then ends; it is killed, with all that it started, when it is silent for too long.
 """
 
 import asyncio
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.hosted import EngineHost, Link
 from jackpot.rollout.engines.pool import PeerLost
 
-_HEAD = 8  # bytes
+_HEAD = struct.Struct("<QQ")  # number, counted up from 0 for the setup, and length in bytes
 _BUFFER = 2**22  # bytes that asyncio reads ahead
 _END_SECONDS = 5.0  # for a process that has closed its socket to end
 _LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # of variables that make a process a rank
@@ -79,15 +80,18 @@ class ProcessLink(Link):
             raise PeerLost(f"its process cannot be started: {error}") from error
         finally:
             theirs.close()
+        self._number = 0  # of the newest frame
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
+        self._number += 1
         await self._send(message)
         try:
             while True:
                 async with asyncio.timeout(self.silence):
-                    if size := int.from_bytes(await self._reader.readexactly(_HEAD), "little"):
-                        data = await self._reader.readexactly(size)
+                    number, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+                    data = await self._reader.readexactly(size)
+                    if size and number == self._number:
                         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
         except TimeoutError:
             raise PeerLost(f"its process gave no sign of life for {self.silence:g} seconds") from None
@@ -107,7 +111,7 @@ class ProcessLink(Link):
     async def _send(self, message: Tensor) -> None:
         assert self._writer is not None  # `open` comes first
         try:
-            self._writer.write(len(message).to_bytes(_HEAD, "little"))
+            self._writer.write(_HEAD.pack(self._number, len(message)))
             self._writer.write(message.numpy().data)
             async with asyncio.timeout(self.silence):
                 await self._writer.drain()
@@ -133,18 +137,27 @@ def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> N
         make: makes the engines, by the setting that describes each, from the setup.
     """
     stream = ours.makefile("rwb")
+    newest = -1  # frame that was received
 
     def send(message: Tensor | None) -> None:
         data = b"" if message is None else message.numpy().data
-        stream.write(len(data).to_bytes(_HEAD, "little"))
+        stream.write(_HEAD.pack(newest, len(data)))
         stream.write(data)
         stream.flush()
 
     def receive() -> Tensor:
-        data = bytearray(int.from_bytes(stream.read(_HEAD), "little"))
-        if not data or stream.readinto(data) < len(data):
-            raise EOFError
-        return torch.frombuffer(data, dtype=torch.uint8)
+        nonlocal newest
+        while True:
+            try:
+                number, size = _HEAD.unpack(stream.read(_HEAD.size))
+                data = bytearray(size)
+            except (struct.error, MemoryError, OverflowError):  # the other side has ended, or this is no length
+                raise EOFError from None
+            if stream.readinto(data) < size:
+                raise EOFError
+            if number > newest:
+                newest = number
+                return torch.frombuffer(data, dtype=torch.uint8)
 
     with suppress(EOFError, ConnectionError):
         try:

@@ -22,7 +22,6 @@ _CHUNK_BYTES = 1 << 16  # read at once, so that an answer is never much larger i
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
-_KEEP_SECONDS = 2.0  # for an idle connection; servers close one after 5, which must not look like a lost server
 _SHORT_SECONDS = 60.0  # for a call without generation; vLLM takes some seconds for the first about its configuration
 
 
@@ -57,7 +56,8 @@ def open_session(urls: Sequence[str], api_key_var: str) -> Any:
         )
 
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS),
+        # one request a connection: an answer that came twice would be that of the next one
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         auto_decompress=False,  # a small answer must not become a huge one
     )

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.shared_weights import SharedWeights
+from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 _PACKED = hashlib.sha256().hexdigest()  # checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter
 
@@ -101,11 +101,10 @@ class WeightsFolder:
         The digest takes the weights before quantization from memory, because the file has only their codes.
         """
         quantized = self._format.quantized_names
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            plain = ((name, weights[name] if name in quantized else file.get_tensor(name)) for name in weights)
-            digest = weights_digest(plain, self._dtype)
-            names = file.keys()
-            checksums = {name: _checksum(file.get_tensor(name)) for name in names}
+        tensors = dict(read_weights(folder / "model.safetensors"))
+        plain = ((name, weights[name] if name in quantized else tensors[name]) for name in weights)
+        digest = weights_digest(plain, self._dtype)
+        checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
         return SavedWeights(version=version, folder=folder, digest=digest, checksums=checksums)
 
     def keep_only(self, kept: Sequence[SavedWeights]) -> None:

@@ -1,0 +1,296 @@
+"""Each kind of message between the processes of a run is once the last of its sender, late beyond every timeout, cut,
+repeated and other bytes.
+
+Each time the work ends bit-equal to that of undisturbed processes, or in an error of ours, after which the same work
+done again ends so. No process stays.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from helpers.engines.conformance import NEW, OLD
+from helpers.engines.hosts import NEVER, forking, pool_of
+from helpers.engines.reference import EOS, save_tiny_model, tiny_model, tiny_request
+from helpers.engines.scripted_server import ScriptedServer
+from helpers.led import Ended, fork_ranks
+from helpers.runs import BRIEF, assert_same_run, small_config
+from helpers.taps import FAULTS, HTTPTap, Tap, TCPTap, tap_ranks, tapped
+from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.core.process_rank import process_rank
+from jackpot.core.types import TOKEN_COLUMNS
+from jackpot.launch.engines import make_engine
+from jackpot.launch.ranks import follow_leader, leading
+from jackpot.launch.start import train_run
+from jackpot.rollout.engines.base import Engine
+from jackpot.rollout.engines.process import ProcessLink
+from jackpot.rollout.engines.servers.http import open_session
+from jackpot.rollout.engines.vllm.client import VLLMClient
+from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
+
+LIMIT = 120  # seconds of a piece of work, after which it counts as hanging
+GONE = 10.0  # seconds that other processes have to end, once one has
+Work = Callable[[Tap, Path], list]
+SIZES = {"max_new_tokens": 8, "num_top_log_probs": 3}
+NO_FAULT = Tap("", "none")
+SLOW, SWEEP = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.sweep]
+WAITS = ("late", "stalled")  # faults that last as long as a time limit
+
+
+def table(kinds: Sequence[str], quick: Collection[tuple[str, str]]) -> list:
+    """Return each kind of message with each fault: all but the `quick` ones are slow, those that wait in the sweep."""
+    rows = itertools.product(kinds, FAULTS)
+    return [
+        pytest.param(*row, marks=[] if row in quick else SWEEP if row[1] in WAITS else SLOW, id=" ".join(row))
+        for row in rows
+    ]
+
+
+def outcome(work: Work, tap: Tap, folder: Path) -> tuple[Ended, list | None]:
+    """Work in a fork; return how it ended, and what it made."""
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+
+    def limited(rank: int) -> None:
+        signal.alarm(LIMIT)
+        result.write_text(json.dumps(work(tap, folder)))
+
+    ended = fork_ranks(1, limited, folder / "output")
+    return ended, json.loads(result.read_text()) if result.exists() else None
+
+
+def assert_heals(work: Work, tap: Tap, folder: Path, whole: list) -> str:
+    """Work with a fault, then again where that ended it; return how the first time ended."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    tap.note = folder / "happened"
+    ended, made = outcome(work, tap, folder)
+    [code], [printed] = ended.codes, ended.printed
+    assert code in (0, 2, -signal.SIGKILL) and "Traceback" not in printed, ended
+    assert (code == -signal.SIGKILL) == (tap.kind[:6] not in ("answer", "sign") and tap.fault in ("last", "cut")), ended
+    assert tap.note.exists(), "there was no such message"
+    assert_gone(folder)
+    if code:
+        ended, made = outcome(work, NO_FAULT, folder)
+        assert ended.codes == [0], ended
+    assert made == whole
+    return printed.strip() if code else "equal"
+
+
+def assert_gone(folder: Path) -> None:
+    """No process whose id is noted in a folder is there after a while."""
+    deadline = time.monotonic() + GONE
+    for line in (folder / "processes").read_text().split() if (folder / "processes").exists() else ():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(line))
+            while process.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < deadline, f"process {line} stays"
+                time.sleep(0.05)
+
+
+def used(engine: Engine, whole: bool = False) -> list:
+    """Have an engine do what a run asks of it, sleep and scores too for the `whole` of it; return all that it made.
+
+    Groups of two share a prompt.
+    """
+    made = []
+    for seed in range(3):
+        if seed:
+            if whole:
+                engine.sleep()
+            made.append(engine.update_weights(tiny_model(seed=seed).named_parameters(), NEW))
+        rollouts = engine.generate([tiny_request(f"{one}", 2 + one // 2, one, **SIZES) for one in range(6)])
+        made += [getattr(one, name).tolist() for one in rollouts for name in TOKEN_COLUMNS]
+        made += [one.tolist() for one in engine.score(rollouts[:2], 1.0)] if whole else []
+    return made
+
+
+# Engines in processes of their own
+
+ASKS = ("hello", "take", "generate", "score", "sleep")
+TO_ENGINES = ("setup", *ASKS)
+FROM_ENGINES = ("sign", *(f"answer to {ask}" for ask in ASKS))
+PROCESSES = table((*TO_ENGINES, *FROM_ENGINES), {("generate", "repeated"), ("answer to generate", "fuzzed")})
+
+
+def make_sleeper(folder: str) -> dict[str, Engine]:
+    torch.set_num_threads(1)
+    settings = TransformersEngineConfig(max_num_seqs=32, enable_sleep_mode=True)
+    return {"engine": make_engine(settings, folder, torch.device("cpu"), NEVER)}
+
+
+def use_process(tap: Tap, folder: Path) -> list:
+    """Use an engine in a process of its own, of which there is one."""
+    start = tapped(forking(make_sleeper), tap)
+
+    async def noted(theirs):
+        child = await start(theirs)
+        with (folder / "processes").open("a") as file:
+            file.write(f"{child.pid}\n")
+        return child
+
+    links = {"host": ProcessLink(noted, str(folder.parent / "model"), silence=1.5)}
+    pool = pool_of(links, folder.parent / "model", OLD, chunk=3, patience=6.0, sleeping=["engine"])
+    with closing(pool.engines["engine"]) as engine:
+        return used(engine, whole=True)
+
+
+# Servers
+
+ROUTES = ("/v1/models", "/server_info", "get_model_inspection", "/weight_checker", "/weight_info", "/pause")
+ROUTES += ("reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume", "/v1/completions")
+SERVERS = table((*ROUTES, *(f"answer to {route}" for route in ROUTES)), {("answer to /v1/completions", "repeated")})
+
+
+def use_server(tap: Tap, folder: Path) -> list:
+    """Use the server whose address a folder has, behind a tap."""
+    url, pid = (folder.parent / "address").read_text().split()
+    proxy = HTTPTap(int(url.rpartition(":")[2]), tap, lambda: os.kill(int(pid), signal.SIGUSR1))
+    settings = {"weights_folder": str(folder / "weights"), "dtype": "fp32", "max_num_seqs": 2, "timeout": 1.0}
+    config = VLLMServerEngineConfig(urls=[f"http://127.0.0.1:{proxy.port}"], connect_timeout=6.0, **settings)
+    with closing(VLLMServerEngine(tiny_model(seed=0), config, eos_token_ids=(EOS,), version=OLD)) as engine:
+        return used(engine)
+
+
+USES = {"process": use_process, "server": use_server}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    server = ScriptedServer()
+    before = signal.signal(signal.SIGUSR1, lambda *_: server.restart())
+    yield server
+    signal.signal(signal.SIGUSR1, before)
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, server: ScriptedServer) -> Path:
+    home = tmp_path_factory.mktemp("messages")
+    save_tiny_model(home / "model", seed=0)
+    (home / "address").write_text(f"{server.url} {os.getpid()}")
+    return home
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> dict[str, list]:
+    """What undisturbed work makes, by the other side."""
+    made = {}
+    for name, work in USES.items():
+        (home / name).mkdir()
+        ended, made[name] = outcome(work, NO_FAULT, home / name)
+        assert ended.codes == [0], ended
+    return made
+
+
+@pytest.mark.parametrize(("kind", "fault"), PROCESSES)
+def test_a_message_of_an_engine_process(kind: str, fault: str, home: Path, whole) -> None:
+    print(assert_heals(use_process, Tap(kind, fault), home / "process", whole["process"]))
+
+
+@pytest.mark.parametrize(("kind", "fault"), SERVERS)
+def test_a_message_of_a_server(kind: str, fault: str, home: Path, whole) -> None:
+    print(assert_heals(use_server, Tap(kind, fault), home / "server-", whole["server"]))
+
+
+def test_an_answer_that_comes_twice_is_none_of_the_next(server: ScriptedServer) -> None:
+    tap = HTTPTap(int(server.url.rpartition(":")[2]), Tap("answer to /v1/completions", "repeated"))
+    url = f"http://127.0.0.1:{tap.port}"
+
+    async def answers() -> list[list[int]]:
+        async with open_session([url], "VLLM_API_KEY") as session:
+            client, made = VLLMClient(url, session, timeout=10.0), []
+            for seed in (1, 2):
+                body = {"prompt": [2, 3], "max_tokens": 2, "logprobs": 1, "seed": seed}
+                made.append(await client.complete(body, lambda answer: answer["choices"][0]["token_ids"]))
+                await asyncio.sleep(0.3)
+            return made
+
+    assert asyncio.run(answers()) == [[3, 4], [4, 5]]
+
+
+# Ranks
+
+COMMANDS = ("build", "score", "train", "values", "keep_weights", "weights", "save")
+FROM_LEADER, FROM_FOLLOWER = ("setup", *COMMANDS, "sign", "end"), tuple(f"reply to {name}" for name in COMMANDS)
+SAMPLE = {("setup", "fuzzed"), ("train", "repeated"), ("score", "noise"), ("build", "cut")}
+SAMPLE |= {("reply to train", "fuzzed"), ("reply to score", "repeated")}
+RANKS = [
+    pytest.param(*row, marks=SLOW if row in SAMPLE else SWEEP)
+    for row in itertools.product((*FROM_LEADER, *FROM_FOLLOWER), FAULTS)
+]
+SETTINGS = ("iterations=2", "checkpoint.every=1", "batch.ahead=1")
+CRITIC = ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
+ROLES = ["policy", "rollout_model", "critic"]
+
+
+def train(folder: Path, tap: Tap = NO_FAULT) -> Ended:
+    """Type the command of a run of two ranks. Where nothing waits, a busy machine must not be taken for a lost rank."""
+    timeout = 5 if tap.fault in WAITS else 30
+    config = small_config(*BRIEF, *SETTINGS, *CRITIC, f"placement.timeout={timeout}")
+
+    def work(rank: int) -> None:
+        signal.alarm(LIMIT)
+        if rank:
+            if tap.kind in ("sent", "received"):
+                os.environ["MASTER_PORT"] = str(TCPTap(int(os.environ["MASTER_PORT"]), tap).port)
+            follow_leader(process_rank())
+            return
+        with leading(config, folder) as build:
+            train_run(config, folder, lambda line: None, build=build)
+
+    return fork_ranks(2, work, folder.with_name(f"{folder.name}-output"), patience=4 * GONE)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "whole"
+    assert (ended := train(folder)).codes == [0, 0], ended
+    return folder
+
+
+def assert_run_heals(folder: Path, tap: Tap, whole: Path) -> None:
+    """Type a command whose ranks are tapped, and again where that ended it."""
+    tap.note = folder.with_name("happened")
+    tap.note.unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        tap_ranks(patch, tap)
+        ended = train(folder, tap)
+    assert tap.note.exists(), "there was no such message"
+    killed = [code == -signal.SIGKILL for code in ended.codes]
+    dies = tap.fault in ("last", "cut")
+    assert killed == [dies and tap.kind in FROM_LEADER, dies and tap.kind not in FROM_LEADER], ended
+    for code, printed in zip(ended.codes, ended.printed, strict=True):
+        assert code in (0, 2, -signal.SIGKILL) and "Traceback" not in printed, ended
+    print(ended.codes, [one.strip().splitlines()[-1:] for one in ended.printed])
+    if ended.codes != [0, 0]:
+        again = train(folder)
+        assert again.codes == [0, 0], again
+    assert_same_run(whole, folder, ROLES)
+
+
+@pytest.mark.parametrize(("kind", "fault"), RANKS)
+def test_a_message_of_a_rank(kind: str, fault: str, whole_run: Path, tmp_path: Path) -> None:
+    assert_run_heals(tmp_path / "run", Tap(kind, fault, late=12.0), whole_run)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["sent", "received"])
+def test_bytes_between_a_rank_and_the_store(
+    kind: str, fault: str, number: int, whole_run: Path, tmp_path: Path
+) -> None:
+    assert_run_heals(tmp_path / "run", Tap(kind, fault, number, late=12.0), whole_run)
