@@ -325,7 +325,7 @@ def test_runs_of_other_settings_are_refused(whole: "study.Study") -> None:
         whole.check("gap", wanted)
 
 
-def test_runs_are_not_added_to_those_of_code_that_computes_otherwise(tmp_path: Path, monkeypatch) -> None:
+def test_runs_are_not_added_to_those_of_other_code(tmp_path: Path, monkeypatch) -> None:
     cells = [study.Cell(pair="close", arm="tis", seeds=(101, 102))]
     monkeypatch.setitem(study.PANELS, "gap", cells)
     one = replace(empty_study(tmp_path), reference="here")
