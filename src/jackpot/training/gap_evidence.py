@@ -66,8 +66,8 @@ def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
     """Say what is wrong at a range of depths."""
     first, gap = 2**depth, float(means[:, depth].nanmean())
     return (
-        f"the engine's log-probs have moved away from training's: at the tokens {first} to {2 * first - 1} of responses "
-        f"they differ in probability by {gap:.2g} on average in this batch, and by at most {float(usual[depth]):.2g} "
+        f"the engine's log-probs have moved away from training's: at the tokens {first} to {2 * first - 1} of "
+        f"responses they differ in probability by {gap:.2g} on average in this batch, and by {float(usual[depth]):.2g} "
         f"at such depths in the batches before; {float(limits[depth]):.2g} is allowed. No step on this batch is saved. "
         f"Likely causes: an engine that changes its settings or weights while it runs, or computes long responses "
         f"otherwise than short ones"

@@ -16,7 +16,7 @@ from jackpot.core.types import Rollout
 
 LISTED_TOKENS = 65536  # tokens of a batch whose lists are read, in whole rollouts
 LARGEST_MASS = 1.0 + 1e-3  # of a top-k list; more than rounding makes it
-FALSE_ALARM = 1e-9  # probability that a sound engine is ever refused by `SamplingEvidence`, in a run of any length
+FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
 TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: the engine would sample at 1 / (1 + d) of its temperature
 ANOTHER_PASS = 0.02  # nats of a token by which its log-prob may be another in another batch
 REPEATS = (0.02, 0.5)  # shares of responses that are copies of earlier ones
