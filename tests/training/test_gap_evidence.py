@@ -50,7 +50,7 @@ def test_a_jump_at_some_depth_is_refused_and_named():
     evidence = GapEvidence()
     for _ in range(9):
         assert evidence.add(*batch(constant(2e-3)), ALWAYS) <= 0.0
-    with pytest.raises(EngineError, match=r"at the tokens 16 to 31 .* by 0.2 on average .* by 0.002 at .*; 0.008 is"):
+    with pytest.raises(EngineError, match=r"at the tokens 16 to 31 .* by 0\.2 on average .* is allowed"):
         for _ in range(5):
             evidence.add(*batch(lambda depth: torch.where(depth >= 16, 0.2, 2e-3)), ALWAYS)
 
