@@ -62,16 +62,11 @@ class Run:
             on_support=self.config.sampling.lists_support,
             total_steps=1000,
         )
+        server_settings: dict[str, Any] = {"urls": [server.url], "weights_folder": str(folder), "dtype": "fp32"}
+        server_settings |= {"max_num_seqs": 64, "max_retries": 1, "connect_timeout": 5.0} | changes
         self.engine = VLLMServerEngine(
             tiny_model(seed=0),
-            VLLMServerEngineConfig(
-                urls=[server.url],
-                weights_folder=str(folder),
-                max_num_seqs=64,
-                max_retries=1,
-                connect_timeout=5.0,
-                **{"dtype": "fp32"} | changes,
-            ),
+            VLLMServerEngineConfig(**server_settings),
             eos_token_ids=(EOS,),
             version=Version(0, 0),
         )
