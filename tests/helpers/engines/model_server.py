@@ -28,10 +28,10 @@ class Step(NamedTuple):
     asked: Body  # settings, those of the first request
     batch: int  # number of the rollout batch, from 1
 
-    def log_probs(self, logits: Tensor | None = None, **changes: float) -> Tensor:
+    def log_probs(self, biased: Tensor | None = None, **changes: float) -> Tensor:
         """The log-probs after temperature, top-k and top-p, as asked or changed."""
-        asked = self.asked | changes
-        logits = (self.logits if logits is None else logits) / asked["temperature"]
+        asked: Body = {**self.asked, **changes}
+        logits = (self.logits if biased is None else biased) / asked["temperature"]
         if asked["top_k"]:
             logits = logits.masked_fill(logits < logits.topk(asked["top_k"]).values[:, -1:], -torch.inf)
         order = logits.sort(dim=-1, descending=True)
@@ -66,7 +66,8 @@ class ModelServer(ScriptedServer):
     def __init__(self, lie: Lie, dtype: torch.dtype = torch.float32, most: int = 64) -> None:
         self._lie, self._most, self.batch = lie, most, -1
         self._waiting: list[tuple[Body, asyncio.Future[Choice]]] = []
-        self.model = tiny_model(seed=0).to(dtype).eval()
+        self.model = tiny_model(seed=0).eval()
+        self.model.to(dtype=dtype)  # pyright: ignore[reportArgumentType]
         self.model.set_attn_implementation("eager")
         super().__init__()
         self.settings["model_config"]["dtype"] = str(dtype)
