@@ -78,11 +78,11 @@ def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
     """Average the gaps of every prompt by depth, [P, D] float64; NaN where none is known."""
     prompts: dict[str, int] = {}
     rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
-    depths = torch.cat([torch.arange(1, len(gap) + 1) for gap in gaps])
+    lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
+    depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
 
-    values = torch.cat(list(gaps)).double()
-    places = rows.repeat_interleave(torch.tensor([len(gap) for gap in gaps])) * DEPTHS + ranges
+    places = rows.repeat_interleave(lengths) * DEPTHS + ranges
     known, size = values.isfinite(), len(prompts) * DEPTHS
     sums = places[known].bincount(values[known], minlength=size)
     return (sums / places[known].bincount(minlength=size)).view(-1, DEPTHS)
