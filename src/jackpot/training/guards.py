@@ -19,6 +19,7 @@ from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
+from jackpot.training.gap_evidence import GapEvidence
 from jackpot.training.learner import Scorer, StepResult
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
@@ -27,6 +28,7 @@ THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and af
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # of so many rollouts it takes one, but no fewer than these
+ALWAYS_ALLOWED = 4.0  # a gap so many times smaller than the largest one is allowed at any depth
 LISTS_MAY = 3.0  # times as much may whole lists differ, in total variation: they are never closer than single tokens
 
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)  # of the engine over training's, which are tried
@@ -42,8 +44,9 @@ class EngineCheck:
 
     Every rollout batch is checked before it is trained on. What the engine reports must be consistent in itself, over
     all tokens: its lists, and how often it draws what (`SamplingEvidence`). Training scores some of the tokens again:
-    many in the first two batches after a start that other weights generated, then few. `guard.check_engine` turns these
-    checks off.
+    many in the first two batches after a start that other weights generated, then few. After the steps on the batch all
+    tokens are compared, by the log-probs that the training pass had anyway (`GapEvidence`). `guard.check_engine` turns
+    these checks off.
 
     A batch that was begun ahead (`batch.ahead`) is scored by a copy of the weights that generated it.
 
@@ -60,7 +63,7 @@ class EngineCheck:
         self._role: Role = role
         self._column = Version._fields.index(role)  # of `Rollout.versions`
         self._thorough: set[int] = set()  # versions whose text was checked thoroughly since the start
-        self._evidence = SamplingEvidence()
+        self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
         self._kept: int | None = None  # version of the learner's copy of the weights
 
     def keep_weights(self) -> None:
@@ -109,6 +112,28 @@ class EngineCheck:
             tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
             event = {"event": "engine_check", "model": self._role, "tokens": tokens, "sampling_evidence": evidence}
             self._record(iteration, event | gaps)
+
+    def check_gaps(
+        self, engine: Engine, rollouts: Sequence[Rollout], gaps: Mapping[str, Tensor], iteration: int
+    ) -> None:
+        """Check every token of an iteration that the model generated, after the steps on it and before these are saved.
+
+        Where top-p or top-k truncates and the lists do not name what is left, training's log-probs are of another
+        distribution: then nothing is checked.
+
+        Args:
+            gaps: `engine_gap` of `StepResult.traces`, by rollout uid.
+
+        Raises:
+            EngineError: the engine's log-probs are further from training's than they were in this run.
+        """
+        config = self._config
+        own = [one for one in rollouts if one.uid in gaps]
+        is_other = config.sampling.truncated and not config.sampling.lists_support
+        if own and config.guard.check_engine and not is_other:
+            with stop_recorded(self._record, iteration):
+                allowed = max(LARGEST_GAPS[precision] for precision in self._precisions(engine))
+                self._gap_evidence.add(own, [gaps[one.uid] for one in own], allowed / ALWAYS_ALLOWED)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
         """Return the mean |p_engine - p_training| over a few of an evaluation's rollouts; NaN where none can be used.

@@ -21,7 +21,9 @@ class StepResult:
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
-    traces: dict[str, dict[str, Tensor]]  # by rollout uid: per-token columns [T] and [T, K]
+    # By rollout uid: per-token columns [T] and [T, K]. `engine_gap` is always there, |p_engine - p_training|, NaN where
+    # training has no log-prob of the weights that sampled the token
+    traces: dict[str, dict[str, Tensor]]
 
 
 class Scorer(Protocol):

@@ -16,7 +16,7 @@ from jackpot.core.types import Rollout
 
 LISTED_TOKENS = 65536  # tokens of a batch whose lists are read, in whole rollouts
 LARGEST_MASS = 1.0 + 1e-3  # of a top-k list; more than rounding makes it
-FALSE_ALARM = 1e-9  # probability that a sound engine is ever refused by `SamplingEvidence`, in a run of any length
+FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
 TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: the engine would sample at 1 / (1 + d) of its temperature
 ANOTHER_PASS = 0.02  # nats of a token by which its log-prob may be another in another batch
 REPEATS = (0.02, 0.5)  # shares of responses that are copies of earlier ones
@@ -86,12 +86,39 @@ def check_lists(lists: ReportedLists) -> None:
         )
 
 
+class Bets:
+    """Products of factors that have mean 1 at most where an engine is sound, whatever came before them.
+
+    Averages of such products are supermartingales, which by Ville's inequality ever exceed 1 / FALSE_ALARM with
+    probability FALSE_ALARM at most. Those that begin with the first batch have the weight 0.9, and with every later
+    batch j new ones begin with 0.1 / (j (j - 1)), which sums to 0.1: so an engine that breaks late is found nearly as
+    quickly as one that is broken from the start.
+
+    Args:
+        shares: weight of each bet, [bets] float64, which sum to 1.
+    """
+
+    def __init__(self, shares: Tensor) -> None:
+        self._weights, self._batches = shares.log(), 0
+        self.products = torch.full_like(shares, -math.inf)  # log of each bet's
+
+    def add(self, logs: Tensor) -> float:
+        """Take in the log of each bet's factors in one more batch, [bets]; return `share`."""
+        self._batches += 1
+        begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
+        self.products = torch.logaddexp(self.products, self._weights + math.log(begun)) + logs
+        return self.share
+
+    @property
+    def share(self) -> float:
+        """Return the evidence as a share of what ends a run: 1 is FALSE_ALARM, below 0 speaks for the engine."""
+        return float(self.products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
+
+
 class SamplingEvidence:
     """Accumulates evidence that an engine samples from another distribution than it reports.
 
-    Each of its bets is a factor for every token or response that has mean 1 where that was drawn as reported, whatever
-    came before it. Products of such factors are a martingale, which by Ville's inequality ever exceeds 1 / FALSE_ALARM
-    with probability FALSE_ALARM at most. The bets:
+    Each of its bets (`Bets`) is a factor for every token or response that has mean 1 where that was drawn as reported:
 
     - Another temperature. Of a token x let f(x) be its reported log-prob, at least FLOOR, and outside the list the
       smallest f in it. For every tilt d the factor is exp(d f(x)) / E[exp(d f)], E over the reported distribution: the
@@ -102,24 +129,18 @@ class SamplingEvidence:
       (1 + d [x = v]) / (1 + d p(v)) for every bias d, where the list has v: the likelihood ratio of an engine that
       draws it 1 + d times as readily.
 
-    Expectations are raised by what rounding can add (ROUNDING). The products of all bets are averaged by SHARES. Those
-    that begin with the first batch have the weight 0.9, and with every later batch j new ones begin with 0.1 /
-    (j (j - 1)), which sums to 0.1: so an engine that breaks late is found nearly as quickly as one that is broken from
-    the start.
+    Expectations are raised by what rounding can add (ROUNDING). The products of all bets are averaged by SHARES.
     """
 
     def __init__(self) -> None:
         shares = [share / count for share, count in SHARES for _ in range(count)]
-        self._weights = torch.tensor(shares, dtype=torch.float64).log()
-        self._products = torch.full_like(self._weights, -math.inf)  # log of each bet's
+        self._bets = Bets(torch.tensor(shares, dtype=torch.float64))
         self._watched: Tensor | None = None  # [WATCHED] ids in ascending order, -1 where there were fewer
-        self._batches = self._tokens = 0
+        self._tokens = 0
         self._drawn = self._expected = 0.0  # sums of f as drawn, and as the reported distributions expect it
 
     def add(self, lists: ReportedLists, rollouts: Sequence[Rollout] = ()) -> float:
-        """Take in the sampled tokens of one more batch; return the evidence as a share of what ends a run.
-
-        It is below 0 where the tokens speak for the report; 1 is FALSE_ALARM.
+        """Take in the sampled tokens of one more batch; return the evidence, as `Bets.share`.
 
         Args:
             rollouts: whole responses of the batch, whose equality is looked at.
@@ -128,13 +149,9 @@ class SamplingEvidence:
             EngineError: the engine samples from another distribution than it reports.
         """
         if lists.top_ids.numel():
-            self._batches += 1
-            begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
-            self._products = torch.logaddexp(self._products, self._weights + math.log(begun))
-            self._products += torch.cat([self._tilted(lists), _repeated(rollouts), self._biased(lists)])
+            self._bets.add(torch.cat([self._tilted(lists), _repeated(rollouts), self._biased(lists)]))
 
-        share = float(self._products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
-        if share >= 1.0:
+        if (share := self._bets.share) >= 1.0:
             raise EngineError(
                 f"the engine reports one distribution and samples from another: over {self._tokens} tokens since the "
                 f"start, {self._most()}"
@@ -143,7 +160,7 @@ class SamplingEvidence:
 
     def _most(self) -> str:
         """Say what the largest product bets on."""
-        largest = int(self._products.argmax()) - len(TILTS)
+        largest = int(self._bets.products.argmax()) - len(TILTS)
         if largest < 0:
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
             return (

@@ -1,6 +1,7 @@
 """The trainer is the loop of a run.
 
-next batch -> check the engine -> advantages -> optimizer steps -> send weights -> save, evaluate, checkpoint
+next batch -> check the engine -> advantages -> optimizer steps -> check every token -> send weights -> save, evaluate,
+checkpoint
 
 Status: supported.
 """
@@ -10,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from jackpot.core.clock import Clock
 from jackpot.core.errors import WeightsError
@@ -31,6 +34,7 @@ from jackpot.training.run_folder.folder import RunFolder, measure_of
 from jackpot.training.run_folder.rollouts import write_rollouts
 
 MetricsLine = dict[str, Any]  # one line of metrics.jsonl
+Traces = dict[str, dict[str, Tensor]]  # as `StepResult.traces`
 OnMetrics = Callable[[MetricsLine], None]
 
 
@@ -119,13 +123,17 @@ class Trainer:
                     trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
                     results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
 
+                # of the first update on each rollout
+                traces = {uid: row for result in reversed(results) for uid, row in result.traces.items()}
+                self._check_gaps(number, samples, traces)
+
                 writers = self._next_writers(number)
                 if writers:
                     self._sampler.finish()
                 with self._clock("sync"), stop_recorded(self._folder.event, number, WeightsError):
                     sent = [parts.send_weights(engine, role) for role, engine in writers.items()]
                 with self._clock("save"):
-                    self._save(number, samples, results)
+                    self._save(number, samples, results, traces)
 
                 sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
                 sums |= add_sums(*sent)
@@ -149,6 +157,14 @@ class Trainer:
             for role, check in self._engine_checks.items():
                 own = [one for one in rollouts if one.sampled_by == role]
                 check.check_batch(self._components.writers[role], own, number)
+
+    def _check_gaps(self, number: int, samples: Sequence[TrainingSample], traces: Traces) -> None:
+        """Check all tokens of iteration `number` by the training pass: no step on a wrong batch leaves the process."""
+        gaps = {uid: row.pop("engine_gap") for uid, row in traces.items()}
+        with self._clock("check"):
+            for role, check in self._engine_checks.items():
+                own = [one.rollout for one in samples if one.rollout.sampled_by == role]
+                check.check_gaps(self._components.writers[role], own, gaps, number)
 
     def _rest(self) -> None:
         """Have engines sleep that a start has made and that wait for weights before they generate."""
@@ -191,7 +207,9 @@ class Trainer:
             pads=self._components.learner.pads,
         )
 
-    def _save(self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult]) -> None:
+    def _save(
+        self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult], traces: Traces
+    ) -> None:
         """Record the events of every optimizer step, and write the rollouts of iteration `number`, if any, when due.
 
         Their per-token log-probs, acceptance and weights are those of the first update on each rollout.
@@ -200,7 +218,6 @@ class Trainer:
         for event in (event for result in results for event in result.events):
             self._folder.event(number, event)
         if samples and self._saves_rollouts(number):
-            traces = {uid: trace for result in reversed(results) for uid, trace in result.traces.items()}
             with self._folder.dispensable(number, "rollouts"):
                 folder, tokenizer = self._folder.rollouts, self._components.tokenizer
                 write_rollouts(folder, number, samples, traces, tokenizer, self._config)

@@ -1,0 +1,88 @@
+"""Compares every response token's probability with training's, by its depth, with limits that a run learns itself.
+
+Shapes: `T` response tokens, `P` prompts, `D` ranges of depth. The depth of a token is its position in the response.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from jackpot.core.errors import EngineError
+from jackpot.core.types import Rollout
+from jackpot.training.reported_lists import Bets
+
+DEPTHS = 20  # ranges: the tokens 1, 2-3, 4-7, ...; the last one has no end
+LEARNT = 2  # batches that a run learns from before it judges: as many as are checked thoroughly
+MAY_GROW = 4.0  # times its own gap in the run so far may a range have
+MEMORY = 0.95  # what a batch weighs a batch later: gaps may grow as a run goes on
+
+
+class GapEvidence:
+    """Accumulates evidence that an engine's log-probs have moved away from training's, at some depth.
+
+    For a prompt let x be the mean |p_engine - p_training| of its responses' tokens in a range of depths, and L the
+    largest that x may be on average: MAY_GROW times its mean in the batches before, also where shallower tokens have
+    more, and at least what is always allowed. The bet (`Bets`) of the range is the factor (1 + x / L) / 2 for every
+    prompt, which has mean 1 at most. What a batch teaches is cut off at L.
+    """
+
+    def __init__(self) -> None:
+        self._bets = Bets(torch.full((DEPTHS,), 1.0 / DEPTHS, dtype=torch.float64))
+        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)  # of x, and of its prompts
+        self._batches = 0
+
+    def add(self, rollouts: Sequence[Rollout], gaps: Sequence[Tensor], always: float) -> float:
+        """Take in one more batch; return the evidence, as `Bets.share`.
+
+        Args:
+            rollouts: whose prompts are looked at.
+            gaps: |p_engine - p_training| of their tokens, [T] each; NaN where it is unknown.
+            always: a mean gap that is always allowed.
+
+        Raises:
+            EngineError: the gaps are larger than they were.
+        """
+        means = _means(rollouts, gaps)
+        known = means.isfinite()
+        if not known.any():
+            return self._bets.share
+
+        usual = torch.where(self._counts > 0.0, self._sums / self._counts, 0.0).cummax(0).values
+        limits = (MAY_GROW * usual).clamp(min=always)
+        self._batches += 1
+        if self._batches > LEARNT:
+            share = self._bets.add(torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0).sum(0))
+            if share >= 1.0:
+                raise EngineError(_what(int(self._bets.products.argmax()), means, usual, limits))
+            means = torch.minimum(means, limits)
+
+        self._sums = MEMORY * self._sums + means.nansum(0)
+        self._counts = MEMORY * self._counts + known.sum(0)
+        return self._bets.share
+
+
+def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
+    """Say what is wrong at a range of depths."""
+    first, gap = 2**depth, float(means[:, depth].nanmean())
+    return (
+        f"the engine's log-probs have moved away from training's: at the tokens {first} to {2 * first - 1} of "
+        f"responses they differ in probability by {gap:.2g} on average in this batch, and by {float(usual[depth]):.2g} "
+        f"at such depths in the batches before; {float(limits[depth]):.2g} is allowed. No step on this batch is saved. "
+        f"Likely causes: an engine that changes its settings or weights while it runs, or computes long responses "
+        f"otherwise than short ones"
+    )
+
+
+def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
+    """Average the gaps of every prompt by depth, [P, D] float64; NaN where none is known."""
+    prompts: dict[str, int] = {}
+    rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
+    lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
+    depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
+
+    places = rows.repeat_interleave(lengths) * DEPTHS + ranges
+    known, size = values.isfinite(), len(prompts) * DEPTHS
+    sums = places[known].bincount(values[known], minlength=size)
+    return (sums / places[known].bincount(minlength=size)).view(-1, DEPTHS)
