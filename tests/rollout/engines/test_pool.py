@@ -235,5 +235,4 @@ def test_weights_are_forgotten_with_what_held_them(pool: EnginePool) -> None:
     memory = weakref.ref(pool.pool.newest["engine"].memory)
     pool.engines["engine"].close()
     gc.collect()
-        print('REF',type(r), str(r)[:300]); [print('REF3', type(z), str(z)[:300]) for q in gc.get_referrers(r) if 'Newest' in str(type(q)) for z in gc.get_referrers(q)]
     assert memory() is None
