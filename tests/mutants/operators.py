@@ -106,7 +106,7 @@ def _formulas(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[ast.expr, Change]]:
-    if isinstance(node, ast.BinOp) and type(node.op) in BINARY and not _is_type(node):
+    if isinstance(node, ast.BinOp) and type(node.op) in BINARY and not _is_type(node) and not _is_path(node):
         yield node, lambda: setattr(node, "op", BINARY[type(node.op)]())
     elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
         yield node, lambda: setattr(node, "ops", [COMPARED[type(node.ops[0])]()])
@@ -162,6 +162,15 @@ def _become(node: ast.expr, other: ast.expr) -> None:
 
 def _is_module(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("torch", "math")
+
+
+def _is_path(node: ast.BinOp) -> bool:
+    """Whether `/` joins a path and a name."""
+    sides = (node.left, node.right)
+    return isinstance(node.op, ast.Div) and any(
+        isinstance(one, ast.JoinedStr) or (isinstance(one, ast.Constant) and isinstance(one.value, str))
+        for one in sides
+    )
 
 
 def _is_type(node: ast.BinOp) -> bool:
