@@ -7,6 +7,7 @@ its block is typed as it is, in the block that the error begins with, or where t
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,13 @@ import pytest
 import jackpot
 from jackpot.config.build import keys_of
 from jackpot.config.config import Config
+from jackpot.config.processes import place_engines
 from jackpot.config.recipes import resolve
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, EngineError
+from jackpot.launch.checks import check_start
+from jackpot.ui.cli import main
 
+APART = ("published.py", "reference.py")  # of tables and of names
 PACKAGE = Path(jackpot.__file__).parent
 KEYS = keys_of(Config)
 NAMES = "|".join(sorted({key.rpartition(".")[2] for key in KEYS}, key=len, reverse=True))
@@ -34,6 +39,7 @@ class Refused(NamedTuple):
 
     settings: tuple[str, ...]
     chosen: Mapping[str, tuple[str, ...] | None] = {}
+    ranks: int = 0  # that are to start with these settings; 0: they are refused before
 
 
 SERVER = "engine={name: vllm_server, urls: 'http://127.0.0.1:1'}"
@@ -288,15 +294,65 @@ REFUSED = [
     Refused(("policy=a/b",)),
     Refused(("rollout_model=none", "objective.correction=none")),
 ]
-NOT_OF_A_RUN = {  # the start of a message: why it stands in no table
+REFUSED += [
+    Refused(
+        ("sampling.max_new_tokens=100000",),
+        {"lower max_new_tokens": ("sampling.max_new_tokens=32",), "take models with a longer one": None},
+        1,
+    ),
+    Refused(
+        ("batch.micro_batch_tokens=32",),
+        {
+            "lower max_new_tokens": ("sampling.max_new_tokens=16",),
+            "raise batch.micro_batch_tokens": ("batch.micro_batch_tokens=64",),
+        },
+        1,
+    ),
+    Refused(
+        ("engine=vllm", "engine.max_model_len=32"),
+        {
+            "lower max_new_tokens": ("sampling.max_new_tokens=16",),
+            "raise engine.max_model_len": ("engine.max_model_len=64",),
+        },
+        1,
+    ),
+    Refused(("sampling.num_top_log_probs=100",), {"lower it": ("sampling.num_top_log_probs=10",)}, 1),
+    Refused(
+        (EXACT, "precision=bf16"),
+        {"fp32 on both sides and no quantization": ("precision=fp32", "engine.dtype=fp32", "engine.quantization=null")},
+        1,
+    ),
+    Refused(
+        ("engine=vllm", "evaluation.engine=transformers", "placement.engines=0"),
+        {
+            "use engine=vllm_server": (SERVER,),
+            "one process": None,  # is torchrun's
+        },
+        2,
+    ),
+]
+NOT_HERE = {  # the start of a message: why nothing types what it tells to do
+    "ranks is ": "it tells to start another program, torchrun; tests/system/test_torchrun.py",
+    "arms": "it is of a recipe's file: tests/config/test_config.py",
+    "autocast is of": "it is of jackpot mismatch: tests/analysis/mismatch/test_sides.py",
+    "a prompt of ": "its numbers come from the prompts: tests/launch/test_lengths.py",
+    "{}={}{} samples from all": "it wants another model: tests/training/test_head_rows.py",
 }
 
 
-def accept(settings: list[str]) -> Config:
-    """Build a config from what is typed, and follow the guess where a name stands in the wrong block."""
+def begin(settings: list[str], ranks: int) -> None:
+    """Do what a start does with settings before it makes anything."""
+    config = resolve("quickstart", None, settings)
+    if ranks:
+        placed = place_engines(config, ranks, on_gpu=False)
+        check_start(placed, placed.model_paths(), ranks)
+
+
+def accept(settings: list[str], ranks: int) -> None:
+    """Begin with what is typed, and follow the guess where a name stands in the wrong block."""
     for _ in range(5):
         try:
-            return resolve("quickstart", None, settings)
+            return begin(settings, ranks)
         except ConfigError as error:
             guess = re.match(r"unknown setting '([\w.]+)'; did you mean ([\w.]+)", str(error))
             if not guess:
@@ -305,9 +361,11 @@ def accept(settings: list[str]) -> Config:
     raise AssertionError(settings)
 
 
-def message_of(refused: Refused) -> str:
-    with pytest.raises(ConfigError) as error:
-        resolve("quickstart", None, list(refused.settings))
+@cache
+def message_of(number: int) -> str:
+    refused = REFUSED[number]
+    with pytest.raises((ConfigError, EngineError)) as error:
+        begin(list(refused.settings), refused.ranks)
     return str(error.value)
 
 
@@ -347,14 +405,58 @@ def steps_of(match: re.Match[str]) -> list[str]:
     return [f"{match['key']}={match['value'] or match['plain']}"]
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=[" ".join(one.settings) for one in REFUSED])
-def test_every_remedy_of_a_refusal_works(refused: Refused) -> None:
-    message = message_of(refused)
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[" ".join(one.settings) for one in REFUSED])
+def test_every_remedy_of_a_refusal_works(number: int) -> None:
+    refused, message = REFUSED[number], message_of(number)
     for alternative in alternatives(message):
         line = typed(alternative, message, refused)
         if line is not None:
             try:
-                accept(line)
-            except ConfigError as error:
+                accept(line, refused.ranks)
+            except (ConfigError, EngineError) as error:
                 pytest.fail(f"{message}\n{alternative!r} was typed as {line}, and refused:\n{error}")
     assert refused.chosen.keys() <= set(alternatives(message)), message
+
+
+def test_every_refusal_of_settings_stands_in_the_table() -> None:
+    """Conflicts of settings, and what a start refuses before it makes anything."""
+    said = list(map(message_of, range(len(REFUSED))))
+    files = [*(PACKAGE / "config").glob("*.py"), PACKAGE / "launch" / "checks.py"]
+    texts = {text for file in files if file.name not in APART for text in messages(ast.parse(file.read_text()))}
+    assert len(texts) > 60
+
+    def is_provoked(text: str) -> bool:
+        form = ".*".join(map(re.escape, text.split("{}")))
+        return any(re.search(form, one, re.DOTALL) for one in said)
+
+    missing = [text for text in sorted(texts) if not is_provoked(text) and not text.startswith(tuple(NOT_HERE))]
+    assert not missing, missing
+    assert all(any(text.startswith(start) and not is_provoked(text) for text in texts) for start in NOT_HERE)
+
+
+def messages(module: ast.Module) -> Iterator[str]:
+    """Yield what a module refuses settings with, {} for what is formatted into it."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield from filter(None, map(form_of, node.exc.args[:1]))
+        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "Conflicts":
+            pairs = [one for one in ast.walk(node) if isinstance(one, ast.Tuple) and len(one.elts) == 2]
+            yield from (form for pair in pairs if (form := form_of(pair.elts[1])) and " " in form)
+
+
+def form_of(node: ast.expr) -> str | None:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+@pytest.mark.parametrize("settings", ["lam=2.0", "objective.lr=1.0"])
+def test_the_command_that_explains_settings_is_one(settings: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve("quickstart", None, [settings])
+    command = re.search(r"(jackpot config) explains each", str(error.value))
+    assert command
+    with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", command[1].split())
+        main()
+    assert end.value.code == 0 and "objective" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,6 +124,9 @@ ROOMS = {  # the longest start of a file's name: tests, the likeliest first
 EQUIVALENT: dict[str, str] = {}  # the name of a mutant: why no test can notice it
 
 
+WHOLE = "the code as it is"
+
+
 class Drawn(NamedTuple):
     """A function of a file, and the number of a mutant of it."""
 
@@ -140,11 +143,8 @@ class Drawn(NamedTuple):
 
     @property
     def job(self) -> dict[str, object]:
-        """What `copies.py` is asked."""
         room = ROOMS[max((start for start in ROOMS if self.file.startswith(start)), key=len)]
-        source = ast.unparse(self.mutant().module)
-        arguments = [str(TESTS / test) for test in room]
-        return {"file": f"jackpot/{self.file}", "source": source, "arguments": arguments, "seconds": SECONDS}
+        return job(self.file, ast.unparse(self.mutant().module), [f"tests/{test}" for test in room])
 
 
 def hashed(*parts: str) -> int:
@@ -176,24 +176,39 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     copy = tmp_path_factory.mktemp("copy") / "src"
     shutil.copytree(PACKAGE, copy / "jackpot")
-    command = [sys.executable, TESTS / "mutants" / "copies.py", copy]
+    for one, answer in zip(left, answers(copy, [one.job for one in left]), strict=True):
+        known[one.name] = answer
+        kept.write_text(json.dumps(known, indent=1))
 
+    noticed = sorted({name for name in known.values() if "::" in name})
+    [known[WHOLE]] = answers(copy, [job("__init__.py", (PACKAGE / "__init__.py").read_text(), noticed, SECONDS * 4)])
+    return known
+
+
+def answers(copy: Path, jobs: list[dict[str, object]]) -> Iterator[str]:
+    """Yield the first test that fails in each job, "" for none."""
+    command = [sys.executable, TESTS / "mutants" / "copies.py", copy]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
-        json.dump([one.job for one in left], server.stdin)
+        json.dump(jobs, server.stdin)
         server.stdin.close()
-        for one, line in zip(left, server.stdout, strict=True):
-            known[one.name] = json.loads(line)
-            kept.write_text(json.dumps(known, indent=1))
-
+        yield from map(json.loads, server.stdout)
     assert server.returncode == 0
-    return known
+
+
+def job(file: str, source: str, arguments: Iterable[str], seconds: int = SECONDS) -> dict[str, object]:
+    """Return what `copies.py` is asked."""
+    return {"file": f"jackpot/{file}", "source": source, "arguments": list(arguments), "seconds": seconds}
 
 
 @pytest.mark.parametrize("drawn", DRAWN, ids=[one.name for one in DRAWN])
 def test_a_test_of_its_room_notices_the_mutant(drawn: Drawn, found: dict[str, str]) -> None:
     survives = found[drawn.name] == ""
     assert survives == (drawn.name in EQUIVALENT), f"{drawn.name}: {'survives' if survives else 'is in EQUIVALENT'}"
+
+
+def test_what_noticed_a_mutant_passes_on_the_code_as_it_is(found: dict[str, str]) -> None:
+    assert found[WHOLE] == ""
 
 
 def test_every_exception_is_a_drawn_mutant() -> None:
