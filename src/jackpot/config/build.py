@@ -221,8 +221,10 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
         items = dict[str | int, Any](enumerate(here)) if isinstance(here, list | tuple) else here
         if isinstance(items, Mapping) and part in items:
             here = items[part]
-        elif index < len(loc) - 1 or not str(part).isidentifier() or here.get("name") == part:
-            continue  # a union's tag, or what pydantic calls one of its kinds
+        elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
+            continue  # a union's tag
+        elif not str(part).isidentifier():
+            continue  # pydantic's name of a kind
         path.append(str(part))
     return path, here
 
