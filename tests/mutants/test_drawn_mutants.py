@@ -86,6 +86,7 @@ ROOMS = {  # the longest start of a file's name: tests, the likeliest first
     f"{VERIFIER}/": tuple(
         f"{VERIFIER}/test_{name}.py" for name in ("numbers", "compare", "choices", "extract", "twins", "expressions")
     ),
+    f"{VERIFIER}/expressions.py": (f"{VERIFIER}/test_expressions.py", "rollout/rewards/test_rewards.py"),
     "rollout/tasks/": (
         *("rollout/tasks/test_data.py", "rollout/tasks/test_rows.py", "rollout/tasks/test_math.py"),
         *("rollout/tasks/test_mix.py", "rollout/tasks/test_problems.py", "rollout/tasks/test_environment.py"),
@@ -121,7 +122,13 @@ ROOMS = {  # the longest start of a file's name: tests, the likeliest first
     "analysis/replay/gradient.py": ("analysis/replay/test_gradient.py", *REPLAY[:2]),
     "analysis/simulate/": ("analysis/simulate/test_candidates.py", "analysis/simulate/test_distributions.py"),
 }
-EQUIVALENT: dict[str, str] = {}  # the name of a mutant: why no test can notice it
+EQUIVALENT = {  # the name of a mutant: why no test can notice it
+    "launch/head_kernel.py::tile_reader: 2 -> 3": "it says whose line a warning is of",
+    "launch/engine_processes.py::make_hosted: 1 -> 2": "the version before any weights is replaced before it is read",
+    "rollout/engines/pool.py::Peer.close: return -> pass": "it is the last statement",
+    "launch/engines.py::make_engine: return VLLMEngine(path, settings, device=device, version=version, "
+    "drafter=drafter, rows=rows) -> return None": "it runs only where vLLM is, as the tests of make test-vllm do",
+}
 
 
 WHOLE = "the code as it is"
