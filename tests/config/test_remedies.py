@@ -240,6 +240,13 @@ REFUSED = [
         },
     ),
     Refused(
+        ("evaluation.engine=vllm_server", "evaluation.engine.urls=http://gpu7:1"),
+        {
+            "set weights_folder to a folder that all of them share": ("evaluation.engine.weights_folder=/shared",),
+            "give addresses such as http://127.0.0.1:8000": ("evaluation.engine.urls=http://127.0.0.1:8000",),
+        },
+    ),
+    Refused(
         ("engine=vllm_server", "engine.urls=gpu7", "evaluation.engine=transformers"),
         {"give it as http://HOST:PORT, without a path, user or password": ("engine.urls=http://127.0.0.1:80",)},
     ),
