@@ -28,8 +28,10 @@ class First:
     """A plugin that keeps the name of the first test that failed, or of the file that cannot be read."""
 
     name = ""
+    has_passed = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.has_passed |= report.passed and report.when == "call"
         if report.failed:
             self.name = self.name or report.nodeid
 
@@ -50,7 +52,8 @@ def forked(arguments: list[str], seconds: int) -> str:
         first = First()
         try:
             status = pytest.main([*OPTIONS, *arguments], plugins=[first])
-            found = first.name or ("" if status == 0 else f"pytest ended with {status}")
+            nothing = status == pytest.ExitCode.NO_TESTS_COLLECTED or not first.has_passed
+            found = first.name or ("no tests were run" if nothing else "" if status == 0 else f"ended with {status}")
         except BaseException as error:
             found = repr(error)
         os.write(writer, found.encode() or b"\n")
