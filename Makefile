@@ -118,7 +118,7 @@ test-torch: $(VENV)-torch-$(TORCH)/ready  # the default tests on another torch: 
 	OMP_NUM_THREADS=1 $(VENV)-torch-$(TORCH)/bin/pytest -W 'ignore:torch is built for CUDA' \
 	$(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
 
-mutants: $(VENV)/ready  # every formula broken on purpose, one at a time: a test must notice
+mutants: $(VENV)/ready  # formulas and drawn code broken on purpose, one at a time: a test must notice
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m mutants tests/mutants $(ARGS)
 
 starters: $(VENV)/ready  # the starters of the package are made again from nothing, with the same accuracy: before a change of what makes them

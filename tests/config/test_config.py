@@ -63,7 +63,10 @@ def message(*changes, **options):
         ({"objective.advantage": "reinforce_pp"}, "advantage 'reinforce_pp' compares with no group"),
         ({"objective.advantage": "gae", "critic": {"optimizer": {}}}, "advantage 'gae' compares with no group"),
         ({"rollout_model": None}, "without a rollout_model the policy generates all responses"),
-        ({"rollout_model.split": "prompt"}, "one model generates all responses to a prompt; use split: group"),
+        (
+            {"rollout_model.split": "prompt"},
+            "one model generates all responses to a prompt; use rollout_model.split: group",
+        ),
         ({"rollout_model.share": 1.0}, "share is 0 or 1 in every iteration"),
         ({"rollout_model.share": {"schedule": "step", "hold": 1}}, "share is 0 or 1 in every iteration"),
     ],

@@ -55,12 +55,27 @@ def says(problem: str, response: str, answer: str, finished: bool) -> float:
         child = Popen(["sleep", "1000"], start_new_session=True)
         Path(response.split()[1]).write_text(str(child.pid))
         time.sleep(1000)
+    if word == "bare":
+        Path(response.split()[1]).write_text(str(Popen(["sleep", "1000"], env={}).pid))
+        time.sleep(1000)
     if word == "sees":
         return float(response.split()[1] in os.environ)
     if word == "child":
         Path(response.split()[1]).write_text(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")))
         time.sleep(1000)
     return 1.0
+
+
+def calls(*, response: str, **_: object) -> int:
+    """Return how often this process was called; end it at a path that is new, and wait for other paths."""
+    KEPT.append(bytearray())
+    word, _, path = response.rpartition(" ")
+    if word and not Path(path).exists():
+        Path(path).touch()
+        os._exit(3)
+    while path and not Path(path).exists():
+        time.sleep(0.01)
+    return len(KEPT)
 
 
 def waits(*, response: str, **_: object) -> float:

@@ -13,6 +13,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.launch.build import run_task
 from jackpot.launch.checks import prompt_limit
 from jackpot.models.load import load_tokenizer
+from jackpot.rollout.tasks.base import Task
 
 RECIPE = {
     "iterations": 1,
@@ -90,3 +91,11 @@ def test_prompts_of_other_tasks_that_do_not_fit_are_refused(tokens: int, room: i
     config = sums(f"sampling.max_new_tokens={tokens}", f"batch.micro_batch_tokens={room}")
     with pytest.raises(ConfigError, match=rf"a prompt of \d+ tokens and sampling\.max_new_tokens {said}"):
         run_task(config, {"policy": "starter:policy"}, load_tokenizer("starter:policy"))
+
+
+def test_a_task_that_is_refused_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Task] = []
+    monkeypatch.setattr(Task, "close", lambda task: closed.append(task))
+    with pytest.raises(ConfigError, match="do not fit"):
+        run_task(sums("batch.micro_batch_tokens=48"), {"policy": "starter:policy"}, load_tokenizer("starter:policy"))
+    assert len(closed) == 1

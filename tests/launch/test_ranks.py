@@ -13,9 +13,9 @@ from helpers.led import assert_close_runs, run_ranks, sending
 from helpers.runs import BRIEF, SHORT, FinishedRuns, metrics, read_lines, run, small_config, weights
 from helpers.sharded import compared
 from jackpot.core import cores
-from jackpot.core.errors import ConfigError
+from jackpot.core.errors import ConfigError, RankError
 from jackpot.core.process_rank import ProcessRank
-from jackpot.launch.ranks import BACKENDS, _own_device
+from jackpot.launch.ranks import BACKENDS, _own_device, _store
 
 REGIMES = {
     "critic and lora": (
@@ -131,3 +131,13 @@ def test_a_group_that_cannot_start_says_why_once(tmp_path: Path) -> None:
     ended = run_ranks(2, config, tmp_path / "run", patience=0.0)
     assert ended.codes[0] == 2 and "and engine vllm sets up torch.distributed in the process" in ended.printed[0]
     assert ended.printed[1] == ""
+
+
+@pytest.mark.parametrize(("here", "interface"), [(2, "lo"), (1, None)])
+def test_ranks_of_one_machine_talk_over_its_loopback(here: int, interface: str | None, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match="rank 0 of 2 does not reach the others"):
+        _store(ProcessRank(0, 2, 0, here))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface

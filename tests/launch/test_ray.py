@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ from jackpot.core.errors import JackpotError, RankError, WeightsError
 from jackpot.core.messages import pack, unpack
 from jackpot.core.types import Version
 from jackpot.launch.ray import EngineActor, RankActor, Spot, bundles, environments
+from jackpot.rollout.engines.hosted import EngineHost
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 PATIENCE = 400.0  # seconds; on a busy machine Ray takes a minute to start
@@ -195,3 +197,22 @@ def test_engines_that_sleep_are_placed_with_ranks() -> None:
     placed = ("placement.launcher=ray", "placement.ranks=2", "placement.engines=3")
     assert bundles(small_config(*placed)) == [0, 1, 2, 3, 4]
     assert bundles(small_config(*placed, "engine.enable_sleep_mode=true")) == [0, 1, 0, 1, 0]
+
+
+def test_an_actor_passes_on_the_first_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Ray; its host gives one sign and goes on when that has arrived."""
+    monkeypatch.setattr("jackpot.launch.ray.SIGN_SECONDS", 0.01)
+    has_arrived = threading.Event()
+    actor = EngineActor(os.getcwd(), lambda setup: {})
+
+    class Busy(EngineHost):
+        def answer(self, message: torch.Tensor) -> torch.Tensor:
+            self._sign()
+            return pack(has_arrived.wait(10.0))
+
+    actor._host = Busy({}, actor._sign)
+    answers = []
+    for answer in actor.answer(pack({}).numpy()):
+        answers.append(answer)
+        has_arrived.set()
+    assert [len(one) for one in answers[:-1]] == [0] and unpack(torch.from_numpy(answers[-1])) is True

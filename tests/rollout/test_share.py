@@ -33,9 +33,9 @@ def test_a_schedule_goes_from_its_start_to_its_end(settings, shares):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ("{schedule: step, hold: 2, until: 5}", "until must be left out"),
+        ("{schedule: step, hold: 2, until: 5}", "leave until out"),
         ("{schedule: linear, hold: 2}", "needs until"),
-        ("{schedule: cosine, hold: 5, until: 5}", "above hold 5; it is 5"),
+        ("{schedule: cosine, hold: 5, until: 5}", "above hold 5, and it is 5"),
         ("1.5", "less than or equal to 1"),
     ],
 )

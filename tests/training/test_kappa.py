@@ -26,7 +26,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.metrics import ClusteredMean, EffectiveSampleSize, Histogram, Max, Mean, Sum
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.corrections.base import Kappas, measure_overlap
-from jackpot.training.kappa import StepTotals, _delta
+from jackpot.training.kappa import HiddenNorms, StepTotals, _delta
 from jackpot.training.old_policy import MicroBatch
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
@@ -305,3 +305,12 @@ def test_a_cap_on_one_of_two_ranks_leaves_the_step_of_one(tmp_path: Path):
     assert [one["passes"] for one in ours] == [1, 1]
     assert relative(ours[0]["gradient"] + ours[1]["gradient"], ours[0]["whole"]) < 1e-6
     assert ours[0]["error"] == ours[1]["error"] > 1e-5
+
+
+def test_where_the_error_is_no_number_everything_is_repaired(monkeypatch):
+    """As where a gradient overflows float32: the step must be that of its own kappa all the same."""
+    spread = HiddenNorms.spread
+    monkeypatch.setattr(HiddenNorms, "spread", lambda norms, batch: spread(norms, batch) * math.nan)
+    wanted, _ = with_prepass("obrs")
+    found, result = gradient_of_update(learner_of("auto", 0.5, 4.3), PARTS)
+    assert math.isnan(value(result, "obrs/kappa_error")) and relative(found, wanted) < 1e-6

@@ -152,6 +152,7 @@ def _explanations(
     for error in errors:
         by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
     for those in by_key.values():
+        those = [error for error in those if error["type"] == "value_error"] or those  # it knows which kind is meant
         names = [error["ctx"]["expected"] for error in those if error["type"] == "literal_error"]
         others = [error for error in those if error["type"] != "literal_error"]
         if names and others:
@@ -222,6 +223,8 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
             here = items[part]
         elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
             continue  # a union's tag
+        elif not str(part).isidentifier():
+            continue  # pydantic's name of a kind
         path.append(str(part))
     return path, here
 

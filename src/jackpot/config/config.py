@@ -369,8 +369,8 @@ class Config(Strict):
         conflicts = [
             (
                 self.precision != "fp8" and self.fp8_backward != "dequantized",
-                f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8, or "
-                "leave fp8_backward out",
+                f"fp8_backward is {self.fp8_backward!r}, but precision is {self.precision!r}; set precision=fp8 and "
+                "engine.quantization=fp8, or leave fp8_backward out",
             ),
         ]
         for key, engine in engines.items():
@@ -387,6 +387,9 @@ class Config(Strict):
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
+        policy = "evaluation.engine" if self.evaluation.engine else "engine"  # that of drafts
+        can_stay = model is not None and not model.is_mixed
+        remedies = ["use target: old", "normalizer: topk", *["rollout_model.update: iteration"] * can_stay]
 
         return [
             (
@@ -396,14 +399,13 @@ class Config(Strict):
             ),
             (
                 lam < 1.0,
-                f"normalizer 'exact' takes p_inf from training, but engine.draft.lam {lam:g} samples from another "
-                "distribution; use lam 1, or normalizer: topk",
+                f"normalizer 'exact' takes p_inf from training, but {policy}.draft.lam {lam:g} samples from another "
+                f"distribution; use {policy}.draft.lam=1, or normalizer: topk",
             ),
             (
                 quantized,
                 f"normalizer 'exact' takes p_inf from training, but {quantized} samples from a quantized copy of the "
-                f"model ({quantized}.quantization, {quantized}.kv_cache_dtype); use normalizer: topk, or an engine "
-                "without them",
+                f"model; use normalizer: topk, or {quantized}.quantization=null and {quantized}.kv_cache_dtype=null",
             ),
             (
                 self.batch.ahead and not is_frozen,
@@ -414,8 +416,7 @@ class Config(Strict):
             (
                 correction.target == "new" and steps > 1 and not stays,
                 f"normalizer 'exact' needs the weights that generated the batch, but with {steps} optimizer steps "
-                "per iteration they have moved on when target 'new' needs them; use target: old, normalizer: topk, "
-                "or rollout_model.update: iteration",
+                f"per iteration they have moved on when target 'new' needs them; {', or '.join(remedies)}",
             ),
         ]
 
@@ -428,7 +429,7 @@ class Config(Strict):
             (
                 is_single and advantage not in ("gae", "reinforce_pp"),
                 f"batch.group_size is 1, so every advantage of {advantage!r} would be 0; use at least 2, or an "
-                "advantage without groups: gae or reinforce_pp",
+                "advantage without groups: reinforce_pp, or gae with a critic",
             ),
             (
                 (advantage == "gae") != (self.critic is not None),
@@ -465,21 +466,24 @@ class Config(Strict):
         """Refuse engines that cannot serve both models, or not with these drafts and filters."""
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
-        can_draft = self.is_mixed and drafts[1] and engines[0].name == engines[1].name
+        fits = self.rollout_model and drafts[1] and engines[0].name == engines[1].name
+        places = ["engine", *["evaluation.engine"] * (self.evaluation.engine is not None)]
+        without = " and ".join(f"{key}.draft=null" for key, draft in zip(places, drafts, strict=False) if draft)
+        place = "sampling" if self.sampling.truncated else "evaluation.sampling"
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
         filtered = next((kind for kind in (self.sampling, self.evaluation_sampling) if kind.truncated), None)
 
         return [
             (
-                any(drafts) and not can_draft,
+                any(drafts) and not (fits and self.is_mixed),
                 "engine.draft has the rollout model draft the rollouts that the policy generates, which needs a "
                 "rollout_model with a share below 1, and for both one kind of engine, transformers or vllm, the "
-                "policy's with draft; set rollout_model.share=0.0, for all of them, or engine.draft=null",
+                f"policy's with draft; set {'rollout_model.share=0.0, for all of them, or ' if fits else ''}{without}",
             ),
             (
                 filtered and any(engine.name == "sglang_server" for engine in engines),
                 f"answers are {filtered and filtered.described}, but sglang_server returns log-probs before these "
-                "filters; use top_p 1 and top_k 0, or engine=vllm_server",
+                f"filters; use {place}.top_p=1 and {place}.top_k=0, or vllm_server in its place",
             ),
             (
                 is_remote(self.engine) and self.evaluation.engine is None and self.rollout_model,
@@ -546,7 +550,8 @@ class Config(Strict):
             ),
             (
                 model and model.split == "prompt",
-                "with rollout_model.split 'prompt' one model generates all responses to a prompt; use split: group",
+                "with rollout_model.split 'prompt' one model generates all responses to a prompt; use "
+                "rollout_model.split: group",
             ),
             (
                 not any(0.0 < share < 1.0 for share in shares),

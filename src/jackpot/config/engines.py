@@ -120,12 +120,12 @@ class VLLMEngineConfig(_Engine):
             (
                 draft.tokens == "auto",
                 "draft.tokens is 'auto', but vLLM drafts the same number for all responses; give a number, 4 is "
-                "usual, or use engine=transformers",
+                "usual, or take transformers for every engine",
             ),
             (
                 draft.lam < 1.0,
-                f"draft.lam is {draft.lam:g}, but vLLM accepts drafts as an exact sample needs it; use lam 1, or "
-                "engine=transformers",
+                f"draft.lam is {draft.lam:g}, but vLLM accepts drafts as an exact sample needs it; use draft.lam=1, "
+                "or take transformers for every engine",
             ),
             (
                 self.draft and is_quantized(self),
@@ -155,7 +155,7 @@ class ServerEngineConfig(_Engine):
             (
                 self.weights_folder is None and far,
                 f"weights_folder is null, but {', '.join(far)} may be another machine, which cannot read this one's "
-                "memory; set engine.weights_folder to a folder that all of them share, or give addresses such as "
+                "memory; set weights_folder to a folder that all of them share, or give addresses such as "
                 "http://127.0.0.1:8000",
             ),
         ]
@@ -165,8 +165,8 @@ class ServerEngineConfig(_Engine):
     def _check_draft(cls, given: Any) -> Any:
         if isinstance(given, dict) and "draft" in given:
             raise ValueError(
-                "engine.draft is not for servers, whose draft model would keep the weights that it started with; use "
-                "engine=vllm or engine=transformers, or leave it out"
+                "draft is not for servers, whose draft model would keep the weights that it started with; take "
+                "name: vllm or name: transformers, or leave draft out"
             )
         return given
 
@@ -196,8 +196,8 @@ class SGLangServerEngineConfig(ServerEngineConfig):
             *super().conflicts(),
             (
                 is_quantized(self),
-                "quantization and kv_cache_dtype are not for sglang_server, which sends plain weights; leave them "
-                "out, or use engine=vllm_server or engine=transformers",
+                "quantization and kv_cache_dtype are not for sglang_server, which sends plain weights; leave "
+                "quantization and kv_cache_dtype out, or take vllm_server or transformers in its place",
             ),
         ]
 

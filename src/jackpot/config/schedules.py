@@ -56,12 +56,12 @@ class ShareSchedule(Strict):
         return [
             (
                 self.until is not None and self.schedule == "step",
-                f"schedule step changes after iteration hold {self.hold}, so until must be left out",
+                f"schedule step changes after iteration hold {self.hold} and has no until; leave until out",
             ),
             (
                 self.schedule != "step" and (self.until or 0) <= self.hold,
                 f"schedule {self.schedule} needs until, the first iteration with the share `end`, above hold "
-                f"{self.hold}; it is {self.until}",
+                f"{self.hold}, and it is {self.until}; give a later one",
             ),
         ]
 

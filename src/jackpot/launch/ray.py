@@ -129,8 +129,8 @@ class EngineActor:
                 file.write(weights.data)
                 asked = pack(unpack(asked) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
 
+            seen = self._signs  # before the host can give one
             done: Future[Tensor] = self._thread.submit(self._host.answer, asked)
-            seen = self._signs
             while not done.done():
                 wait([done], timeout=SIGN_SECONDS)
                 if self._signs > seen:

@@ -1,8 +1,11 @@
 """Engines in other processes behind one `Engine`: what their number and their deaths change, which is nothing."""
 
+import gc
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from jackpot.core.messages import pack, unpack
 from jackpot.core.types import TOKEN_COLUMNS, Rollout, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EnginePool, PooledEngine
+from jackpot.rollout.engines.pool import Peer, PeerLost, Pool, PoolLimits
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 
@@ -186,3 +190,69 @@ def test_reading_weights_leaves_nothing_behind(tmp_path) -> None:
 def test_an_engine_that_cannot_be_made_says_why(folder, tmp_path) -> None:
     with pytest.raises(EngineError, match="there is no model folder"):
         pool_of(forks(1, tmp_path / "nothing"), folder, OLD)
+
+
+class Counting(Peer):
+    """Answers a request with its number, and fails at those that it is told."""
+
+    def __init__(self, *failures: int) -> None:
+        super().__init__("counting", capacity=1)
+        self.failures, self.failed_so_far = list(failures), []
+
+    async def sync(self, newest: object) -> None:
+        assert self.weights is None or self.weights is not newest
+
+    async def run(self, request: int) -> int:
+        if request in self.failures:
+            self.failures.remove(request)
+            raise PeerLost("as the test wants it")
+        self.failed_so_far.append(self.num_failures)
+        return request
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Counting, int], list[int]]]:
+    """Gives a peer so many requests at once, and returns them in the order in which they were done."""
+    monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
+    limits = PoolLimits(
+        patience=60.0, patience_setting="", unreachable="", attempts=9, attempts_setting="", failing="no luck"
+    )
+    pool: Pool[Counting] = Pool(limits, object(), "counting")
+    done: list[int] = []
+
+    def give(peer: Counting, count: int) -> list[int]:
+        pool.call(pool.join(peer))
+        is_done = threading.Event()
+        finish = [done.append] * (count - 1) + [lambda last: (done.append(last), is_done.set())]
+        pool.begin([(str(number), number, finish[number]) for number in range(count)])
+        assert is_done.wait(60.0)
+        return done
+
+    yield give
+    pool.close()
+
+
+def test_a_request_that_failed_comes_before_the_others(one_by_one) -> None:
+    assert one_by_one(Counting(0, 2), 4) == [0, 1, 2, 3]
+
+
+def test_the_failures_of_a_peer_end_with_a_success(one_by_one) -> None:
+    """So it is tried again soon, however often it failed before."""
+    peer = Counting(0, 0, 2)
+    one_by_one(peer, 4)
+    assert peer.failed_so_far == [2, 0, 1, 0]
+
+
+def test_weights_are_forgotten_with_what_held_them(pool: EnginePool) -> None:
+    """A host whose update fails holds none under the old name, and a closed pool keeps none in memory."""
+    host = pool.links["thread 0"].host
+    take = {"do": "take", "engine": "engine", "name": "new", "version": [1, 1], "path": "/nowhere"}
+    assert "cannot read the weights" in unpack(host.answer(pack(take)))["lost"]
+    old = {"engine": pool.pool.newest["engine"].name}
+    late = {"do": "generate", "engine": "engine", "held": old, "samplings": [], "requests": []}
+    assert unpack(host.answer(pack(late))) == {"stale": {}}
+
+    memory = weakref.ref(pool.pool.newest["engine"].memory)
+    pool.engines["engine"].close()
+    gc.collect()
+    assert memory() is None

@@ -455,3 +455,21 @@ def test_a_reward_worker_whose_import_never_ends_ends_by_itself(tmp_path):
             assert process.wait(PATIENCE) == -signal.SIGALRM
         finally:
             process.kill()
+
+
+def test_a_process_without_environment_ends_with_its_judge(says, tmp_path):
+    """It stands in the judge's process group, which is all that says whose it is."""
+    note = tmp_path / "child"
+    assert says.scores([answer(f"bare {note}")])[0].reward_error == "timeout"
+    wait_until(lambda: not is_alive(int(note.read_text())))
+
+
+def test_the_second_try_is_the_first_call_of_a_process(tmp_path):
+    """What other calls left behind in a process cannot end it a second time."""
+    calls = "helpers.reward_functions:calls"
+    with closing(RewardWorkerPool(calls, CallLimits(PATIENCE), workers=2)) as pool:
+        other = pool.submit([says_item(str(tmp_path / "go")), says_item(f"exit {tmp_path / 'died'}")])
+        wait_until((tmp_path / "died").exists)
+        (tmp_path / "go").touch()
+        assert [result.value for result in other()] == [1.0, 1.0]
+        assert [result.value for result in pool.run([says_item("")])] == [2.0]

@@ -212,3 +212,35 @@ def test_a_checkpoint_that_lacks_its_links_is_not_written_again(tmp_path: Path) 
 def test_a_state_that_cannot_be_read_says_which(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"state\.pt cannot be read: FileNotFoundError"):
         load_state(tmp_path)
+
+
+def test_a_checkpoint_that_is_removed_by_half_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+
+    def remove_a_file(path: Path) -> None:
+        (path / "state.pt").unlink()
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr("shutil.rmtree", remove_a_file)
+    with pytest.raises(OSError, match="went away"):
+        Checkpoints(tmp_path, 1).prune()
+    (tmp_path / "step-4" / "state.pt").unlink()  # the newest is damaged: is the one before it taken?
+    with pytest.raises(CheckpointError, match="every checkpoint of this run is corrupt") as error:
+        Checkpoints(tmp_path, 1).find()
+    assert "step-4" in str(error.value) and "step-2" not in str(error.value)
+
+
+def test_links_that_lead_there_already_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a start needs no room on a full disk."""
+    save(tmp_path, 2, is_best=True)
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", full)
+    best = {"iteration": 2.0, "accuracy": 0.5}
+    assert Checkpoints(tmp_path, 1).restore_links(best) == best
+    (tmp_path / "last").unlink()
+    with pytest.raises(CheckpointError, match="No space left"):
+        Checkpoints(tmp_path, 1).restore_links(best)

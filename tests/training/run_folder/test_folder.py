@@ -320,3 +320,30 @@ def test_settings_of_another_version_name_file_and_keys(tmp_path: Path) -> None:
     assert first == f"{tmp_path / 'config.yaml'} does not fit this version ({version()}):"
     assert advice.startswith("Use the version that began the run, which environment.json names, or give another folder")
     assert len(rest) == 1 and rest[0].startswith("unknown setting 'batch.epochs'; did you mean 'batch.ppo_epochs'?")
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluated", "finished", "is_refused"),
+    [(3, (), 3, False), (3, (), 4, True), (9, (), 4, False), (9, (), 5, True), (9, (2,), 2, False), (9, (2,), 3, True)],
+)
+def test_a_missing_checkpoint_is_missed_once_one_was_due(
+    every: int, evaluated: tuple[int, ...], finished: int, is_refused: bool, tmp_path: Path
+) -> None:
+    """After `checkpoint.every`, at the last iteration, which is the fourth, and at the first evaluation."""
+    config = small_config(f"checkpoint.every={every}")
+    folder = opened(tmp_path)
+    folder.start(config, 1, -1)
+    for iteration in range(finished + 1):
+        folder.report(iteration, {"eval/policy_accuracy": 0.5} if iteration in (0, *evaluated) else {})
+
+    with pytest.raises(CheckpointError, match=f"{finished} finished") if is_refused else contextlib.nullcontext():
+        RunFolder(tmp_path).check(config)
+
+
+def test_what_is_superseded_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "superseded" / "1").mkdir(parents=True)
+    for number in (2, 3):
+        (tmp_path / "mine").write_text(str(number))
+        opened(tmp_path).supersede([tmp_path / "mine"])
+        assert (tmp_path / "superseded" / str(number) / "mine").read_text() == str(number)
+    assert not list((tmp_path / "superseded" / "1").iterdir())

@@ -239,6 +239,7 @@ class Pool(Generic[AnyPeer]):
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()  # their frames hold weights
         await asyncio.gather(*(peer.close() for peer in self.peers), return_exceptions=True)
         for one in last:
             await one()

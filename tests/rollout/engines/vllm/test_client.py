@@ -297,6 +297,8 @@ def too_long(body: dict, usual: dict) -> dict:
         (cut_short, "ended .* after 4 tokens of 12.*--generation-config vllm"),
         (changed(finish_reason="stop"), "not a stop token"),
         (failure(400), "HTTP 400 to /v1/completions: as scripted"),
+        (failure(404), "HTTP 404 to /v1/completions: as scripted; is engine.urls right"),
+        (failure(405), "HTTP 405 to /v1/completions: as scripted; is engine.urls right"),
         (log_probs(sampled=math.nan), "numbers that are not log-probs"),
         (log_probs(top=math.nan), "numbers that are not log-probs"),
         (log_probs(sampled=0.5, own=0.5), "numbers that are not log-probs"),
@@ -305,7 +307,7 @@ def too_long(body: dict, usual: dict) -> dict:
         (too_long, "ended .* after 24 tokens of 12"),
     ],
     ids=[
-        *("too few log-probs", "vocabulary", "prompt", "short", "stop", "400", "NaN", "NaN in the list"),
+        *("too few log-probs", "vocabulary", "prompt", "short", "stop", "400", "404", "405", "NaN", "NaN in the list"),
         *("above 0", "mass above 1", "two log-probs of a token", "too long"),
     ],
 )

@@ -128,3 +128,9 @@ def test_every_fraction_is_its_value_in_every_spelling(top, bottom, spelling):
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=7))
 def test_every_decimal_is_its_value_with_and_without_separators(number):
     assert read(f"{number:f}") == read(f"{number:,f}") == (Fraction(number), "")
+
+
+def test_a_power_of_ten_has_at_most_four_digits():
+    """More would be a number that fills the memory, and is compared as text."""
+    assert read(r"2\times 10^{9999}").value == 2 * 10**9999
+    assert read(r"2\times 10^{10000}") is None and read(r"2\times 10^{-10000}") is None
