@@ -1,4 +1,4 @@
-r"""How the verifier agrees with the gold answers of the published sets: the tables of docs/rewards.md, printed.
+r"""How the verifier agrees with the gold answers of the published sets: the numbers of docs/rewards.md, printed.
 
     python benchmarks/verifier_agreement.py --data ../shared/data          what the verifier says
     python benchmarks/verifier_agreement.py --data ../shared/data --alone  what math-verify alone says of the same

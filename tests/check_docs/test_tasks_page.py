@@ -1,4 +1,4 @@
-"""The page about tasks and the table of benchmarks say the same, and every example of the page is accepted."""
+"""docs/own-problem.md and the table of benchmarks say the same, and every example of the page is accepted."""
 
 import re
 
@@ -10,16 +10,17 @@ from jackpot.config.arms import build_config
 from jackpot.config.tasks import CustomTaskConfig, EnvironmentConfig, MathConfig, ReasoningGymConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
-PAGE = (ROOT / "docs" / "tasks.md").read_text()
+PAGE = (ROOT / "docs" / "own-problem.md").read_text()
 REST = {
     "iterations": 1,
     "policy": {"path": "p", "optimizer": {"learning_rate": 1e-4}},
     "rollout_model": None,
     "batch": {"prompts": 1, "group_size": 2},
 }
+EXAMPLES = re.findall(r"```yaml\n(task:.*?)```", PAGE, re.DOTALL)  # test_own_problem.py has the whole recipes
 
 
-@pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_of_the_page_is_accepted(example):
     settings = yaml.safe_load(example)
     kind = {

@@ -43,7 +43,7 @@ def test_starters_can_be_made_again_with_the_same_accuracy(tmp_path: Path) -> No
 
 
 def test_obrs_learns_and_none_learns_less(tmp_path: Path) -> None:
-    """60 of the 250 iterations; three full seeds of each are in docs/quickstart.md."""
+    """60 of the 250 iterations; three full seeds of each are in docs/tutorial.md."""
     overrides = ["iterations=60", "evaluation.every=60", "seed=7", "threads=1"]
     after = {}
     for arm in ("obrs", "none"):

@@ -1,4 +1,4 @@
-"""Settings of the tasks, one class each, chosen by name (docs/tasks.md)."""
+"""Settings of the tasks, one class each, chosen by name (docs/own-problem.md)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -287,7 +287,7 @@ class GymDataConfig(Strict):
 
 
 class ReasoningGymConfig(Strict):
-    """Problems that the library reasoning-gym generates and scores (docs/tasks.md). It needs the extra `gym`."""
+    """Problems that the library reasoning-gym generates and scores (docs/own-problem.md). It needs the extra `gym`."""
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: Annotated[

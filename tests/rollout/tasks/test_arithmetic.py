@@ -103,7 +103,7 @@ def test_only_what_follows_the_first_hash_counts(task, response, finished, corre
 
 def test_the_held_out_problems_of_the_pages_are_repeated(task):
     assert len({task.prompt("test", index).text for index in range(512)}) == 371
-    for page in ("docs/quickstart.md", "docs/compare.md"):
+    for page in ("docs/tutorial.md", "docs/compare.md"):
         assert "371" in (ROOT / page).read_text()
 
 

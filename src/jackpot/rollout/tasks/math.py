@@ -1,4 +1,4 @@
-"""Defines the math task: problems with one final answer, such as those of GSM8K and MATH. See docs/tasks.md."""
+"""Defines the math task: problems with one final answer, such as those of GSM8K and MATH. See docs/own-problem.md."""
 
 import logging
 from collections.abc import Callable, Sequence
