@@ -84,7 +84,6 @@ class TileReader(Protocol):
             tops: whether to compute `block_max`.
             moments: whether to compute `moment` and `gap`, for entropy and divergences.
         """
-        ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         """Return sum_x min(q(x), p(x) / lam), a tile's share of Z: [C].
@@ -92,7 +91,6 @@ class TileReader(Protocol):
         Args:
             logsumexps: [C] each, over the whole vocabulary.
         """
-        ...
 
     def differentiate(
         self,

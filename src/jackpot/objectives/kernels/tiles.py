@@ -188,7 +188,7 @@ class HeadOperands:
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to `total`; the product has the dtype of `total`, or without a mixed product that of `left`."""
+        """Add left @ right to `total`; without a mixed product, the product is rounded to the dtype of `left` first."""
         if left.dtype == total.dtype:
             total.addmm_(left, right)
         elif self._mixed:
