@@ -253,7 +253,7 @@ class Histogram(Metric):
         return cls(counts.index_add_(0, bins.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
 
     def quantile(self, share: float) -> Tensor:
-        """Return the value, a scalar, below which `share` of all entries lie: the middle of its bin, as u counts."""
+        """Return the value below which `share` of all entries lie, a scalar: the middle, in u, of the value's bin."""
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         return _SCALE * ((index - _BINS // 2 + 0.5) * _WIDTH).sinh()

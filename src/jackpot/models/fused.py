@@ -67,6 +67,7 @@ class RMSNorm(torch.autograd.Function):
             chunk = rows[run].to(_WIDE)
             norm = torch.linalg.vector_norm(chunk, dim=1, keepdim=True)
             torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[run])
+            # Without rounding in between, the memory of the result serves for x r too.
             normed = torch.mul(chunk, scale[run], out=out[run] if x.dtype == out.dtype == _WIDE else None)
             torch.mul(normed.to(x.dtype), weight, out=out[run])
 

@@ -28,7 +28,7 @@ class Part(NamedTuple):
     size: int  # number of parts
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return the file of this part, as transformers numbers them."""
+        """Return the path of this part's file, whose name has the part's number as transformers writes it."""
         suffix = f"-{self.number + 1:05d}-of-{self.size:05d}" if self.size > 1 else ""
         return folder / f"{name}{suffix}.safetensors"
 

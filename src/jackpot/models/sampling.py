@@ -109,7 +109,7 @@ def _normalized(scores: Tensor, highest: Tensor, totals: Tensor) -> Tensor:
 
 
 def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw by the inverse CDF the first token whose running sum of `probs` exceeds u times the total: [N] int64.
+    """Draw from each row the first token at which the running sum of `probs` exceeds uniform x total: [N] int64.
 
     Sums are float64, first over blocks of tokens, then inside the chosen block. A token of probability 0 is never
     drawn, at any rounding. A row with NaN gives an arbitrary token: check the token's probability.

@@ -53,9 +53,9 @@ class Surrogate(NamedTuple):
 
 def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
     """Compute `clipped_surrogate`; `clipped` is True where the clip removes the gradient."""
-    clips = (low, high)
     return Surrogate(
-        clipped_surrogate(log_probs, proximal, advantages, *clips), clip_share(log_probs, proximal, advantages, *clips)
+        clipped_surrogate(log_probs, proximal, advantages, low, high),
+        clip_share(log_probs, proximal, advantages, low, high),
     )
 
 

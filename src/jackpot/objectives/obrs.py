@@ -230,5 +230,5 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
 
 
 def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return a value as a tensor of the dtype and on the device of `tensor`, made there: a copy would wait for it."""
+    """Return a value as a tensor like `tensor`, created on its device, since a copy would wait for the device."""
     return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

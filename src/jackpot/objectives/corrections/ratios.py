@@ -134,9 +134,9 @@ def min_prefix(log_ratio: Tensor, response_mask: Tensor, cap: float) -> Weighed:
     the first two tokens, up to the cap. From the third token on it is biased against late tokens, as the mean of the
     smallest of several ratios is below 1.
     """
-    up_to = torch.where(response_mask, log_ratio, torch.inf).cummin(-1).values
-    before = pad(up_to[:, :-1], (1, 0), value=torch.inf)
-    log_weight, log_cap = log_ratio + torch.where(before.isposinf(), 0.0, before), math.log(cap)
+    smallest = torch.where(response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
+    smallest_before, log_cap = pad(smallest[:, :-1], (1, 0), value=torch.inf), math.log(cap)
+    log_weight = log_ratio + torch.where(smallest_before.isposinf(), 0.0, smallest_before)
     return Weighed(log_weight.clamp(max=log_cap).exp(), capped=log_weight > log_cap)
 
 

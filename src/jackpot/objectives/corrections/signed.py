@@ -24,10 +24,10 @@ def prefix(log_ratio: Tensor, response_mask: Tensor, advantages: Tensor, low: fl
     R_t corrects the token and the states before it, so inside the band the weight is unbiased for both; the tokens
     after it stay the rollout model's. Biased against tokens that only one of the models is likely to reach.
     """
-    up_to = log_ratio.cumsum(-1)
-    spread = response_mask.cumsum(-1).to(up_to.dtype).sqrt()
-    rejected = (up_to > high * spread) | ((up_to < -low * spread) & (advantages < 0))
-    return Weighed(torch.where(rejected, -torch.inf, up_to).exp(), accepted=~rejected, capped=rejected)
+    log_prefix_ratio = log_ratio.cumsum(-1)  # log R_t
+    spread = response_mask.cumsum(-1).to(log_prefix_ratio.dtype).sqrt()  # sqrt t
+    rejected = (log_prefix_ratio > high * spread) | ((log_prefix_ratio < -low * spread) & (advantages < 0))
+    return Weighed(torch.where(rejected, -torch.inf, log_prefix_ratio).exp(), accepted=~rejected, capped=rejected)
 
 
 def f_tis(log_ratio: Tensor, advantages: Tensor, cap: float, max_kl: float) -> Weighed:

@@ -41,7 +41,7 @@ def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSu
 
 
 def _both(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Combine two tensors; None where they are not computed."""
+    """Combine two tensors; return None where one of them is None."""
     return None if old is None or new is None else combine(old, new)
 
 

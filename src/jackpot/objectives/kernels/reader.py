@@ -150,7 +150,7 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         torch.where(other_logits.isneginf(), head_logits, -torch.inf).amax(-1) if masks else None
         for head_logits, other_logits, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
     ]
-    return [TileSums(*single[:4], gap, at_masked) for single, gap, at_masked in zip(sums, gaps, masked, strict=True)]
+    return [TileSums(*fields[:4], gap, at_masked) for fields, gap, at_masked in zip(sums, gaps, masked, strict=True)]
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:

@@ -169,17 +169,17 @@ def _common_mass(
 
 @triton.jit
 def _gradient(
-    own: tl.tensor, other: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
+    log_probs: tl.tensor, other_log_probs: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Evaluate the formula of `GradCoefficients`; `own` and `other` are the log-probs of this and the other head."""
+    """Evaluate the formula of `GradCoefficients`."""
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
     on_log = tl.load(coefficients + 2 * C + row)
     on_other_log = tl.load(coefficients + 3 * C + row)
     on_other = tl.load(coefficients + 4 * C + row)
-    factor = constant + on_log * tl.maximum(own, _LOWEST) - on_other_log * tl.maximum(other, _LOWEST)
-    gradient = tl.exp(own) * factor - on_other * tl.exp(other) + tl.where(is_id, on_id, 0.0)
+    factor = constant + on_log * tl.maximum(log_probs, _LOWEST) - on_other_log * tl.maximum(other_log_probs, _LOWEST)
+    gradient = tl.exp(log_probs) * factor - on_other * tl.exp(other_log_probs) + tl.where(is_id, on_id, 0.0)
     if CAP:
         ratio = logits * (temperature / soft_cap)
         gradient *= 1.0 - ratio * ratio
@@ -202,19 +202,21 @@ def _differentiate(
     is_id = columns == tl.load(ids + row)
 
     logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
-    own_p = logits_p - tl.load(logsumexp_p + row)
+    log_probs_p = logits_p - tl.load(logsumexp_p + row)
     logits_q = tl.zeros([WIDTH], tl.float32)
-    own_q = tl.zeros([WIDTH], tl.float32)
+    log_probs_q = tl.zeros([WIDTH], tl.float32)
 
     if PAIR:
         logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
-        own_q = logits_q - tl.load(logsumexp_q + row)
+        log_probs_q = logits_q - tl.load(logsumexp_q + row)
 
     if TRAINS_Q:
-        gradient = _gradient(own_q, own_p, coefficients + 5 * C, C, row, is_id, logits_q, cap_q, temperature, CAP_Q)
+        gradient = _gradient(
+            log_probs_q, log_probs_p, coefficients + 5 * C, C, row, is_id, logits_q, cap_q, temperature, CAP_Q
+        )
         tl.store(out_q + row * T + columns, gradient.to(out_q.dtype.element_ty), mask=mask)
     if TRAINS_P:
-        gradient = _gradient(own_p, own_q, coefficients, C, row, is_id, logits_p, cap_p, temperature, CAP_P)
+        gradient = _gradient(log_probs_p, log_probs_q, coefficients, C, row, is_id, logits_p, cap_p, temperature, CAP_P)
         tl.store(out_p + row * T + columns, gradient.to(out_p.dtype.element_ty), mask=mask)
 
 
@@ -228,10 +230,9 @@ class TritonReader(TileReader):
             return EAGER.read(tiles, tops, moments)
 
         c, t = tiles[0].logits.shape
-        new_empty = tiles[0].logits.new_empty
         num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2
-        sums = new_empty((2, 5, c), dtype=torch.float32)
-        maxima = [new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for _ in tiles]
+        sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)
+        maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TOPS": tops, "MOMENTS": moments}
