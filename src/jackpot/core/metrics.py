@@ -341,7 +341,7 @@ def _has_ranks() -> bool:
 
 
 def _of_every_rank(row: Tensor) -> list[Tensor]:
-    """Return the rows of all ranks, which have one shape, on the device of `row`, this rank's."""
+    """Return the rows of all ranks, which have one shape, on the device of this rank's `row`."""
     sent = row.cuda() if dist.get_backend() == "nccl" else row
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sent)

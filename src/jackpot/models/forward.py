@@ -108,6 +108,8 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     if batch.packed is not None and can_pack(model):
         values = read_row(model, batch.packed)[:, 0]
         return values.index_select(0, batch.packed.predicting.flatten().index_select(0, batch.response_index))
+
+    # The state of a token is that of the position before it, as in `predicting_hidden`.
     sequences = full_sequences(*_parts(batch))
     values = model(
         input_ids=sequences.input_ids,

@@ -122,14 +122,14 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     mean = inverse.sum() / count
     error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
 
-    both, here = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
+    pairs, unshifted = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
     shifted = torch.maximum(
-        _correlation(rollout[:, 1:], target[:, :-1], both), _correlation(rollout[:, :-1], target[:, 1:], both)
+        _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)
     )
     return {
         "empty": count == 0,
         "swapped": (log_ratio.sum() > (0.02 * count).clamp(min=30.0)) & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
-        "shifted": (shifted > 0.7) & (here < 0.5 * shifted) & (both.sum() >= _LEAST),
+        "shifted": (shifted > 0.7) & (unshifted < 0.5 * shifted) & (pairs.sum() >= _LEAST),
         "rounded": _is_rounded(rollout, mask) | _is_rounded(target, mask),
     }
 
@@ -143,13 +143,13 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
         usable: [..., T] bool, positions with a list of the engine.
     """
     every, after_first, before_last = slice(None), slice(1, None), slice(None, -1)  # positions
-    here, *shifted = (
+    unshifted, *shifted = (
         ((policy_best[..., at_policy] == rollout_best[..., at_rollout]) & usable[..., at_rollout]).sum()
         / usable[..., at_rollout].sum()
         for at_policy, at_rollout in ((every, every), (after_first, before_last), (before_last, after_first))
     )
     agreement = torch.maximum(*shifted)
-    return {"shifted_logits": (agreement > 0.5) & (here < 0.5 * agreement) & (usable.sum() >= _LEAST)}
+    return {"shifted_logits": (agreement > 0.5) & (unshifted < 0.5 * agreement) & (usable.sum() >= _LEAST)}
 
 
 def _correlation(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:

@@ -68,7 +68,10 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
 
 
 def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[LayerDifference, ...]:
-    """Return the layers whose formats differ in the `layer_formats` of two sides; layers of one name are joined."""
+    """Return the layers whose formats differ in the `layer_formats` of two sides; layers of one name are joined.
+
+    Formats that differ only in the reason for not quantizing are equal.
+    """
     counts = Counter(
         (re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight"), first[name], second[name])
         for name in first

@@ -107,11 +107,13 @@ def tiled_heads(
     moments: bool,
     options: HeadOptions,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Compute the outputs of one head, or of the policy's and the rollout model's: with a gradient, and without.
+    """Compute the outputs of one head, or of the policy's and the rollout model's head.
 
-    With a gradient, [N]: log_probs and entropy of each head; for two heads also forward_kl and reverse_kl; only the
-    log-probs without `moments`. Without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of each head;
-    for two also fill_ins [N, K] and, with `lam`, exact_z [N].
+    Returns:
+        The outputs with a gradient, [N] each: log_probs and entropy of each head; for two heads also forward_kl and
+        reverse_kl. If `moments` is False, log_probs only.
+        The outputs without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of each head; for two heads
+        also fill_ins [N, K] and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
     dtype = sum_dtype(heads)

@@ -96,7 +96,7 @@ class RunningTopK:
         Args:
             values: [N, T], the numbers with the ids from `start` on.
             maxima: `block_max(values)`; None only with K = 0.
-            others: further tensors [N, T], as many each time, whose numbers at the top ids are kept too.
+            others: further tensors [N, T], the same in each call, whose numbers at the top ids are kept too.
         """
         if not self._columns:
             numbers, ids = top_k(values, min(self._k, values.shape[1]), maxima)
@@ -117,6 +117,7 @@ class RunningTopK:
         is_old, old_columns = order < width, order.clamp(max=width - 1)
         ids = ids_at((order - width).clamp(min=0))
 
+        # Ids and further numbers, each from the former columns or from this piece.
         added = [ids + start, *(other.gather(1, ids) for other in others)]
         pairs = zip(self._columns[1:], added, strict=True)
         self._columns = [numbers, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

@@ -37,7 +37,7 @@ def _logits(
         if BIAS:
             logits += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
         if CAP:
-            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
+            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)  # tanh, which Triton lacks
         logits = logits / temperature
     return tl.where(mask, logits, float("-inf"))
 
