@@ -196,9 +196,12 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 def _is_inside(name: Any) -> bool:
     """Tell whether a written name is that of a safetensors file in the model's folder, or in a folder below."""
-    if not isinstance(name, str) or not name.endswith(".safetensors"):
-        return False
-    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not PurePath(name).is_absolute()
+        and ".." not in PurePath(name).parts
+    )
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:

@@ -374,7 +374,14 @@ def joint_loss(
         terms=terms.detach(),
         correction=correction,
         metrics=rollout_metrics | _model_metrics(batch, scores, old),
-        trace=_model_trace(scores, old),
+        trace={  # columns of saved rollouts
+            "old_log_probs": old.old_log_probs,
+            "log_probs": scores.log_probs.detach(),
+            "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
+            "kl_rollout_policy": scores.kl_rollout_policy,
+            "policy_top_ids": scores.policy_top_ids,
+            "policy_top_log_probs": scores.policy_top_log_probs,
+        },
     )
 
 
@@ -475,16 +482,4 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> 
         "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),
         **update_kl(moved, log_ratio, mask),
         **health(scores.log_probs, batch.rollout_log_probs, mask),
-    }
-
-
-def _model_trace(scores: TokenScores, old: OldLogProbs) -> dict[str, Tensor]:
-    """Collect the per-token columns of saved rollouts that come from the models' forward pass, all detached."""
-    return {
-        "old_log_probs": old.old_log_probs,
-        "log_probs": scores.log_probs.detach(),
-        "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
-        "kl_rollout_policy": scores.kl_rollout_policy,
-        "policy_top_ids": scores.policy_top_ids,
-        "policy_top_log_probs": scores.policy_top_log_probs,
     }

@@ -85,5 +85,4 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
 
 def _grid(grid: Grid) -> str:
     """Return codes and block of a grid as a text: `fp8 by 1 x 128`."""
-    codes = "fp8" if grid.codes == E4M3 else "int8"
-    return f"{codes} by {grid.rows or 'all'} x {grid.columns or 'all'}"
+    return f"{'fp8' if grid.codes == E4M3 else 'int8'} by {grid.rows or 'all'} x {grid.columns or 'all'}"

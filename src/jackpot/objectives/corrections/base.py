@@ -151,20 +151,24 @@ class CorrectionFn(Protocol):
     @property
     def kappa(self) -> Kappa:
         """Return when `apply` needs sums over the optimizer step."""
+        ...
 
     @property
     def lam(self) -> float:
         """Return the lam at which acceptance and Z are measured, unless the inputs have a lam for each token."""
+        ...
 
     @property
     def reads(self) -> Collection[str]:
         """Return which of the inputs "z" and "advantages" the result depends on."""
+        ...
 
     def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
         """Sum over the response tokens of a micro-batch what `apply` needs of a step, by the names of metrics.
 
         Return {} where `apply` needs only the overlap, which is measured for every correction (`measured`).
         """
+        ...
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
         """Compute weights and acceptance mask of a micro-batch (`Correction.of`).
@@ -172,6 +176,7 @@ class CorrectionFn(Protocol):
         Args:
             totals: sums over an optimizer step, of `measure` and of the overlap; {} where there are none.
         """
+        ...
 
 
 def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:

@@ -84,6 +84,7 @@ class TileReader(Protocol):
             tops: whether to compute `block_max`.
             moments: whether to compute `moment` and `gap`, for entropy and divergences.
         """
+        ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         """Return sum_x min(q(x), p(x) / lam), a tile's share of Z: [C].
@@ -91,6 +92,7 @@ class TileReader(Protocol):
         Args:
             logsumexps: [C] each, over the whole vocabulary.
         """
+        ...
 
     def differentiate(
         self,
@@ -245,9 +247,11 @@ class TorchReader:
     ) -> None:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            # Before the gradients, which may overwrite the logits.
+            # The derivative of the soft cap, 1 - (capped / soft_cap)^2, before gradients may overwrite the logits.
             derivatives = [
-                _softcap_derivative(head_logits, tile.soft_cap, tile.temperature) if wanted and tile.soft_cap else None
+                1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
+                if wanted and tile.soft_cap
+                else None
                 for head_logits, tile, wanted in zip(logits, tiles, gradients, strict=True)
             ]
 
@@ -305,8 +309,3 @@ def _add_at(gradient: Tensor, columns: Tensor, added: Tensor) -> None:
     width = gradient.shape[1]
     inside = torch.where((columns >= 0) & (columns < width), added, 0.0)
     gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], inside[:, None])
-
-
-def _softcap_derivative(logits: Tensor, soft_cap: float, temperature: float) -> Tensor:
-    """Return the derivative of the soft cap, 1 - (capped / soft_cap)^2, from finished logits: [C, T]."""
-    return 1.0 - torch.square(logits * (temperature / soft_cap))
