@@ -261,8 +261,8 @@ def _with_rounded_weights(
     """Run a forward in which rounded copies replace the weights of some modules; they pass gradients to the weights."""
     before = [dict(module._parameters) for module in modules]
     for module in modules:
-        weights: dict[str, Any] = module._parameters  # torch declares parameters alone; here tensors replace them
-        weights |= {name: weight.to(dtype) for name, weight in weights.items() if weight is not None}
+        parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters
+        parameters |= {name: weight.to(dtype) for name, weight in parameters.items() if weight is not None}
     try:
         return forward(*args, **options)
     finally:
