@@ -1,14 +1,14 @@
 r"""Jackpot: reinforcement learning of a language model on rollouts of a smaller, cheaper model.
 
-The top level offers the correction for use inside another framework, which needs torch and pydantic only; the verifier
-of final answers, which needs math-verify for those that are no plain numbers; and training, which needs the extra
-`train`:
+The top level offers three things: the correction for use inside another framework, which needs torch and pydantic only;
+the verifier of final answers, which needs math-verify for answers that are no plain numbers; and training, which needs
+the extra `train`.
 
     >>> from jackpot import correct, verify
     >>> verify(r"So it is $\boxed{0.5}$.", r"\frac{1}{2}")
     True
 
-Each name is imported at its first use, so that a process which only verifies answers loads neither package.
+Each name is imported at its first use: `import jackpot` alone loads neither torch nor pydantic.
 """
 
 from importlib import import_module

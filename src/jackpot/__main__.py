@@ -1,4 +1,4 @@
-"""Starts the command line, for the command `jackpot` and for `python -m jackpot`."""
+"""Entry point of the command line, for the command `jackpot` and for `python -m jackpot`."""
 
 import sys
 from importlib import import_module
@@ -7,7 +7,7 @@ from jackpot.core.package import install, needs_train
 
 
 def main() -> None:
-    """Run the command line; where a package of the extra `train` is missing, say how to install it."""
+    """Run the command line; exit with the command that installs the extra `train` where a package of it is missing."""
     try:
         import_module("jackpot.ui.cli").main()
     except ModuleNotFoundError as error:

@@ -1,7 +1,8 @@
-"""Joins the formulas of corrections with their settings, by name; and the correction in one call.
+"""Corrections by name: `make_correction` joins a formula with its settings, and `correct` applies one in a single call.
 
-The call is for another framework's training loop: it checks what is given, and fills in the rest. A loop that splits
-an optimizer step into micro-batches, and wants kappa of the whole step, calls `measure` and `apply` itself.
+`correct` is for another framework's training loop: it checks its arguments, and fills in those left out. A loop that
+splits an optimizer step into micro-batches, and wants kappa of the whole step, calls the correction's `measure` and
+`apply` itself.
 
 Status: supported.
 """
@@ -38,7 +39,7 @@ IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, a
     "normalizer": "CorrectionInputs.z",
     "budget": "CorrectionInputs.lam",
 }
-_ADVICE = {  # what to do where a correction lacks a tensor
+_ADVICE = {  # what to do about a missing tensor, by its name
     "z": "estimate it with jackpot.estimate_z from the policy's logits and the engine's top-k log-probs, or take "
     "jackpot.obrs.exact_z of both whole distributions",
     "advantages": "pass those of the policy loss, [B, T] or expanded to it",
@@ -46,16 +47,18 @@ _ADVICE = {  # what to do where a correction lacks a tensor
 
 
 class Corrected(NamedTuple):
-    """Holds a correction of B responses of T tokens. Detached; the loss is
-    `-(accept_mask * weights * surrogate).sum() / response_mask.sum()`."""
+    """The weights and the acceptance mask of B responses of T tokens, and metrics of the correction. All detached.
+
+    The loss is `-(accept_mask * weights * surrogate).sum() / response_mask.sum()`.
+    """
 
     weights: Tensor  # [B, T], factor on the surrogate of an accepted token; 0 where masked
     accept_mask: Tensor  # [B, T] float: 1 where accepted, 0 where rejected; the acceptance with `mask="expected"`
-    metrics: dict[str, Tensor]  # scalars on the same device, named as in metrics.jsonl (docs/metrics.md)
+    metrics: dict[str, Tensor]  # scalars on the device of the weights, named as in metrics.jsonl (docs/metrics.md)
 
 
 def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
-    """Construct the correction that the settings name; a custom one is imported.
+    """Construct the correction that the settings name; a custom correction is imported.
 
     Raises:
         ConfigError: a custom correction cannot be imported, or does not take its `kwargs`.
@@ -68,7 +71,7 @@ def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
 
 
 def make_correction(correction: str | Formula | type[CorrectionFn], **settings: Any) -> CorrectionFn:
-    """Construct the correction of that name; settings that are not given have the defaults of `config/corrections.py`.
+    """Construct a correction from its name; settings left out have the defaults of `config/corrections.py`.
 
     >>> make_correction("tis").settings
     {'cap': 3.0}
@@ -76,12 +79,12 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     2.0
 
     Args:
-        correction: a name, or a correction of one's own: a formula (`objectives.corrections.formula`), or a class.
-        settings: of the correction, as `jackpot config objective.correction` explains them; lam, cap, c1, ...
+        correction: a name, or the user's own correction: a formula (`objectives.corrections.formula`) or a class.
+        settings: of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains them.
 
     Raises:
-        ConfigError: an unknown name (all are listed), an unknown setting, a value that is not allowed, or a setting
-            that says what stands in `CorrectionInputs` (proximal, target, normalizer, budget).
+        ConfigError: an unknown name (the message lists the known ones), an unknown setting, a value that is not
+            allowed, or a setting that the caller decides by `CorrectionInputs` (proximal, target, normalizer, budget).
     """
     if not isinstance(correction, str):
         return _custom(correction, settings)
@@ -92,23 +95,24 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     if correction not in CORRECTIONS:
         raise ConfigError(unknown_name("correction", correction, CORRECTIONS))
 
-    kind = CORRECTION_SETTINGS[correction]
-    for key in IN_THE_INPUTS.keys() & settings.keys() & kind.model_fields.keys():
+    settings_class = CORRECTION_SETTINGS[correction]
+    for key in IN_THE_INPUTS.keys() & settings.keys() & settings_class.model_fields.keys():
         raise ConfigError(
             f"correction {correction}: {key} {settings[key]!r} was given, but a correction does not read it; put what "
             f"it names into {IN_THE_INPUTS[key]}"
         )
 
     try:
-        return construct_correction(validated(kind, {"name": correction, **settings}))
+        return construct_correction(validated(settings_class, {"name": correction, **settings}))
     except ConfigError as error:
         raise ConfigError(f"correction {correction}: {error}") from None
 
 
 def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> CorrectionFn:
-    """Construct a correction of the user's own: an instance of a class, or what a formula defines."""
+    """Construct the user's own correction: an instance of a class, or the correction that a formula defines."""
     is_class = isinstance(correction, type)
-    try:
+
+    try:  # the call is tried by its signature, so that a wrong setting is named before anything runs
         names = signature(correction).parameters
         tensors = [] if is_class else [name for name in names if name in TENSORS]
         signature(correction).bind(**dict.fromkeys(tensors), **settings)
@@ -118,18 +122,19 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
             f"correction {correction.__qualname__}{signature(correction)} got the settings {dict(settings)}: {error}; "
             f"it is called by name with {takes}"
         ) from None
+
     return correction(**settings) if is_class else ByFormula(correction, settings)
 
 
 def _kappa(settings: PolicyCorrection) -> Kappa:
-    """Say when a correction needs the sums of a step."""
+    """Return when a correction needs kappa's sums over an optimizer step, as `CorrectionFn.kappa` has it."""
     if not isinstance(settings, ZCorrection):
         return "none"
     if settings.kappa != "auto":
         return settings.kappa
-    if settings.normalizer == "exact":  # the mean of Z is right
+    if settings.normalizer == "exact":  # the mean of Z needs no correction
         return "none"
-    # no gradient tells what a dropped token is worth
+    # Kappa decides which tokens are dropped, and a dropped token has no gradient that could be repaired afterwards.
     return "prepass" if getattr(settings, "beyond_c1", "cap") == "drop" else "auto"
 
 
@@ -148,32 +153,32 @@ def correct(
 ) -> Corrected:
     """Compute the weights and the acceptance mask of rollouts that another distribution than the policy sampled.
 
-    kappa, where the correction has it, is that of the tokens given: call this with a whole optimizer step, or with one
-    micro-batch after the other and `kappa="none"`.
+    A correction that has kappa computes it from the tokens of this call. So call `correct` with a whole optimizer step,
+    or with one micro-batch after the other and `kappa="none"`.
 
     Args:
-        correction: its name: "obrs", "tis", "icepop", ... (docs/corrections.md); or one of your own, as
-            `make_correction` takes it or has made it.
+        correction: a name such as "obrs", "tis" or "icepop" (docs/corrections.md); or your own correction, as
+            `make_correction` takes or returns it.
         rollout_log_probs: [B, T] nats, of the sampled tokens as the engine that sampled them computed them.
         target_log_probs: [B, T] nats, of the policy: before the update (`old_log_probs`) or now.
-        response_mask: [B, T] bool, True where a token was sampled; what stands elsewhere is ignored.
-        z: [B, T] in [0, min(1, 1 / lam)], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; only
-            obrs and its parts read it.
-        advantages: [B, T]; only corrections that look at their sign read them: prefix, f_tis, dppo.
+        response_mask: [B, T] bool, True where a token was sampled; other entries of the tensors are ignored.
+        z: [B, T] in [0, min(1, 1 / lam)], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; read
+            by obrs and its parts, and by dppo with `divergence="topk"`.
+        advantages: [B, T]; read by the corrections that look at their sign: prefix, f_tis, dppo.
         proximal_log_probs: [B, T] nats, of the point that PPO's ratio is taken from; None: `target_log_probs`.
-        uniforms: [B, T] in [0, 1), what rejection is drawn by; None: drawn here.
-        seed: of those that are drawn here, as a pure function of the seed, a response's `rollout_log_probs` and the
-            position: alike on all devices and ranks, in any batch and in every epoch.
-        settings: of the correction, as `jackpot config objective.correction` explains them; lam, cap, c1, ...
+        uniforms: [B, T] in [0, 1), the random numbers that decide which tokens are rejected; None: drawn from `seed`.
+        seed: of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
+            position, and so the same on all devices and ranks, in any batch and in every epoch.
+        settings: of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains them.
 
     Raises:
         ConfigError: an unknown correction or setting, or a value that is not allowed.
-        DataError: tensors of other shapes, dtypes or devices, or one that this correction needs and that is missing; on
-            a CPU also numbers that cannot be what their name says, where a look at them waits for nothing; a mask
-            without a token, or log-probs that are shifted by a token (on a GPU a later call says so).
+        DataError: a tensor of another shape, dtype or device, or a missing one that this correction needs; a mask
+            without a token; log-probs that are shifted by a token. On a CPU also impossible numbers, such as a z above
+            its bound. A GPU is not waited for: there a later call reports an empty mask and shifted log-probs.
 
     Warns:
-        UserWarning: log-probs that are swapped, as far as none of healthy models look so, or rounded to bfloat16.
+        UserWarning: log-probs that look swapped as those of healthy models never do, or that are rounded to bfloat16.
     """
     chosen = _chosen(correction, settings)
     tensors = {
@@ -186,7 +191,7 @@ def correct(
     }
 
     check_tensors(response_mask, tensors)
-    if response_mask.device.type == "cpu":  # elsewhere a look waits for the device
+    if response_mask.device.type == "cpu":  # reading numbers of a GPU would wait for it
         check_numbers(response_mask, tensors, chosen.lam)
     report_signs(signs_of_log_probs(response_mask, rollout_log_probs.detach(), target_log_probs.detach()))
 
@@ -203,25 +208,28 @@ def correct_unchecked(
     response_mask: Tensor,
     seed: int = 0,
 ) -> Corrected:
-    """Apply a correction as `correct` does, to tensors that a framework made: unchecked, of no token too.
+    """Apply a correction as `correct` does, without its checks, to tensors that a framework made.
+
+    The response mask may be without a token.
 
     Args:
-        tensors: the arguments of `correct` by their names; those of the sampled tokens must be among them.
+        tensors: arguments of `correct` by their names; `rollout_log_probs` and `target_log_probs` must be among them.
     """
     z = tensors.get("z")
     estimate = z if isinstance(z, obrs.ZEstimate) else None
-    known = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    inputs = _filled(known, response_mask, estimate, seed)
-    totals = measured(correction, inputs)
+    present = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    inputs = _filled(present, response_mask, estimate, seed)
 
+    totals = measured(correction, inputs)
     result = correction.apply(inputs, totals)
+
     sums = correction_summary(result, inputs, totals, has_z=z is not None)
     kappa = {} if z is None else {"obrs/kappa": result.kappa}
     return Corrected(result.weights, result.accept_mask, {name: metric.value for name, metric in sums.items()} | kappa)
 
 
 def _chosen(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
-    """Return the correction of `correct`: one that is made has its settings."""
+    """Return the correction that the arguments of `correct` name; refuse settings for one that is already made."""
     if callable(correction) or isinstance(correction, str):
         return make_correction(correction, **settings)
     if settings:
@@ -232,33 +240,35 @@ def _chosen(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any
 def _filled(
     tensors: Mapping[str, Tensor], mask: Tensor, estimate: obrs.ZEstimate | None, seed: int
 ) -> CorrectionInputs:
-    """Return the inputs of a correction from the arguments of `correct`, with what stands for those left out.
+    """Return the inputs of a correction from the arguments of `correct`, with defaults for those left out.
 
     Args:
-        estimate: of Z; None: `z` is known exactly, or read by nobody.
+        estimate: of Z; None: `tensors` has the exact Z, or the correction reads none.
     """
-    given = {name: tensor.detach() for name, tensor in tensors.items()}
-    rollout, target = given["rollout_log_probs"], given["target_log_probs"]
-    z = estimate or obrs.known_z(given.get("z", torch.ones_like(rollout)))
-    uniforms = given.get("uniforms")
+    detached = {name: tensor.detach() for name, tensor in tensors.items()}
+    rollout, target = detached["rollout_log_probs"], detached["target_log_probs"]
+    z = estimate or obrs.known_z(detached.get("z", torch.ones_like(rollout)))
+    uniforms = detached.get("uniforms")
+
     return CorrectionInputs(
         rollout_log_probs=rollout,
         target_log_probs=target,
-        proximal_log_probs=given.get("proximal_log_probs", target),
+        proximal_log_probs=detached.get("proximal_log_probs", target),
         response_mask=mask,
         uniforms=_uniforms(rollout, mask, seed) if uniforms is None else uniforms,
-        advantages=given.get("advantages", torch.zeros_like(rollout)),
-        z=obrs.ZEstimate(*(part.detach() for part in z)),
+        advantages=detached.get("advantages", torch.zeros_like(rollout)),
+        z=obrs.ZEstimate(*(tensor.detach() for tensor in z)),
     )
 
 
 def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     """Return a uniform for every token: [B, T] float64 in [0, 1), a hash of the seed, the response and the position.
 
-    The bits of its log-probs stand for a response, which has no name here. A position counts from the first column.
+    A response has no name here, so the bits of its log-probs identify it. A position counts from the first column.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
-    tokens = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
-    rows = torch.where(mask, tokens, 0).sum(-1)
+    token_hashes = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
+    response_hashes = torch.where(mask, token_hashes, 0).sum(-1)  # integers, so their order does not matter
+
     key = prng.key_tensor([prng.fold_in(seed, "correct")]).to(mask.device)
-    return prng.uniforms(prng.bits(rows + key, 0)[:, None], positions)
+    return prng.uniforms(prng.bits(response_hashes + key, 0)[:, None], positions)

@@ -1,6 +1,6 @@
-"""Bands of a number, e.g. of a token's position in its response: their names, and which entries lie in each.
+"""Bands of a number, such as a token's position in its response: the names of the bands, and which entries lie in each.
 
-A band goes from its start up to the start of the next one, and the last has no end.
+A band goes from its start up to the start of the next band; the last band has no end.
 """
 
 import math
@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from torch import Tensor
 
-# the starts of the bands of token positions, and of response lengths; in metrics, `replay` and `mismatch` alike
+# The starts of the bands of token positions and of response lengths, the same in metrics, `replay` and `mismatch`.
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
 
 
 def band_names(starts: Sequence[float]) -> list[str]:
-    """Name the bands of whole numbers by their first and last one, and those of other numbers by their two ends.
+    """Name each band: where all starts are ints, by its first and last number (`4-15`), else by its ends (`0.1-1`).
 
     >>> band_names((0, 1, 4, 16))
     ['0', '1-3', '4-15', '16-up']

@@ -1,4 +1,4 @@
-"""Timing of the phases of an iteration."""
+"""A timer of the phases of an iteration: generating, scoring, training, ..."""
 
 import time
 from collections.abc import Generator
@@ -19,7 +19,7 @@ STAGES = {  # what the command line says of each phase
 
 
 class Seconds(NamedTuple):
-    """Holds the time that one phase took."""
+    """The time that one phase took."""
 
     wall: float = 0.0  # wall-clock time, seconds
     processor: float = 0.0  # processor time of all threads of this process, seconds
@@ -30,30 +30,34 @@ class Seconds(NamedTuple):
 
 
 class Clock:
-    """Adds up the time of each phase of an iteration: `with clock("rollout"): ...`.
+    """A timer that adds up the time of each phase of an iteration: `with clock("rollout"): ...`.
 
-    Phases do not overlap: the time of a phase within another one counts to the inner one alone. What belongs to no
-    phase is the phase `other`, so that all phases together are the whole time.
+    The times of all phases add up to the whole time: a phase inside another one counts to the inner phase alone, and
+    time outside of all phases to the phase `other`.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, Seconds] = {}
-        self._begin = _now()  # of the time that `take` returns
-        self._inner = Seconds()  # time of the phases that ended within the one that is open
-        self._open: list[str] = []  # phases that have begun and not ended, the outermost first
+        self._begin = _now()  # when the time that `take` returns began
+        self._inner = Seconds()  # time of the phases that ended within the innermost open phase
+        self._open: list[str] = []  # what the command line says of the open phases, the outermost first
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
-        """Add the time of the block to `phase`, and say so; after it, say again what goes on."""
+        """Add the time of the block to `phase`. The command line shows the phase, and afterwards the one around it."""
         self._open.append(STAGES.get(phase, phase))
         stage(self._open[-1])
-        begin, before, self._inner = _now(), self._inner, Seconds()
+
+        begin = _now()
+        before, self._inner = self._inner, Seconds()
         try:
             yield
         finally:
             self._open.pop()
             if self._open:
                 stage(self._open[-1])
+
+        # Inner phases have counted their time themselves, and the phase around this one must not count it either.
         whole = _now().plus(begin, -1.0)
         self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(whole).plus(self._inner, -1.0)
         self._inner = before.plus(whole)
@@ -61,10 +65,12 @@ class Clock:
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""
         now = _now()
-        other = now.plus(self._begin, -1.0)
+        rest = now.plus(self._begin, -1.0)
         for spent in self._seconds.values():
-            other = other.plus(spent, -1.0)
-        seconds, self._seconds, self._begin = self._seconds | {"other": other}, {}, now
+            rest = rest.plus(spent, -1.0)
+
+        seconds = self._seconds | {"other": rest}
+        self._seconds, self._begin = {}, now
         return seconds
 
 

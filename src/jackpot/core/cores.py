@@ -1,4 +1,4 @@
-"""Counts the processor cores that are free, for every layer that starts threads or processes."""
+"""The number of processor cores that are free, for every layer that starts threads or processes."""
 
 import logging
 import os
@@ -12,31 +12,31 @@ from jackpot.core.process_rank import process_rank
 _STAT, _QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 _SECONDS = 0.3  # between the two readings of the cores' counters
 _SETTLE = 2.0  # seconds until a second look: by then a process that was ending has ended
-_IDLE, _ALL = slice(3, 5), slice(8)  # columns of a core: idle and waiting for a disk; all, guests are in the first two
+_IDLE = slice(3, 5)  # columns of a core in /proc/stat: ticks that it was idle, or waited for a disk
+_ALL = slice(8)  # all columns but those of guests, which the first two contain
 
 _log = logging.getLogger(__name__)
 
 
 def free_cores() -> int:
-    """Estimate the number of cores that other processes leave free now, at least one.
+    """Estimate the number of cores that other processes leave free now: at least one, at most a container's quota.
 
     On Linux the counters of the cores that this process may use are read twice, 0.3 seconds apart, so that work which
-    has ended does not count, such as an installation a moment ago; a container's quota is the most. Elsewhere the load
-    of the last minute is taken.
+    has ended does not count, such as an installation a moment ago. Elsewhere the load of the last minute is taken.
     """
-    cores = _own_cores()
+    cores = _usable_cores()
     try:
         before, spent, since = _STAT.read_text(), time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
-        mine = (time.process_time() - spent) / (time.perf_counter() - since)
-        busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - mine)
-    except OSError:
+        used_here = (time.process_time() - spent) / (time.perf_counter() - since)
+        busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - used_here)
+    except OSError:  # no /proc
         busy = os.getloadavg()[0]
     return max(1, min(len(cores) - round(busy), _quota()))
 
 
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
-    """Return how many of `cores` were busy between two readings of /proc/stat, with time that other machines stole."""
+    """Return how many of `cores` were busy between two readings of /proc/stat, for other virtual machines too."""
     first, last = _ticks(before), _ticks(after)
     spent = [
         [end - begin for begin, end in zip(first[core], last[core], strict=True)] for core in last if core in cores
@@ -44,19 +44,19 @@ def busy_cores(before: str, after: str, cores: Container[int]) -> float:
     return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in spent)
 
 
-def _own_cores() -> Collection[int]:
-    """Return the cores that this process may run on."""
+def _usable_cores() -> Collection[int]:
+    """Return the numbers of the cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _ticks(stat: str) -> dict[int, list[int]]:
-    """Return the counters of every core by its number."""
+    """Return the counters of every core, in clock ticks since boot, by the core's number."""
     rows = [line.split() for line in stat.splitlines() if line.startswith("cpu") and line[3].isdigit()]
     return {int(name.removeprefix("cpu")): list(map(int, ticks))[_ALL] for name, *ticks in rows}
 
 
 def _quota() -> int:
-    """Return the whole cores that the container of this process may keep busy; very many where none is set."""
+    """Return the whole cores that the container of this process may keep busy; 2^31 without a limit."""
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) // int(period)
@@ -68,21 +68,22 @@ def pick_threads(setting: int | Literal["auto"]) -> int:
     """Return the number of CPU threads: for `auto` the number of free cores, shared by the ranks on this machine.
 
     On a machine with another busy process, training with one thread too many was 10 times slower. Where cores are busy,
-    `auto` looks again after two seconds, since a process may just be ending, and warns if they still are.
+    `auto` looks again after two seconds, since a process may just be ending, and warns if they are still busy.
     """
     if setting != "auto":
         return setting
 
-    ranks, cores = process_rank().local_size, min(len(_own_cores()), _quota())
-    most = max(1, cores // ranks)
+    ranks, cores = process_rank().local_size, min(len(_usable_cores()), _quota())
+    full_share = max(1, cores // ranks)  # threads of a rank where no other process runs
     threads = max(1, free_cores() // ranks)
-    if threads < most:
+    if threads < full_share:
         time.sleep(_SETTLE)
         threads = max(threads, free_cores() // ranks)
-    if threads < most:
+
+    if threads < full_share:
         _log.warning(
             "threads=auto takes %d of %d CPU threads: other processes keep some of the %d cores busy now (load %.1f in "
             "the last minute). A run keeps the number that it began with; set threads=%d to take all",
-            *(threads, most, cores, os.getloadavg()[0], most),
+            *(threads, full_share, cores, os.getloadavg()[0], full_share),
         )
     return threads

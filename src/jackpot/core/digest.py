@@ -1,17 +1,7 @@
-"""A digest of weights, computed on the device that holds them. Torch and the standard library only.
+"""A digest of weights, computed on the device that holds them: equal weights have equal digests. Torch only.
 
-The bytes of a tensor, in row-major order and padded with zeros to whole words, are signed 32-bit words w. Every row of
-4096 words becomes one sum with fixed odd keys,
-
-    s_r = sum_i k_i w_{4096 r + i}          mod 2**64,     r = 0, 1, ..., the last row as short as it is
-
-and SHA-256 hashes the rest, 1/2048 of the bytes: name, shape, dtype and sums of every tensor, then these hashes in
-sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
-
-Two sets of weights that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not
-0). Where several words of a row differ, the sum misses it with a chance of 2**-32 at most over the choice of keys, and
-every changed row would have to be missed. The digest finds accidents. It is no protection against an attacker: the keys
-are public and the sums are linear.
+It finds accidents, such as weights that were damaged on their way to an engine. It is no protection against an
+attacker: its keys are public and its sums are linear.
 """
 
 import json
@@ -30,15 +20,26 @@ _GPU_ROWS = 1024  # at once: products of 32 MiB
 
 
 class WeightsDigest:
-    """Computes the digest of tensors added one by one, in any order.
+    """The digest of tensors that are added one by one, in any order.
 
-    It works on one chunk of a tensor at a time; a tensor that is not contiguous is copied first.
+    The bytes of a tensor, in row-major order and padded with zeros to whole words, are signed 32-bit words w. Every row
+    of 4096 words becomes one sum with fixed odd keys k,
+
+        s_r = sum_i k_i w_{4096 r + i}          mod 2**64,     r = 0, 1, ...; the last row may be shorter
+
+    SHA-256 hashes the sums, 1/2048 of the bytes, with name, shape and dtype of each tensor, and then the hashes of all
+    tensors in sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
+
+    Two tensors that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not 0).
+    Where several words of a row differ, the sums are equal with a chance of at most 2**-32 over the choice of keys.
+
+    The tensors are read a chunk at a time; one that is not contiguous is copied first.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         """
         Args:
-            dtype: that every tensor is cast to first, chunk by chunk; None: each keeps its own.
+            dtype: to which every tensor is cast first, chunk by chunk; None: each keeps its dtype.
         """
         self._dtype = dtype
         self._hashes: list[str] = []
@@ -63,8 +64,8 @@ class WeightsDigest:
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> str:
-    """Digest name, shape and bytes of every tensor after a cast to `dtype` (None: as it is), independent of their order
-    and device."""
+    """Return the digest of names, shapes and bytes of tensors after a cast to `dtype` (None: as they are), whatever
+    their order and device: 64 hexadecimal digits."""
     digest = WeightsDigest(dtype)
     for name, tensor in named_tensors:
         digest.add(name, tensor)
@@ -72,21 +73,24 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dty
 
 
 def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute s_r, one int64 for every started row, on the device of the tensor; empty for an empty tensor."""
+    """Compute s_r of `WeightsDigest`, [rows] int64, on the device of the tensor; empty for an empty tensor."""
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
     chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
-    cast = torch.empty_like(chunks[0], dtype=dtype)  # reused by all chunks: new memory costs page faults
+
+    # All chunks share this memory: new memory costs page faults.
+    cast = torch.empty_like(chunks[0], dtype=dtype)
     products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
+
     sums: list[Tensor] = []
     for chunk in chunks:
-        same = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
-        sums += _chunk_sums(_words(same), keys, products)
+        numbers = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
+        sums += _chunk_sums(_words(numbers), keys, products)
     return torch.cat(sums)
 
 
 def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
-    """Yield the sums of the whole rows, then the sum of a last, shorter row."""
+    """Yield the sums of the whole rows, then the sum of a last, shorter row; `products` is memory to work in."""
     whole = len(words) - len(words) % _ROW
     terms = products[: len(words)].copy_(words)
     yield terms[:whole].view(-1, _ROW).mul_(keys).sum(dim=1)

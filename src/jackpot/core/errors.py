@@ -6,43 +6,43 @@ from difflib import get_close_matches
 
 
 class JackpotError(Exception):
-    """Is the class of all errors that a user can cause; the command line prints them without a traceback."""
+    """The base class of all errors that a user can cause; the command line prints them without a traceback."""
 
 
 class ConfigError(JackpotError, ValueError):
-    """Reports a setting, recipe, arm or override that cannot be used."""
+    """A setting, recipe, arm or override that cannot be used."""
 
 
 class DataError(JackpotError, ValueError):
-    """Reports a prompt, tokenizer or data set that cannot be used."""
+    """A prompt, tokenizer, tensor or data set that cannot be used."""
 
 
 class ModelError(JackpotError, ValueError):
-    """Reports a model folder that is missing, damaged or does not fit the other model."""
+    """A model folder that is missing, damaged or does not fit the other model."""
 
 
 class EngineError(JackpotError, RuntimeError):
-    """Reports an engine that cannot serve a request, or failed to."""
+    """An engine that cannot serve a request, or failed to."""
 
 
 class WeightsError(EngineError):
-    """Reports an engine that holds other weights than it was sent."""
+    """An engine that holds other weights than those that were sent to it."""
 
 
 class CheckpointError(JackpotError, RuntimeError):
-    """Reports a checkpoint or run folder from which training cannot continue."""
+    """A checkpoint or run folder from which training cannot continue."""
 
 
 class TrainingError(JackpotError, RuntimeError):
-    """Reports training that has to stop."""
+    """A reason for which training has to stop."""
 
 
 class RankError(JackpotError, RuntimeError):
-    """Reports a process of a run of several that was lost or does not answer."""
+    """A process that was lost or does not answer, in a run of several processes."""
 
 
 def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
-    """Build the message for a name that does not exist: it lists the valid names and suggests the closest one.
+    """Build the message about a name that does not exist; it lists the valid names and suggests the closest of them.
 
     >>> unknown_name("arm", "obsr", ["obrs", "tis"])
     "unknown arm 'obsr'; did you mean 'obrs'? Valid: obrs, tis"
@@ -54,5 +54,5 @@ def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, else its kind."""
+    """Return the first line of an error's message, or its class name where it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from jackpot.core.errors import CheckpointError
 
-PARTIAL = ".partial"
-LEASE_SECONDS = 30.0  # without renewal after which a lease is free; it is renewed six times in them
-_SETTLES = 1.0  # seconds in which two starts that take a lease at once see which of them has it
+PARTIAL = ".partial"  # suffix of a file that is still being written
+LEASE_SECONDS = 30.0  # a lease that was not renewed for so long is free; its owner renews it six times in them
+_SETTLES = 1.0  # seconds after which two starts that take a lease at once see which of them has it
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ def whole_file(path: Path) -> Generator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that the file has all of it or is as before."""
+    """Write `content` to `path`; after a failure the file is as before, and never half written."""
     with whole_file(path) as partial:
         partial.write_bytes(content)
 
@@ -62,7 +62,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file."""
+    """Return the size of a file in bytes, and its SHA-256 in hexadecimal digits, by these names: "size", "sha256"."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -74,18 +74,20 @@ def flushed_checksum(path: Path) -> dict[str, Any]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Describe an error by the OSError below it, if any: torch reports a full disk as a position that does not fit."""
+    """Describe an error by the OSError that caused it, if any: torch reports a full disk as a position that does not
+    fit, and the disk's own error stands behind that."""
     below = error
     while (next_below := below.__cause__ or below.__context__) is not None and not isinstance(below, OSError):
         below = next_below
     cause = below if isinstance(below, OSError) else error
+
     text = str(cause).strip()
     return text if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {text}"
 
 
 class AppendedFile:
-    """Appends whole records to a file. Records that do not fit on a full disk wait in memory and are written first next
-    time."""
+    """A file to which whole records are appended. Those that a full disk cannot take wait in memory, and are written
+    before the next record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,7 +97,7 @@ class AppendedFile:
         """Write the waiting records and `record`.
 
         Raises:
-            OSError: they cannot be written now. The file is as before, and all of them wait.
+            OSError: the records cannot be written now. The file is as before, and all of them wait.
         """
         self.waiting += record
         with self.path.open("ab", buffering=0) as file:
@@ -111,7 +113,7 @@ class AppendedFile:
 
 @contextmanager
 def checkpoint_error_in(folder: Path) -> Generator[None]:
-    """Raise a CheckpointError that names `folder` for an OSError of the block, which a run cannot begin without."""
+    """Turn an OSError of the block into a CheckpointError that names `folder`, in which a run cannot begin."""
     try:
         yield
     except OSError as error:
@@ -122,15 +124,16 @@ def checkpoint_error_in(folder: Path) -> Generator[None]:
 
 
 def hold_lock(path: Path) -> IO[str]:
-    """Open `path` and lock it until it is closed or the process ends; its content names this process.
+    """Open the file `path` and lock it until it is closed or the process ends; its content names this process.
 
-    On a file system without locks, such as some of NFS and Lustre, the time of the file is a lease in their place: its
-    owner renews it, and a start that finds a file waits LEASE_SECONDS whether somebody does.
+    Some file systems, such as NFS and Lustre, may be without locks. There the file's modification time is a lease: its
+    owner renews the lease, and a start that finds the file waits LEASE_SECONDS to see whether it is renewed.
 
     Raises:
         CheckpointError: another process holds the lock or the lease.
     """
-    file, mine = path.open("a+"), f"process {os.getpid()} on {platform.node()} ({secrets.token_hex(4)})\n"
+    file, owner = path.open("a+"), f"process {os.getpid()} on {platform.node()} ({secrets.token_hex(4)})\n"
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         has_locks = True
@@ -146,19 +149,19 @@ def hold_lock(path: Path) -> IO[str]:
                 raise _in_use(file, path) from None
 
     file.truncate(0)
-    file.write(mine)
+    file.write(owner)
     file.flush()
 
     if not has_locks:
         time.sleep(_SETTLES)
-        if path.read_text() != mine:
+        if path.read_text() != owner:
             raise _in_use(file, path)
-        Thread(target=_renew, args=(file, path, mine), name="lease", daemon=True).start()
+        Thread(target=_renew, args=(file, path, owner), name="lease", daemon=True).start()
     return file
 
 
 def _in_use(file: IO[str], path: Path) -> CheckpointError:
-    """Return the error about a folder that another process uses, whose name its lock holds; close that."""
+    """Return the error about a folder that another process uses, named by the content of the lock; close the lock."""
     file.seek(0)
     holder = file.read().strip() or "another process"
     file.close()
@@ -168,11 +171,11 @@ def _in_use(file: IO[str], path: Path) -> CheckpointError:
     )
 
 
-def _renew(file: IO[str], path: Path, mine: str) -> None:
-    """Renew a lease until its file is closed; end this process where another one has taken it over."""
+def _renew(file: IO[str], path: Path, owner: str) -> None:
+    """Renew a lease until its file is closed; end this process if another process has taken the lease over."""
     while not file.closed:
         with suppress(OSError):  # a server that is away for a moment
-            if path.read_text() != mine:
+            if path.read_text() != owner:
                 _log.error("%s was taken over while this process stood still; it ends here, before it writes", path)
                 os.kill(os.getpid(), signal.SIGKILL)
             os.utime(path)

@@ -1,4 +1,4 @@
-"""Imports a class or function of the user by its name, for settings such as `import_path: my_module:MyTask`."""
+"""The import of a user's class or function by its name, for settings such as `import_path: my_module:MyTask`."""
 
 import sys
 from importlib import import_module
@@ -11,11 +11,11 @@ from jackpot.core.errors import ConfigError
 def import_object(path: str, kind: str) -> Any:
     """Return the object that `package.module:name` names.
 
-    The module is found as Python finds it, and in the current folder.
+    The module is looked for where Python finds modules, and in the current folder.
 
     Args:
         path: package.module:name.
-        kind: what the object is for, for the error, such as "task".
+        kind: what the object is for, such as "task"; the error names it.
 
     Raises:
         ConfigError: the module cannot be imported, or has no callable of that name.
@@ -24,6 +24,7 @@ def import_object(path: str, kind: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+
     try:
         item = getattr(import_module(module), name)
     except Exception as error:  # the user's own code may raise anything

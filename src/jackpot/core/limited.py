@@ -1,4 +1,4 @@
-"""Limits of time and memory: of this process, and of a child that tries what a stranger's file would have computed."""
+"""Limits of time and memory: for this process, and for a child process that tries what a stranger's file asks for."""
 
 import os
 import resource
@@ -8,19 +8,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-CPU_SECONDS = 2
-MEMORY = 2**30  # bytes beyond those of this process
+CPU_SECONDS = 2  # of a child
+MEMORY = 2**30  # bytes that a child may take beyond those of this process
 
-_SECONDS = 120  # by the clock, of a child that waits for a lock which a thread held when it was forked
+_SECONDS = 120  # by the clock; a child may wait for ever for a lock that a thread held when it was forked
 _BEYOND = 3  # exit code of a function that took too much memory
 _STATM = Path("/proc/self/statm")
 
 
 def ends_in_limits(function: Callable[[], object]) -> bool:
-    """Call a pure function in a copy of this process; tell whether it came to an end, by an error too, in the limits.
+    """Call a pure function in a copy of this process; tell whether it ends, in a result or an error, within the limits.
 
-    Where that cannot be tried, as without memory for a copy, the answer is True. Without /proc, as on macOS, memory has
-    no limit.
+    The answer is True where that cannot be tried, as without memory for a copy. Memory has no limit without /proc, as
+    on macOS.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the function must not need
@@ -29,7 +29,7 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
         except OSError:
             return True
 
-    if child:
+    if child:  # this is the parent
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # a copy may also crash for its own reasons
 
@@ -53,7 +53,7 @@ def _limit() -> None:
 
 
 def lower_limit(limit: int, most: int) -> None:
-    """Set a limit of this process, such as RLIMIT_AS, which it cannot raise again; a lower one stays."""
+    """Set a limit of this process, such as RLIMIT_AS, which it cannot raise again; a lower limit stays."""
     hard = resource.getrlimit(limit)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(limit, (most, most))

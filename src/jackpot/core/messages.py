@@ -1,6 +1,7 @@
-"""Turns the values that processes exchange into bytes and back: JSON and flat tensors, without pickle.
+"""The bytes of the values that processes exchange: JSON and flat tensors, without pickle.
 
-Only the classes in `_CLASSES` are ever made from a message, which begins with a checksum of the rest.
+`pack` writes and `unpack` reads them. A message begins with a checksum of the rest, and can make no objects but those
+of the classes in `_CLASSES`.
 """
 
 import json
@@ -25,7 +26,7 @@ from jackpot.core.types import (
 )
 
 _KNOWN = (AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch, TrainingSample)
-_CLASSES = {kind.__name__: kind for kind in _KNOWN}
+_CLASSES = {known.__name__: known for known in _KNOWN}
 _ALIGNED = 8  # bytes; every tensor begins at a multiple of them, so that no copy is needed to read it
 
 
@@ -34,30 +35,32 @@ class MessageError(RankError, ValueError):
 
 
 def pack(value: Any) -> Tensor:
-    """Return a value as bytes, [n] uint8 on the CPU, from which `unpack` makes an equal one.
+    """Return a value as bytes, [n] uint8 on the CPU, from which `unpack` makes an equal value.
 
     The value consists of None, bools, numbers, strings, tensors of any device, lists, tuples, dicts with strings as
     keys, and the classes of `core.types` that hold rollouts and batches of them.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the value holds something else.
     """
     tensors: list[Tensor] = []
     plain = _plain(value, tensors)
-    kinds = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-    text = json.dumps([plain, kinds]).encode()
+    layouts = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    text = json.dumps([plain, layouts]).encode()
 
+    # A message is its checksum, the length of the JSON, the JSON, and the bytes of each tensor, each padded.
     head = bytes(_ALIGNED) + len(text).to_bytes(_ALIGNED, "little") + text
-    parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    blobs = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     flat = [tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
-    parts += [tensor.view(torch.uint8) for tensor in flat]
-    message = torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
+    blobs += [tensor.view(torch.uint8) for tensor in flat]
+
+    message = torch.cat([torch.nn.functional.pad(blob, (0, -len(blob) % _ALIGNED)) for blob in blobs])
     message[:_ALIGNED] = _checksum(message)
     return message
 
 
 def unpack(message: Tensor) -> Any:
-    """Return the value that `pack` was given; its tensors are on the CPU and share the memory of the message.
+    """Return the value of a message from `pack`; its tensors are on the CPU and share the memory of the message.
 
     Raises:
         MessageError: the message does not come from `pack` of this version.
@@ -66,7 +69,7 @@ def unpack(message: Tensor) -> Any:
         if not torch.equal(message[:_ALIGNED], _checksum(message)):
             raise ValueError("it was altered on its way")
         return _unpacked(message[_ALIGNED:])
-    except Exception as error:  # whatever a message of other bytes leads to
+    except Exception as error:  # foreign bytes may raise anything
         raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -78,17 +81,18 @@ def _checksum(message: Tensor) -> Tensor:
 
 def _unpacked(message: Tensor) -> Any:
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
-    plain, kinds = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
+    plain, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
     tensors: list[Tensor] = []
     start = _ALIGNED + size
-    for name, shape in kinds:
+    for name, shape in layouts:
         start += -start % _ALIGNED
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a message between ranks has a tensor of {name!r}, which is no number format of torch")
         if not all(type(length) is int and length >= 0 for length in shape):
             raise ValueError(f"a message between ranks has a tensor of shape {shape}")
+
         end = start + math.prod(shape) * dtype.itemsize
         tensors.append(message[start:end].view(dtype).view(shape))
         start = end
@@ -96,7 +100,11 @@ def _unpacked(message: Tensor) -> Any:
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
-    """Return what JSON can hold, with the number of each tensor in its place; a list or object names its type."""
+    """Return a value as JSON can hold it, and add its tensors to `tensors`.
+
+    JSON's lists are lists. Everything else that JSON lacks is an object of one entry, its type: {"tuple": [...]},
+    {"Score": [...]} with the values of the fields, or {"tensor": 2}, the index in `tensors`.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -105,34 +113,36 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
-        parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else list(value)
-        return {name: [_plain(part, tensors) for part in parts]}
+        members = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else list(value)
+        return {name: [_plain(member, tensors) for member in members]}
 
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _plain(part, tensors) for key, part in value.items()}}
+        return {"dict": {key: _plain(entry, tensors) for key, entry in value.items()}}
     if type(value) is tuple:
-        return {"tuple": [_plain(part, tensors) for part in value]}
+        return {"tuple": [_plain(item, tensors) for item in value]}
     if type(value) is list:
-        return [_plain(part, tensors) for part in value]
+        return [_plain(item, tensors) for item in value]
     raise TypeError(f"a message between ranks holds a {name}, which is none of {', '.join(_CLASSES)} and plain values")
 
 
 def _value(plain: Any, tensors: list[Tensor]) -> Any:
+    """Undo `_plain`."""
     if isinstance(plain, list):
-        return [_value(part, tensors) for part in plain]
+        return [_value(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
 
-    ((name, held),) = plain.items()
+    ((name, content),) = plain.items()
     if name == "tensor":
-        return tensors[held]
+        return tensors[content]
     if name == "dict":
-        return {key: _value(part, tensors) for key, part in held.items()}
+        return {key: _value(entry, tensors) for key, entry in content.items()}
 
-    values = [_value(part, tensors) for part in held]
+    values = [_value(item, tensors) for item in content]
     if name == "tuple":
         return tuple(values)
-    kind = _CLASSES[name]
-    if not is_dataclass(kind):
-        return kind(*values)
-    return kind(**dict(zip((field.name for field in fields(kind)), values, strict=True)))
+
+    known = _CLASSES[name]
+    if not is_dataclass(known):
+        return known(*values)
+    return known(**dict(zip((field.name for field in fields(known)), values, strict=True)))

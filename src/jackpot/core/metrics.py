@@ -1,7 +1,7 @@
 """Metrics as sums that add up over tokens, micro-batches, optimizer steps and ranks. Torch only.
 
-A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. Many of them are added,
-sent to the other ranks and read by the host as one row of numbers.
+A metric is never averaged twice: it is carried as sums and becomes a number once, at the end. To add many metrics, to
+send them to the other ranks and to copy them to the CPU, all are written into one row of numbers.
 """
 
 import math
@@ -24,30 +24,31 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class Metric(ABC):
-    """Carries a number as tensors that add up; each kind is a frozen dataclass of them."""
+    """A number, carried as tensors that add up; each subclass is a frozen dataclass of such tensors."""
 
     added_by: ClassVar[str]
-    """How each field adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the log of a sum."""
+    """A letter for each field, how it adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the
+    log of a sum."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the fields."""
+        """Yield the values of the fields."""
         return iter(vars(self).values())
 
     def __add__(self, other: Self) -> Self:
         columns = zip(self.added_by, self, other, strict=True)
-        return type(self)(*(_ADD[how](mine, theirs) for how, mine, theirs in columns))
+        return type(self)(*(_ADD[how](left, right) for how, left, right in columns))
 
     @property
     @abstractmethod
     def value(self) -> Tensor:
-        """The number itself, a scalar."""
+        """Return the number itself, a scalar."""
 
     @classmethod
     def named(cls, sums: Mapping[str, "Metric"], name: str) -> Self:
-        """Return the metric of that name, which has to be of this kind.
+        """Return the metric of that name, as an instance of this class.
 
         Raises:
-            TypeError: it is of another kind.
+            TypeError: the metric is of another class.
         """
         metric = sums[name]
         if not isinstance(metric, cls):
@@ -65,7 +66,7 @@ _ADD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Mean(Metric):
-    """Carries a mean, its variance and its standard error as sums over the entries (scalars, float64)."""
+    """A mean, its variance and its standard error, as sums over the entries (scalars, float64)."""
 
     added_by = "+++"
     total: Tensor  # sum x
@@ -80,7 +81,7 @@ class Mean(Metric):
 
     @classmethod
     def number(cls, value: float | Tensor) -> "Mean":
-        """Build the mean of one entry, on its device or the CPU."""
+        """Build the mean of one entry, on the device of a tensor, else on the CPU."""
         entry = torch.as_tensor(value, dtype=torch.float64)
         return cls(entry, entry.square(), torch.ones_like(entry))
 
@@ -92,32 +93,35 @@ class Mean(Metric):
 
     @property
     def value(self) -> Tensor:
-        """Mean of the entries; NaN where nothing was counted."""
+        """Return the mean of the entries; NaN without entries."""
         return self.total / self.count
 
     @property
     def variance(self) -> Tensor:
-        """Population variance of the entries; NaN where nothing was counted."""
+        """Return the population variance of the entries; NaN without entries."""
         return (self.squares / self.count - self.value.square()).clamp(min=0.0)
 
     @property
     def standard_error(self) -> Tensor:
-        """Standard error of the mean for uncorrelated entries; NaN where nothing was counted."""
+        """Return the standard error of the mean for uncorrelated entries; NaN without entries."""
         return (self.variance / self.count).sqrt()
 
     @property
     def effective_share(self) -> Tensor:
-        """Effective sample size over n, for entries that are weights: (sum w)^2 / (n sum w^2); 1 for equal weights."""
+        """Return the effective sample size over n of entries that are weights: (sum w)^2 / (n sum w^2), 1 if equal."""
         return self.total.square() / (self.squares * self.count)
 
 
 @dataclass(frozen=True)
 class ClusteredMean(Metric):
-    """Carries a mean over tokens whose standard error is clustered by response, as sums (scalars, float64)."""
+    """A mean over tokens whose standard error is clustered by response, as sums over responses (scalars, float64).
+
+    The tokens of a response may depend on each other, so the responses are the independent samples.
+    """
 
     added_by = "++++++"
-    total: Tensor  # sum y, of the sum y of a response over its tokens
-    count: Tensor  # sum n, of the number n of its tokens
+    total: Tensor  # sum y, with y the sum of the values of a response's tokens
+    count: Tensor  # sum n, with n the number of a response's tokens
     squares: Tensor  # sum y^2
     products: Tensor  # sum y n
     counts: Tensor  # sum n^2
@@ -125,25 +129,26 @@ class ClusteredMean(Metric):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "ClusteredMean":
-        """Sum the entries where `mask` is True; both [B, T], a response in each row, or [T], a single response."""
+        """Sum the values where `mask` is True; both [B, T], a response in each row, or [T], a single response."""
         y, n = torch.where(mask, values.detach().double(), 0.0).sum(-1), mask.sum(-1).double()
         return cls(y.sum(), n.sum(), y.square().sum(), (y * n).sum(), n.square().sum(), (n > 0).sum().double())
 
     @property
     def value(self) -> Tensor:
-        """Mean of the entries; NaN where nothing was counted."""
+        """Return the mean of the entries; NaN without entries."""
         return self.total / self.count
 
     @property
     def standard_error(self) -> Tensor:
-        """Standard error of the mean, however the tokens of a response depend on each other; 0 for one response."""
+        """Return the standard error of the mean, valid however the tokens of a response depend on each other; 0 for a
+        single response."""
         mean = self.value
         spread = (self.squares - 2.0 * mean * self.products + mean.square() * self.counts).clamp(min=0.0)
         return (self.responses / (self.responses - 1.0).clamp(min=1.0) * spread).sqrt() / self.count
 
     @property
     def estimate(self) -> Estimate | None:
-        """The mean with its standard error, unknown from one response; None where nothing was counted."""
+        """Return the mean with its standard error, which a single response leaves unknown; None without entries."""
         if not self.count:
             return None
         return Estimate(float(self.value), float(self.standard_error) if self.responses > 1 else None)
@@ -151,7 +156,7 @@ class ClusteredMean(Metric):
 
 @dataclass(frozen=True)
 class Sum(Metric):
-    """Carries a count or a sum (scalar, float64)."""
+    """A count or a sum (scalar, float64)."""
 
     added_by = "+"
     total: Tensor
@@ -163,18 +168,18 @@ class Sum(Metric):
 
     @classmethod
     def number(cls, value: float | Tensor) -> "Sum":
-        """Build the sum of one entry, on its device or the CPU."""
+        """Build the sum of one entry, on the device of a tensor, else on the CPU."""
         return cls(torch.as_tensor(value, dtype=torch.float64))
 
     @property
     def value(self) -> Tensor:
-        """The sum itself."""
+        """Return the sum itself."""
         return self.total
 
 
 @dataclass(frozen=True)
 class Max(Metric):
-    """Carries a largest value (scalar, float64); -inf where nothing was counted."""
+    """A largest value (scalar, float64); -inf without entries."""
 
     added_by = "m"
     largest: Tensor
@@ -192,13 +197,16 @@ class Max(Metric):
 
     @property
     def value(self) -> Tensor:
-        """Largest entry; -inf where nothing was counted."""
+        """Return the largest entry; -inf without entries."""
         return self.largest
 
 
 @dataclass(frozen=True)
 class EffectiveSampleSize(Metric):
-    """Carries the effective sample size of weights given by their logarithms, which may overflow (scalars, float64)."""
+    """The effective sample size of weights, as sums of their logarithms, since weights may overflow (scalars, float64).
+
+    The effective sample size is (sum w)^2 / sum w^2; see docs/glossary.md.
+    """
 
     added_by = "ll+"
     log_total: Tensor  # log sum w
@@ -207,37 +215,37 @@ class EffectiveSampleSize(Metric):
 
     @classmethod
     def of(cls, log_weights: Tensor, mask: Tensor) -> "EffectiveSampleSize":
-        """Sum the weights, nats, where `mask` is True."""
+        """Sum the weights e^`log_weights` where `mask` is True; both of one shape, any."""
         return cls.of_each(log_weights, {"": mask})[""]
 
     @classmethod
     def of_each(cls, log_weights: Tensor, masks: Mapping[str, Tensor]) -> dict[str, "EffectiveSampleSize"]:
-        """Sum the weights, nats, where each mask is True; by name of the mask."""
+        """Sum the weights e^`log_weights` where each mask is True, by the masks' names; all of one shape, any."""
         members = torch.stack(list(masks.values()))
-        rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N]
+        rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N] for G masks
         fields = rows.logsumexp(1), (2.0 * rows).logsumexp(1), members.flatten(1).sum(1).double()
         return {name: cls(*entry) for name, *entry in zip(masks, *(field.unbind() for field in fields), strict=True)}
 
     @property
     def value(self) -> Tensor:
-        """Effective sample size over n, (sum w)^2 / (n sum w^2), in (0, 1]; NaN where nothing was counted."""
+        """Return the effective sample size over n, (sum w)^2 / (n sum w^2), in (0, 1]; NaN without entries."""
         return (2.0 * self.log_total - self.log_squares).exp() / self.count
 
 
 @dataclass(frozen=True)
 class Histogram(Metric):
-    """Counts values in fixed bins, fine around 0 and coarse far out.
+    """Counts of values in fixed bins, fine around 0 and coarse far out.
 
-    Bin edges are SCALE sinh(u) for evenly spaced u, out to +-LIMIT: a quantile is within about 1.5 % of itself, or
-    within 2e-6 of 0. Values further out are counted in the outermost bins.
+    Bin edges are _SCALE sinh(u) for evenly spaced u, out to +-_LIMIT. So a quantile is within about 1.5 % of the true
+    one, or within 2e-6 near 0. Values further out are counted in the outermost bins.
     """
 
     added_by = "h"
-    counts: Tensor  # [BINS] float64
+    counts: Tensor  # [_BINS] float64
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Histogram":
-        """Count the entries of `values` where `mask` is True, without NaN."""
+        """Count the entries of `values` where `mask` is True, but for NaN; both of one shape, any."""
         counted = mask & ~values.isnan()
         entries = torch.where(counted, values.detach().double(), 0.0)
         bins = ((entries / _SCALE).asinh() / _WIDTH).floor() + _BINS // 2
@@ -245,58 +253,64 @@ class Histogram(Metric):
         return cls(counts.index_add_(0, bins.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
 
     def quantile(self, share: float) -> Tensor:
-        """Return the value that `share` of all entries lie below, a scalar: the middle, in u, of its bin."""
+        """Return the value below which `share` of all entries lie, a scalar: the middle, in u, of the value's bin."""
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         return _SCALE * ((index - _BINS // 2 + 0.5) * _WIDTH).sinh()
 
     @property
     def value(self) -> Tensor:
-        """Median of the entries; NaN where nothing was counted."""
+        """Return the median of the entries; NaN without entries."""
         return torch.where(self.counts.sum() > 0, self.quantile(0.5), torch.nan)
 
 
 _SCALE, _LIMIT, _BINS = 1e-4, 40.0, 2048
-_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)
+_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # of a bin, in u
 
 Kind = TypeVar("Kind", bound=Metric)
-Means = dict[str, Mean]
+Means = dict[str, Mean]  # by the metrics' names
 Sums = dict[str, Metric]
 
 
-_NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}  # what adds nothing
+_NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}  # a field's number that adds nothing, by `added_by`
 
 
 def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
     """Average every column over the True entries of every mask, all of one shape, in two matrix products.
 
     Returns:
-        A `Mean` for each pair, named by the column's name and then the mask's. Entries in no mask are ignored, NaN
-        included; NaN in one mask is in the means of all.
+        A `Mean` for each pair, named by the column's name and then the mask's. Entries that no mask selects are
+        ignored, NaN included; a NaN that one mask selects makes the column's means over all masks NaN.
     """
     members = torch.stack([mask.flatten() for mask in masks.values()])  # [G, N]
     values = torch.stack([column.detach().double().flatten() for column in columns.values()])  # [C, N]
     values = torch.where(members.any(0), values, 0.0)
+
     weights = members.double()
-    totals, squares, counts = values @ weights.T, values.square() @ weights.T, weights.sum(-1).unbind()
+    totals, squares = values @ weights.T, values.square() @ weights.T  # [C, G] each
+    counts = weights.sum(-1).unbind()
     return {
         column + name: Mean(total, square, count)
-        for column, of_total, of_square in zip(columns, totals, squares, strict=True)
-        for name, total, square, count in zip(masks, of_total.unbind(), of_square.unbind(), counts, strict=True)
+        for column, column_totals, column_squares in zip(columns, totals, squares, strict=True)
+        for name, total, square, count in zip(
+            masks, column_totals.unbind(), column_squares.unbind(), counts, strict=True
+        )
     }
 
 
-def add_sums(*parts: Mapping[str, Kind]) -> dict[str, Kind]:
-    """Add sets of metrics name by name; a name that only some of them have is kept. All are on one device."""
-    rows: list[dict[str, Kind]] = []  # the first entry of every name, the second one, and so on
+def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Add sets of metrics name by name; a name that only some sets have is kept. All metrics are on one device."""
+    rows: list[dict[str, Kind]] = []  # the first metric of every name, then the second of every name, and so on
     seen: Counter[str] = Counter()
-    for name, entry in (item for part in parts for item in part.items()):
+    for name, entry in (item for metrics in metric_sets for item in metrics.items()):
         if seen[name] == len(rows):
             rows.append({})
         rows[seen[name]][name] = entry
         seen[name] += 1
+
     if len(rows) < 2:
         return rows[0] if rows else {}
+
     layout = _layout(rows[0])
     return _unpacked(_added(torch.stack([_packed(row, layout) for row in rows]), layout), layout)
 
@@ -304,8 +318,8 @@ def add_sums(*parts: Mapping[str, Kind]) -> dict[str, Kind]:
 def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
     """Return the sums over all ranks, in one message; `sums` itself without torch.distributed.
 
-    Every rank must hold the same names, on the same kind of device. A group with NCCL alone sends over this rank's GPU
-    what is on the CPU.
+    Every rank must hold the same names, on the same type of device. Where the ranks have NCCL alone, metrics on the CPU
+    are sent by way of this rank's GPU.
     """
     if not sums or not _has_ranks():
         return sums
@@ -314,8 +328,8 @@ def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
 
 
 def all_gather(values: Tensor) -> Tensor:
-    """Concatenate the vectors [N] of all ranks, filled up with zeros to the longest; `values` itself without
-    torch.distributed."""
+    """Concatenate the vectors [N] of all ranks, each filled up with zeros to the longest; return `values` itself
+    without torch.distributed."""
     if not _has_ranks():
         return values
     missing = max_over_ranks(len(values)) - len(values)
@@ -327,7 +341,7 @@ def _has_ranks() -> bool:
 
 
 def _of_every_rank(row: Tensor) -> list[Tensor]:
-    """Return the tensors of one shape that the ranks hold, on the device of this rank's."""
+    """Return the rows of all ranks, which have one shape, on the device of this rank's `row`."""
     sent = row.cuda() if dist.get_backend() == "nccl" else row
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sent)
@@ -335,12 +349,12 @@ def _of_every_rank(row: Tensor) -> list[Tensor]:
 
 
 def max_over_ranks(number: int) -> int:
-    """Return the largest of the numbers that the ranks have; `number` itself, unread, without torch.distributed."""
-    return int(all_reduce_sums({"number": Max.number(number)})["number"].value) if _has_ranks() else number
+    """Return the largest of the numbers that the ranks pass; `number` itself, unchanged, without torch.distributed."""
+    return int(all_reduce_sums({"largest": Max.number(number)})["largest"].value) if _has_ranks() else number
 
 
 def to_host(sums: Mapping[str, Kind]) -> dict[str, Kind]:
-    """Copy entries of one device to the CPU in one transfer, the only wait for the device in reading them."""
+    """Copy metrics of one device to the CPU in one transfer, so that reading them waits for the device only once."""
     layout = _layout(sums)
     return _unpacked(tensors_to_host([_packed(sums, layout)])[0], layout) if sums else {}
 
@@ -350,41 +364,43 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())  # so that each is aligned
     if not order:
         return []
+
     raw = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
-    copy = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(part) for part in raw])
-    parts = dict(zip(order, copy, strict=True))
-    return [parts[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
+    pieces = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(tensor) for tensor in raw])
+    copies = dict(zip(order, pieces, strict=True))
+    return [copies[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
 
 
 class _Layout(NamedTuple, Generic[Kind]):
-    """Says where the fields of metrics stand in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
+    """The order of metrics' fields in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
 
-    kinds: dict[str, type[Kind]]  # of each metric
-    fields: list[tuple[str, int]]  # the metric, and which of its fields, in the order of the row
-    sizes: list[int]  # numbers that add up by a sum (a histogram's are `_BINS`), by a maximum, and as logs of sums
-    histograms: int
+    classes: dict[str, type[Kind]]  # of the metrics, by name
+    fields: list[tuple[str, int]]  # the metric's name and the field's index in it, in the order of the row
+    sizes: list[int]  # how many numbers are added (each histogram has `_BINS`), are maxima, and are logs of sums
+    histograms: int  # how many fields are histograms
 
 
 def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
-    """Lay out metrics by name and kind alone, so that all ranks with the same ones agree."""
-    kinds = {name: type(sums[name]) for name in sorted(sums)}
-    all_fields = [(how, (name, index)) for name, kind in kinds.items() for index, how in enumerate(kind.added_by)]
+    """Lay out metrics by names and classes alone, so that all ranks with the same metrics agree."""
+    classes = {name: type(sums[name]) for name in sorted(sums)}
+    all_fields = [(how, (name, index)) for name, cls in classes.items() for index, how in enumerate(cls.added_by)]
     by_how = {how: [field for added_by, field in all_fields if added_by == how] for how in _NOTHING}
     sizes = [_BINS * len(by_how["h"]) + len(by_how["+"]), len(by_how["m"]), len(by_how["l"])]
-    return _Layout(kinds, [field for of_how in by_how.values() for field in of_how], sizes, len(by_how["h"]))
+    return _Layout(classes, [field for fields in by_how.values() for field in fields], sizes, len(by_how["h"]))
 
 
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
-    """Write all fields into one row [L]; a metric that `sums` lacks is one that adds nothing."""
+    """Write all fields into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
     entries = {name: tuple(entry) for name, entry in sums.items()}
     like = next(iter(entries.values()))[0]
 
-    def nothing(kind: type[Kind], index: int) -> Tensor:
-        how = kind.added_by[index]
+    def nothing(metric_class: type[Kind], index: int) -> Tensor:
+        how = metric_class.added_by[index]
         return like.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
     columns = [
-        entries[name][index] if name in entries else nothing(layout.kinds[name], index) for name, index in layout.fields
+        entries[name][index] if name in entries else nothing(layout.classes[name], index)
+        for name, index in layout.fields
     ]
     histograms = layout.histograms
     numbers = [torch.stack(columns[histograms:])] if len(columns) > histograms else []
@@ -397,8 +413,8 @@ def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
     columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
     by_field = dict(zip(layout.fields, columns, strict=True))
     return {
-        name: kind(*(by_field[name, index] for index in range(len(kind.added_by))))
-        for name, kind in layout.kinds.items()
+        name: cls(*(by_field[name, index] for index in range(len(cls.added_by))))
+        for name, cls in layout.classes.items()
     }
 
 

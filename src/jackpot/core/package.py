@@ -1,8 +1,8 @@
-"""Says which version of the package runs, and how its extras are installed. Standard library only."""
+"""The version of the package that runs, and how its extras are installed. Standard library only."""
 
 from importlib import metadata
 
-_TRAIN = {  # modules of the extra `train`
+_TRAIN = {  # modules that the extra `train` installs
     *("transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets", "yaml", "rich", "math_verify"),
     *("tensorboard", "typer"),
 }
@@ -17,10 +17,10 @@ def version() -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs the package with an extra: from a clone, as it is on no index yet."""
+    """Return the command that installs the package with an extra: from a clone, as no index has the package yet."""
     return f"pip install -c constraints.txt '.[{extra}]' in a clone of the repository"
 
 
 def needs_train(error: ModuleNotFoundError) -> bool:
-    """Tell whether a package is missing that the extra `train` installs."""
+    """Tell whether the missing module is one that the extra `train` installs."""
     return error.name is not None and error.name.partition(".")[0] in _TRAIN

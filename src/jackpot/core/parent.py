@@ -1,4 +1,4 @@
-"""Ends this process when the process that started it ends, however that was: as an event, and not by a time limit."""
+"""The end of this process together with the process that started it, however that one ends."""
 
 import os
 import select

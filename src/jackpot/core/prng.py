@@ -8,7 +8,7 @@ There is no generator state: number `t` of a stream is splitmix64's output numbe
     u = ((z ^ (z >> 31)) >> 11) / 2**53               in [0, 1)
 
 so batching, ranks and resuming cannot change it (Steele, Lea and Flood, OOPSLA 2014). Make every key with `fold_in`
-from the seed and the purpose of the numbers: two purposes that shared a key would be perfectly correlated.
+from the seed and the purpose of the numbers: two purposes with one key would get the same numbers.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def fold_in(*parts: int | str) -> int:
-    """Hash the parts that a stream of numbers is for, e.g. (seed, uid, "obrs", epoch), to its key, 64 bits unsigned.
+    """Hash the purpose of a stream of numbers, such as (seed, uid, "obrs", epoch), to its key, an unsigned 64-bit int.
 
     As `jax.random.fold_in`, for any number of parts. Different parts give different keys, up to a chance of 2**-64:
-    kind and length of every part are hashed with it, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
+    type and length of every part are hashed with it, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
 
     Raises:
         TypeError: a part is neither an int nor a str.
@@ -53,14 +53,17 @@ def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) ->
 
     Args:
         keys: unsigned 64-bit integers, or an int64 tensor with the same bits (`key_tensor`).
-        positions: integers >= 0. The result is on the device of a tensor `keys`.
+        positions: integers >= 0.
+
+    Returns:
+        The numbers, on the device of `keys` where that is a tensor, else on the CPU.
     """
     keys = keys if isinstance(keys, Tensor) else key_tensor(keys)
     return _shift_right(bits(keys, positions), 11).double() * 2.0**-53
 
 
 def bits(keys: Tensor, positions: Sequence[int] | Tensor | int) -> Tensor:
-    """Return the 64 bits that `uniforms` makes a number of, broadcast alike: int64."""
+    """Return the random 64 bits at `positions` of the streams `keys`, broadcast as in `uniforms`: int64."""
     positions = torch.as_tensor(positions, dtype=torch.int64, device=keys.device)
     mixed = keys + (positions + 1) * _GAMMA
     mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST

@@ -1,4 +1,4 @@
-"""Says which of the processes of a run this one is, from the variables that torchrun sets. Standard library only."""
+"""The rank of this process among those of a run, from the variables that torchrun sets. Standard library only."""
 
 import os
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def process_rank() -> ProcessRank:
     """Return the rank of this process; (0, 1, 0, 1) where no launcher started several.
 
     Raises:
-        ConfigError: the variables do not fit each other.
+        ConfigError: some of the variables are missing or contradict each other.
     """
     variables = {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
     if variables.get("WORLD_SIZE", "1") == "1":
@@ -37,7 +37,8 @@ def process_rank() -> ProcessRank:
         if 0 <= rank.rank < rank.size and 0 <= rank.local_rank < rank.local_size <= rank.size:
             return rank
     except (KeyError, ValueError):
-        pass  # refused as numbers that do not fit each other are
+        pass  # missing variables and words are refused below, as contradictions are
+
     shown = ", ".join(f"{name}={value}" for name, value in variables.items())
     raise ConfigError(
         f"the environment has {shown}, and a run of several processes needs {', '.join(_NAMES)}, as torchrun sets "

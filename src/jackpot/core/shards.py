@@ -1,4 +1,4 @@
-"""Reads tensors that are sharded over ranks (DTensors), and plain ones alike. Torch only."""
+"""Functions that treat tensors sharded over ranks (DTensors) and plain tensors alike. Torch only."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,25 +29,27 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_like(source: Any, other: Tensor) -> Tensor:
-    """Return a whole tensor, or this rank's part of it, sharded as `other` of its shape is, and on its device.
+    """Copy a whole tensor to the device of `other`, a tensor of the same shape, and shard the copy as `other` is.
 
     Args:
-        source: the tensor, or a slice of a safetensors file, of which only the part is read.
+        source: the whole tensor, or a slice of a safetensors file, of which only this rank's part is read.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: the two have different shapes.
     """
     (chunk,) = other.__create_chunk_list__() if is_sharded(other) else (None,)
     offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ([0] * other.dim(), other.shape)
     shape = list(source.shape if isinstance(source, Tensor) else source.get_shape())
     if shape != list(other.shape):
         raise ValueError(f"it has the shape {shape}, {list(other.shape)} is wanted")
-    part_of_each = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    part = source[part_of_each].to(local(other).device, copy=True)  # out of the memory of the file
+
+    slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    shard = source[slices].to(local(other).device, copy=True)  # out of the memory of the file
     if not is_sharded(other):
-        return part
+        return shard
+
     mesh, placements = other.device_mesh, other.placements
-    return type(other).from_local(part, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
+    return type(other).from_local(shard, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -56,9 +58,9 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the norm of all numbers of some tensors, over all ranks where they are sharded: a float64 scalar.
+    """Compute the Euclidean norm of all numbers of some tensors, on all ranks if they are sharded: a float64 scalar.
 
-    Sums are float64, so that they are the same up to 1e-16 however the tensors are sharded.
+    Sums are float64, so that the norm is the same up to 1e-16 however the tensors are sharded.
     """
     norms = torch._foreach_norm(locals_of(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateUsage]  # the only
     squares = torch.stack(norms).square().sum()

@@ -1,4 +1,4 @@
-"""Says what a process does now, such as `stage("loading the policy")`; the command line shows it.
+"""Messages about what a process does now, such as `stage("loading the policy")`, for the command line to show.
 
 A stage is a message of the logger `jackpot.stages` at level INFO, which Python shows nowhere by default.
 """
@@ -11,29 +11,25 @@ _LOG = logging.getLogger("jackpot.stages")
 
 
 def stage(text: str) -> None:
-    """Say that `text` begins now, in words such as "loading the policy"."""
+    """Say what begins now, in words such as "loading the policy"."""
     _LOG.info("%s", text)
 
 
 @contextmanager
 def listening(show: Callable[[str], None]) -> Generator[None]:
     """Call `show` with every stage that begins meanwhile, from the thread in which it begins."""
-    handler, level, propagate = _Handler(show), _LOG.level, _LOG.propagate
-    _LOG.addHandler(handler)
+
+    def show_message(record: logging.LogRecord) -> bool:
+        show(record.getMessage())
+        return True  # it is no filter in truth: others listen too
+
+    level, propagate = _LOG.level, _LOG.propagate
+    _LOG.addFilter(show_message)
     _LOG.setLevel(logging.INFO)
     _LOG.propagate = False  # a handler of the root logger would print each stage again
     try:
         yield
     finally:
-        _LOG.removeHandler(handler)
+        _LOG.removeFilter(show_message)
         _LOG.setLevel(level)
         _LOG.propagate = propagate
-
-
-class _Handler(logging.Handler):
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__()
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())

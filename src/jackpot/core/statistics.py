@@ -16,21 +16,21 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Holds a mean, or a function of means, and its standard error; None where there is too little to tell it from."""
+    """A mean, or a function of means, with its standard error; None where too few values were measured."""
 
     value: float
     error: float | None
 
     @property
     def text(self) -> str:
-        """`0.91 ± 0.02`."""
+        """Return the estimate for people to read: `0.91 ± 0.02`, or `0.91` where the error is unknown."""
         is_known = self.error is not None and isfinite(self.error)
         return f"{self.value:.2f}" + (f" ± {self.error:.2f}" if is_known else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Holds a mean and the bounds of its confidence interval, None where there is too little to tell them from."""
+    """A mean and the bounds of its confidence interval; None where too few values were measured."""
 
     value: float
     low: float | None
@@ -39,7 +39,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds independent values of one quantity, such as those of several seeds; at least one."""
+    """Independent values of one quantity, at least one, such as the results of several seeds."""
 
     values: tuple[float, ...]
 
@@ -76,9 +76,9 @@ class Sample:
 
 
 def paired_differences(first: Mapping[Key, float], second: Mapping[Key, float]) -> Sample | None:
-    """Subtract the second's values from the first's, key by key; None without a key in common.
+    """Subtract the values of `second` from those of `first`, key by key; None without a key in common.
 
-    What both owe to the key, such as the chance of a seed, drops out.
+    What both values owe to their key, such as a lucky seed, cancels.
     """
     differences = tuple(value - second[key] for key, value in first.items() if key in second)
     return Sample(differences) if differences else None
@@ -87,8 +87,8 @@ def paired_differences(first: Mapping[Key, float], second: Mapping[Key, float]) 
 def student_t(degrees: int) -> float:
     """Return the two-sided quantile of Student's t at `CONFIDENCE`, within 0.13 %.
 
-    In closed form for 1, 2 and 4 degrees of freedom; else by its expansion in 1 / degrees (Abramowitz and Stegun
-    26.7.5).
+    It is computed in closed form for 1, 2 and 4 degrees of freedom, else by its expansion in 1 / degrees (Abramowitz
+    and Stegun 26.7.5).
     """
     outside = sqrt(1.0 - CONFIDENCE**2)
     if degrees == 1:

@@ -17,7 +17,7 @@ RewardError = Literal["timeout", "crash", "invalid"]  # invalid: no number from 
 
 
 class Version(NamedTuple):
-    """Identifies the weights of both models by the optimizer steps that each has taken.
+    """The weights of both models, identified by the optimizer steps that each model has taken.
 
     Example: Version(policy=8, rollout_model=8) after two iterations of four steps each.
     """
@@ -28,7 +28,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """Holds one problem as text and as token ids.
+    """A problem as text and as token ids.
 
     Example: Prompt(uid="arithmetic/train/17", text="2+3=", answer="5", token_ids=(5, 11, 6, 12)).
     """
@@ -46,7 +46,7 @@ class Prompt:
 
 
 def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the distinct rows of token ids in order of appearance, and the index among them of each row of `prompts`.
+    """Return the distinct prompts in order of appearance, and for each row of `prompts` its index among them.
 
     >>> unique_rows([[7, 8], [9], [7, 8]])
     ([(7, 8), (9,)], [0, 1, 0])
@@ -58,7 +58,7 @@ def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """Holds one response as the engine sampled it, on the CPU. `T` counts every response token, the stop token too.
+    """A response as the engine sampled it, on the CPU. `T` counts every response token, the stop token too.
 
     Example, with K = 2: the model answers "5" and stops.
 
@@ -72,7 +72,7 @@ class Rollout:
     A tool's answer between two turns of the model is part of the response, with `sampled_mask` False.
     """
 
-    uid: str  # unique within a run: the prompt's and a number
+    uid: str  # unique within a run: the prompt's uid and a number
     prompt: Prompt
     finish: Finish  # "stop": a stop token; "length": the token limit; "aborted": the engine gave the response up
     token_ids: Tensor  # [T] int64
@@ -90,18 +90,18 @@ TOKEN_COLUMNS = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Holds a task's score of one response."""
+    """A task's score of one response."""
 
     reward: float  # what training maximizes
     correct: bool | None = None  # whether the response is right; accuracies count this. None: the task has no verdict
     reward_error: RewardError | None = None  # why scoring failed: the answer counts as wrong, or the function as 0
     reward_retries: int = 0  # calls that were repeated because they failed
-    error_text: str | None = field(default=None, compare=False)  # which reward failed, with what, and where in its file
+    error_text: str | None = field(default=None, compare=False)  # which reward failed, its error, and where in its file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredRollout:
-    """Pairs one response with its score."""
+    """A response with its score."""
 
     rollout: Rollout
     score: Score
@@ -109,7 +109,7 @@ class ScoredRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSample:
-    """Holds one scored response with the advantages that the learner trains on.
+    """A scored response with the advantages that the learner trains on.
 
     Example: with GRPO and rewards 1, 0, 0, 0 in its group, the first response has advantages [1.5, 1.5].
     """
@@ -122,7 +122,7 @@ class TrainingSample:
 
 
 class AttentionBlock(NamedTuple):
-    """Holds the shape of rows of similar lengths whose attention is computed together, each padded to the longest."""
+    """The shape of rows of similar lengths whose attention is computed together, each padded to the longest."""
 
     rows: int
     queries: int  # of each row
@@ -133,14 +133,15 @@ class AttentionBlock(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRow:
-    """Holds the tokens of a micro-batch as one row without padding: `S` tokens, each prompt before its responses.
+    """The tokens of a micro-batch as one row without padding: `S` tokens, each prompt before its responses.
 
     The last token of a response is left out, for it predicts nothing. A prompt with several responses stands once: it
     attends to itself, and each of its responses to the prompt and to itself. An index counts tokens of the row.
 
-    Two plans say how attention is computed, equal in results: in blocks of padded rows, which every kernel takes, and
-    as sequences of their own lengths one after the other, for kernels of variable lengths. Example as in `TokenBatch`,
-    with responses of (8, 9, 1), (1) and (9, 1) tokens:
+    There are two plans to compute attention, with equal results: the fields `block_*` plan blocks of padded rows, which
+    every kernel takes; `cu_*` and `sequence_keys` plan sequences of their own lengths, for kernels of variable lengths.
+
+    Example as in `TokenBatch`, with responses of (8, 9, 1), (1) and (9, 1) tokens:
 
         token_ids    [5, 6, 8, 9, 7, 9]
         positions    [0, 1, 2, 3, 0, 1]
@@ -156,17 +157,17 @@ class PackedRow:
     blocks: tuple[AttentionBlock, ...]
     block_queries: Tensor  # [sum of rows * queries] int64, indices of the blocks' queries; padding repeats the last one
     block_keys: Tensor  # [sum of rows * keys] int64, indices of the blocks' keys, padded alike
-    block_positions: Tensor  # [sum of masks * queries] int64, the last key that each query attends to
+    block_positions: Tensor  # [sum of masks * queries] int64, the last key of its row that each query attends to
     block_outputs: Tensor  # [S] int64, where each token stands in block_queries
-    cu_queries: Tensor  # [sequences + 1] int32, ends of the sequences of queries, the row cut into pieces
-    cu_keys: Tensor  # [sequences + 1] int32, ends of their keys in sequence_keys
+    cu_queries: Tensor  # [sequences + 1] int32, cumulative lengths: where each sequence of queries ends in the row
+    cu_keys: Tensor  # [sequences + 1] int32, cumulative lengths: where its keys end in sequence_keys
     sequence_keys: Tensor  # [keys of all sequences] int64, indices
-    longest: tuple[int, int]  # queries and keys of the longest sequence
+    longest: tuple[int, int]  # most queries and most keys of any sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
-    """Holds rollouts as padded tensors: each distinct prompt once, padded on the left; responses padded on the right.
+    """Rollouts as padded tensors: each distinct prompt once, padded on the left; responses padded on the right.
 
     Example: two responses to the prompt (5, 6) and one to (7,), with responses of 3, 1 and 2 tokens:
 
@@ -197,20 +198,20 @@ class TokenBatch:
     packed: PackedRow | None = None  # the same tokens for models that read them without padding; None: read as padded
 
     def at_sampled(self, column: Tensor) -> Tensor:
-        """Select what stands at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keeps the gradient."""
+        """Select the entries at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keep the gradient."""
         return column.flatten(0, 1).index_select(0, self.response_index)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Put values of the sampled tokens where these stand, [N, ...] -> [B, T, ...], else 0; keeps the gradient."""
+        """Undo `at_sampled`, with 0 at all other tokens: [N, ...] -> [B, T, ...]; keep the gradient."""
         flat = values.new_zeros((self.response_mask.numel(), *values.shape[1:]))
         return flat.index_copy(0, self.response_index, values).unflatten(0, self.response_mask.shape)
 
 
 class DecodedResponse(NamedTuple):
-    """Holds one response as text, the input of a reward function."""
+    """A response as text, the input of a reward function."""
 
     prompt: Prompt
     text: str  # the response without special tokens
     finished: bool  # False where the response was cut at the length limit or aborted
-    turns: tuple[str, ...] = ()  # what the model generated of it: a text for each of its turns, one without replies
-    last_turn_ended: bool = True  # False where the model's last turn was cut, not only the reply to it left out
+    turns: tuple[str, ...] = ()  # the model's own text in each of its turns; a single one where nothing replies
+    last_turn_ended: bool = True  # False where the model's last turn itself was cut, and not only the reply left out

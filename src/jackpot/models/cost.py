@@ -1,8 +1,8 @@
-"""Counts the floating-point operations of a forward pass from a model's shapes.
+"""The number of floating-point operations (FLOPs) of a forward pass, from a model's shapes.
 
-The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): two operations for every weight of a matrix and
-every token, and for attention two for every channel of a query and of a value, and every key it sees. A backward pass
-costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of single
+The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): for every token two operations for every weight of
+a matrix; and for every key that a query sees two operations for every channel of the query and of the value. A backward
+pass costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of some
 implementations, such as recomputing activations.
 """
 
@@ -18,8 +18,8 @@ from jackpot.models.forward import output_layer
 class ForwardCost:
     """The FLOPs of one model's forward pass."""
 
-    per_token: int  # FLOPs of one token in every matrix it passes, the output layer included
-    per_pair: int  # FLOPs of one query and one key, over all layers and heads
+    per_token: int  # FLOPs of one token in all matrices that it passes, the output layer included
+    per_pair: int  # FLOPs of one query with one key, over all layers and heads
 
     def sequence(self, tokens: int) -> int:
         """Return the FLOPs of a causal sequence, in one pass or token by token with a cache."""
@@ -27,7 +27,7 @@ class ForwardCost:
 
 
 def forward_cost(model: PreTrainedModel) -> ForwardCost:
-    """Count the cost of `model`, which may be on the meta device.
+    """Count the cost of a forward pass of `model`, which may be on the meta device.
 
     Only the experts that a token is routed to count. A layer with a sliding window counts as full attention.
     """
@@ -39,9 +39,9 @@ def forward_cost(model: PreTrainedModel) -> ForwardCost:
 
 
 def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
-    """Count the weights of the module's own matrices that one token passes; experts are one tensor [E, rows, columns].
+    """Count the weights that a token meets in a module's own matrices; experts are one tensor [E, rows, columns].
 
-    An embedding is looked up and costs nothing; where it is tied to the output layer, that layer counts it.
+    An embedding is looked up and costs nothing; a weight that it shares with the output layer is counted there.
     """
     if isinstance(module, nn.Embedding):
         return 0
@@ -57,7 +57,7 @@ def head_cost(model: PreTrainedModel) -> int:
 
 
 def cached_numbers(model: PreTrainedModel) -> int:
-    """Return the size of one token in the KV cache: the keys and values of all layers, in numbers."""
+    """Return how many numbers the KV cache holds for one token: the keys and values of all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * _head_dim(config)

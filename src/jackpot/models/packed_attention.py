@@ -1,9 +1,8 @@
-"""Attention over a packed row: the one part of a language model that looks at several tokens, behind transformers'
-interface for attention functions.
+"""Attention over a packed row, as an attention function of transformers' interface.
 
-A model keeps its own implementation; `packing` puts this one in its place for one forward pass. What a layer reads of
-the plan is an argument of the forward pass, so a layer that is run again in backward reads it too. A CPU attends in
-blocks; flash and flex attention have run on one H200.
+`AttentionSet` puts it in the place of a model's own attention for one forward pass. The plan of the row is an argument
+of the forward pass, so a layer that is run again in backward gets it again. A CPU attends in blocks; flash and flex
+attention have run on one H200.
 """
 
 import inspect
@@ -26,18 +25,19 @@ from jackpot.core.types import PackedRow
 from jackpot.models.packed_flex import Flex, block_mask, flex_kernel
 
 PACKED = "jackpot_packed"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
-SHORT = 64  # most keys of a block that a CPU attends to by plain products, which are then faster than its fused kernel
+SHORT = 64  # most keys of a block for which plain products are faster on a CPU than torch's fused kernel
+# Options of a forward pass that do not change what attention computes.
 _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the number of tokens that each layer attends to, the query's own included; None for all before it."""
+    """Return the number of tokens that a query of each layer attends to, itself included; None for all up to it."""
     layers = DynamicCache(config=config).layers
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
 
 class AttentionPlan:
-    """Holds what the attention of all layers of one forward pass shares: the plan of the row, windows and masks."""
+    """The plan of a packed row, with the windows and masks that the layers of one forward pass share."""
 
     def __init__(self, row: PackedRow, config: PreTrainedConfig) -> None:
         self.row = row
@@ -46,10 +46,14 @@ class AttentionPlan:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     def window(self, layer: int, named: int | None) -> int | None:
-        """Return the number of tokens that a layer attends to, its own included; None for all before it.
+        """Return the number of tokens that a query of a layer attends to, itself included; None for all up to it.
+
+        Args:
+            layer: the index of the layer.
+            named: the window that the layer passes to its attention; None where it passes none.
 
         Raises:
-            ModelError: the layer names another window than the config.
+            ModelError: the layer passes another window than the config has.
         """
         window = self._windows[layer]
         if named not in (None, window):
@@ -57,8 +61,8 @@ class AttentionPlan:
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the mask of every block, [masks, 1, queries, keys], added to the scores; None where plain causal
-        attention serves. They are made once for all layers."""
+        """Return the mask of every block, [masks, 1, queries, keys], to be added to the scores; None for plain causal
+        attention. Masks are made once for all layers."""
         if (window, dtype) not in self._masks:
             positions = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
             self._masks[window, dtype] = [
@@ -77,6 +81,7 @@ class AttentionPlan:
 
 
 def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return 0 where a query sees a key and -inf elsewhere, [masks, 1, queries, keys]; `last` is its last key."""
     columns = torch.arange(keys, device=last.device)
     hidden = columns > last
     if window is not None:
@@ -85,7 +90,7 @@ def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Te
 
 
 class AttentionLayer(Protocol):
-    """An attention module of transformers, as its attention functions get it."""
+    """An attention module of transformers, as attention functions get it."""
 
     layer_idx: int
 
@@ -102,7 +107,7 @@ def packed_attention(
     packed: AttentionPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a packed row, in transformers' signature.
+    """Compute attention over a packed row, in transformers' signature.
 
     Args:
         query: [1, heads, S, D].
@@ -113,7 +118,7 @@ def packed_attention(
         Output [1, S, heads, D'], and None in place of attention weights.
 
     Raises:
-        ModelError: the model wants what is not computed here, such as a soft cap, or does not pass the plan on.
+        ModelError: the model asks for more than is computed here, such as a soft cap, or does not pass the plan on.
     """
     unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
     unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
@@ -122,11 +127,13 @@ def packed_attention(
         raise ModelError(f"the attention of {type(module).__name__} {what}, so it cannot read rows without padding")
 
     window = packed.window(module.layer_idx, sliding_window)
+
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms leave fp32, which flash does not take
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
+
     if (kernel := _varlen_kernel()) and _suits_flash(queries, keys, values):
         return _by_sequence(kernel, packed.row, queries, keys, values, factor, window)[None], None
     if flex := _flex_kernel(query, key, value):
@@ -142,7 +149,7 @@ def _by_block(
     """Return the output [S, heads, D'], one block of the plan after the other."""
     row, outputs = plan.row, []
     groups = query.shape[1] // key.shape[1]
-    if query.is_cuda and groups > 1:  # the kernels there take grouped heads without a mask only
+    if query.is_cuda and groups > 1:  # CUDA's kernels take grouped heads only without a mask
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
 
     queries = _rows(query, row.block_queries, [(block.rows, block.queries) for block in row.blocks])
@@ -155,16 +162,16 @@ def _by_block(
         and not torch.is_autocast_enabled("cpu")
     )
 
-    for parts, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
-        if suits_products and parts[1].shape[2] <= SHORT:
-            output = _by_products(*parts, mask, scaling)
+    for block, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
+        if suits_products and block[1].shape[2] <= SHORT:
+            output = _by_products(*block, mask, scaling)
         else:
             output = scaled_dot_product_attention(
-                *parts,
+                *block,
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
-                enable_gqa=parts[0].shape[1] != parts[1].shape[1],
+                enable_gqa=block[0].shape[1] != block[1].shape[1],
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, row.block_outputs)
@@ -173,21 +180,22 @@ def _by_block(
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Return softmax(scaling query key^T + mask) value, [rows, heads, queries, D'], as `scaled_dot_product_attention`.
 
-    The query heads that share a key head stand in the dimension of queries. The weights are kept for backward.
+    Query heads that share a key head are joined in the dimension of queries. The weights are kept for backward.
     """
     rows, heads, queries, _ = query.shape
     key_heads, length = key.shape[1:3]
     if mask is None:  # plain causal attention
         mask = query.new_full((queries, length), -torch.inf).triu_(1)
+
     scores = query.reshape(rows, key_heads, -1, query.shape[-1]) @ key.mT
     weights = torch.add(mask, scores.view(rows, heads, queries, length), alpha=scaling).softmax(-1)
     return (weights.view(rows, key_heads, -1, length) @ value).view(rows, heads, queries, -1)
 
 
 def _rows(states: Tensor, positions: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the states [S, heads, D] at some positions, a tensor [rows, heads, length, D] for each (rows, length)."""
-    parts = states.index_select(0, positions).split([rows * length for rows, length in shapes])
-    return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+    """Select the states [S, heads, D] at some positions, as a tensor [rows, heads, length, D] for each of `shapes`."""
+    blocks = states.index_select(0, positions).split([rows * length for rows, length in shapes])
+    return [block.unflatten(0, shape).transpose(1, 2) for block, shape in zip(blocks, shapes, strict=True)]
 
 
 def _by_sequence(
@@ -199,9 +207,9 @@ def _by_sequence(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Return the output [S, heads, D] of flash attention over sequences of their own lengths.
+    """Return the output [S, heads, D] of flash attention over sequences of different lengths.
 
-    Queries are aligned with the last keys of their sequence.
+    The last query of a sequence is aligned with its last key.
     """
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
     before = -1 if window is None else window - 1
@@ -219,7 +227,7 @@ def _by_sequence(
 
 @cache
 def _varlen_kernel() -> Callable[..., Tensor] | None:
-    """Return torch's attention over sequences of several lengths; None where this torch has none with windows."""
+    """Return torch's attention over sequences of different lengths; None where this torch has none with windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -232,6 +240,7 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
 
 
 def _suits_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether flash attention takes states [S, heads, D]: dtypes, head sizes, and the GPU."""
     size = query.shape[-1]
     return (
         query.is_cuda
@@ -245,7 +254,7 @@ def _suits_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _flex_kernel(query: Tensor, key: Tensor, value: Tensor) -> Flex | None:
-    """Return flex attention where it serves states [1, heads, S, D], else None: on a GPU, with one dtype."""
+    """Return flex attention where it takes states [1, heads, S, D], on a GPU with one dtype; else None."""
     if not (query.is_cuda and query.dtype == key.dtype == value.dtype):
         return None
     return flex_kernel(query.dtype, query.shape[-1], value.shape[-1], query.shape[1] // key.shape[1])
@@ -255,8 +264,8 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def replaces_attention(model: PreTrainedModel) -> bool:
-    """Tell whether `packed_attention` can take the place of a model's own attention: it is behind transformers'
-    interface and has neither a soft cap nor sinks."""
+    """Tell whether `packed_attention` can replace a model's own attention: that is called by transformers' interface,
+    and has neither a soft cap nor attention sinks."""
     config = model.config.get_text_config(decoder=True)
     functions = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     return (
@@ -268,8 +277,10 @@ def replaces_attention(model: PreTrainedModel) -> bool:
 
 
 class AttentionSet(AbstractContextManager):
-    """Lets a model use another attention function in the body, and its own one again behind it; enter it any number of
-    times, one after the other."""
+    """A context in which a model uses another attention function; afterwards it has its former one again.
+
+    A context may be entered many times, one after the other.
+    """
 
     def __init__(self, config: PreTrainedConfig, implementation: str | None) -> None:
         self._config, self._implementation = config, implementation

@@ -1,5 +1,6 @@
-"""Attention over a packed row by torch's flex attention, which skips blocks of 128 x 128 tokens that see nothing of
-each other. It serves on GPUs where flash attention of several lengths does not: in fp32 above all.
+"""Attention over a packed row by torch's flex attention, which skips blocks of 128 x 128 tokens without a visible pair.
+
+It is for GPUs where flash attention over several lengths does not work: above all for fp32.
 
 Status: experimental. It has run on one H200.
 """
@@ -18,25 +19,25 @@ from jackpot.core.types import PackedRow
 from jackpot.models.packed_row import pack_row
 
 BLOCK = 128  # tokens
-_VARIANTS = 64  # compiled kernels: by window, number of heads, with gradient or not
+_VARIANTS = 64  # most compiled kernels: they differ by window, number of heads, with gradient or not
 
 Flex = Callable[..., Tensor]  # with the arguments of `flex_attention`
 
 
 def block_mask(row: PackedRow, window: int | None) -> BlockMask:
-    """Return which tokens of the row each one attends to: those up to it of its own sequence and of its prompt.
+    """Return which tokens of the row each token attends to: those up to it in its sequence, and those of its prompt.
 
-    Made of the positions where sequences begin, without a mask of all pairs of tokens.
+    The mask is made from the positions where sequences begin, without a tensor of all pairs of tokens.
 
     Args:
-        window: number of tokens that one attends to, its own included; None for all before it.
+        window: number of tokens that a token attends to, itself included; None for all tokens up to it.
     """
     size, positions = len(row.positions), row.positions
     starts, numbers = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
     sequence = torch.repeat_interleave(numbers, row.cu_queries.diff(), output_size=size)  # [S]
 
     is_prompt = positions.index_select(0, starts) == 0
-    prompts = torch.where(is_prompt, numbers, 0).cummax(0).values  # [sequences], each one's last prompt before it
+    prompts = torch.where(is_prompt, numbers, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
     prompt = prompts.index_select(0, sequence)  # [S]
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
         seen = seen & (positions[key] <= positions[query])
         return seen if window is None else seen & (positions[key] > positions[query] - window)
 
-    # Blocks of tokens: the sequence in which each begins and ends, and the prompt that its first token sees.
+    # For each block of tokens: the sequences in which it begins and ends, and the prompt that its first token sees.
     first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], index of the first token
     last = (first + BLOCK - 1).clamp(max=size - 1)
     begin, end, shared = (
@@ -52,7 +53,8 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
         for column, at_blocks in ((sequence, first), (sequence, last), (prompt, first))
     )
 
-    # A row of blocks are queries, a column keys. A prompt that begins inside a block is no key of blocks before it.
+    # Rows are blocks of queries, columns blocks of keys. `some`: a query may see a key. `every`: each query sees each
+    # key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
     some = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
     alone = begin == end  # blocks of one sequence
@@ -60,19 +62,19 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     if window is not None:
         every = every & (positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window)
 
-    listed = [part for blocks in (some & ~every, every) for part in _listed(blocks)]
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
+    lists = [*_listed(some & ~every), *_listed(every)]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True entries of each row, [1, 1, rows], and its columns, those first, [1, 1, rows, rows]."""
+    """Count the True entries of each row, [1, 1, rows], and sort its columns, True ones first, [1, 1, rows, rows]."""
     columns = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
 @cache
 def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> Flex | None:
-    """Return the compiled kernel; None, with a warning, where it cannot be compiled for heads like these.
+    """Return the compiled kernel for heads of these sizes; None, with a warning, where it cannot be compiled.
 
     Args:
         size, value_size: numbers in a head of the keys and of the values.
@@ -83,7 +85,7 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all pairs would be formed
-    # Rows of less than 128 tokens would get the kernel for decoding, which knows no blocks of sizes that vary.
+    # Rows of fewer than 128 tokens would get the kernel for decoding, which does not take blocks of varying sizes.
     kernel = partial(compiled, kernel_options={"BACKEND": "TRITON"})
 
     device = torch.device("cuda")
@@ -102,6 +104,6 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
 
 def _row(tokens: int, device: torch.device) -> PackedRow:
-    """Return a row of one prompt, with what `block_mask` reads of it on the device."""
+    """Return a row of one prompt; the fields that `block_mask` reads are on the device."""
     row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])
     return replace(row, positions=row.positions.to(device), cu_queries=row.cu_queries.to(device))

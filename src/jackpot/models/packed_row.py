@@ -1,8 +1,8 @@
-"""Lay the tokens of a micro-batch out as one row without padding, and plan its attention; on the CPU, in collate.
+"""The layout of a micro-batch as one row without padding, and the plan of its attention; both are made on the CPU.
 
 Everything but attention looks at one token at a time, so a row without padding costs what its tokens cost. Attention
-is planned as blocks: rows of similar lengths, padded to the longest, whose number weighs the padding of few blocks
-against the cost of each further call.
+is planned as blocks of rows of similar lengths, each padded to the longest: few blocks mean much padding, and many
+blocks mean many calls, so the plan looks for the best number.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ MAX_LENGTHS = 48  # different lengths that blocks are chosen among; more are rou
 
 
 class _Sequence(NamedTuple):
-    """Holds queries that attend causally to themselves and to tokens before them."""
+    """A run of queries that attend causally to themselves, and to a prompt before them."""
 
     prompt: int  # index of the first token of the prompt
-    shared: int  # tokens of the prompt that are keys and no queries
+    shared: int  # tokens of the prompt that are keys and not among the queries
     start: int  # index of the first query
     queries: int
 
@@ -39,39 +39,43 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         prompt_index: the prompt of each response, [B].
         responses: token ids [T] int64 of each response; may be empty.
     """
-    of_prompt: list[list[int]] = [[] for _ in prompts]
+    members: list[list[int]] = [[] for _ in prompts]  # the responses of each prompt
     for index, prompt in enumerate(prompt_index):
-        of_prompt[prompt].append(index)
+        members[prompt].append(index)
 
     lengths = [len(response) for response in responses]
-    total, sequences, parts, positions = 0, [], [], []
-    before, starts = [0] * len(responses), [0] * len(responses)  # of the prompt's last token, of the response
+    total, sequences = 0, []
+    pieces, positions = [], []  # of the row
+    prompt_ends, starts = [0] * len(responses), [0] * len(responses)  # of each response: indices of the tokens
 
-    for prompt, members in zip(prompts, of_prompt, strict=True):
+    for prompt, answers in zip(prompts, members, strict=True):
         first, size = total, len(prompt)
-        parts.append(torch.tensor(prompt))
+        pieces.append(torch.tensor(prompt))
         positions.append(torch.arange(size))
         total += size
-        reads = [max(0, lengths[index] - 1) for index in members]
-        is_alone = len(members) == 1
+
+        reads = [max(0, lengths[index] - 1) for index in answers]  # without the last token
+        is_alone = len(answers) == 1  # a prompt and its only response are one sequence
         sequences.append(_Sequence(first, 0, first, size + (reads[0] if is_alone else 0)))
 
-        for index, read in zip(members, reads, strict=True):
-            before[index], starts[index] = first + size - 1, total
+        for index, read in zip(answers, reads, strict=True):
+            prompt_ends[index], starts[index] = first + size - 1, total
             if read:
-                parts.append(responses[index][:read])
+                pieces.append(responses[index][:read])
                 positions.append(torch.arange(size, size + read))
                 if not is_alone:
                     sequences.append(_Sequence(first, size, total, read))
                 total += read
 
+    # A response's first token is predicted by the prompt's last, each further token by the one before it.
     width = max(lengths)
     columns = torch.arange(width)
-    predicting = torch.where(columns == 0, torch.tensor(before)[:, None], torch.tensor(starts)[:, None] + columns - 1)
+    of_first, of_others = torch.tensor(prompt_ends)[:, None], torch.tensor(starts)[:, None] + columns - 1
+    predicting = torch.where(columns == 0, of_first, of_others)
     predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
 
     return PackedRow(
-        token_ids=torch.cat(parts),
+        token_ids=torch.cat(pieces),
         positions=torch.cat(positions),
         predicting=predicting,
         **_blocks(sequences, torch.tensor(sequences), total),
@@ -80,7 +84,11 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
 
 def _key_indices(table: Tensor, width: int) -> Tensor:
-    """Return the indices of the keys of some sequences, [rows, width]; columns behind the last key repeat it."""
+    """Return the indices of the keys of some sequences, [rows, width]; columns after the last key repeat that key.
+
+    Args:
+        table: [rows, 4], the fields of each `_Sequence`.
+    """
     prompt, shared, start, queries = table.T[..., None]
     columns = torch.minimum(torch.arange(width), shared + queries - 1)
     return torch.where(columns < shared, prompt + columns, start + columns - shared)
@@ -100,29 +108,32 @@ def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
 
 def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
     """Plan attention in blocks of padded rows, over a row of `size` tokens."""
-    blocks, queries, keys, positions, outputs, done = [], [], [], [], torch.empty(size, dtype=torch.int64), 0
+    blocks, done = [], 0  # `done` counts the padded queries of all blocks so far
+    queries, keys, positions = [], [], []
+    outputs = torch.empty(size, dtype=torch.int64)
+
     for is_square in (True, False):
-        for part in _split(
-            sequences, [row for row, sequence in enumerate(sequences) if (sequence.shared == 0) == is_square]
-        ):
-            width, depth = max(sequences[row].queries for row in part), max(sequences[row].keys for row in part)
-            rows = table[part]
+        candidates = [row for row, sequence in enumerate(sequences) if (sequence.shared == 0) == is_square]
+        for members in _split(sequences, candidates):
+            width, depth = max(sequences[row].queries for row in members), max(sequences[row].keys for row in members)
+            rows = table[members]
 
             shared, start, lengths = (column[:, None] for column in rows.T[1:])
             columns = torch.arange(width)
             indices, exists = start + torch.minimum(columns, lengths - 1), columns < lengths
+
             last = shared + torch.minimum(columns, lengths - 1)
             if is_square:
                 last = columns[None]  # as plain causal attention
             elif bool((last == last[:1]).all()):
-                last = last[:1]
+                last = last[:1]  # all rows have the same mask
 
-            outputs[indices[exists]] = done + torch.arange(len(part) * width).view(-1, width)[exists]
-            done += len(part) * width
+            outputs[indices[exists]] = done + torch.arange(len(members) * width).view(-1, width)[exists]
+            done += len(members) * width
             queries.append(indices.flatten())
             keys.append(_key_indices(rows, depth).flatten())
             positions.append(last.flatten())
-            blocks.append(AttentionBlock(len(part), width, depth, is_square, len(last)))
+            blocks.append(AttentionBlock(len(members), width, depth, is_square, len(last)))
 
     return {
         "blocks": tuple(blocks),
@@ -134,9 +145,9 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
 
 
 def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int]]:
-    """Split some of the sequences into blocks of the least cost: products of queries and keys, and `BLOCK_COST` each.
+    """Split the sequences `rows` into blocks of least cost: padded products of queries and keys, and `BLOCK_COST` each.
 
-    Blocks are runs of them in the order of their lengths, found by a dynamic programme.
+    Blocks are runs of the sequences in the order of their lengths, found by dynamic programming.
     """
     if not rows:
         return []
@@ -144,6 +155,7 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     rows = sorted(rows, key=lambda row: (sequences[row].queries, sequences[row].keys))
     ordered = [sequences[row] for row in rows]
 
+    # A block may end only after the last sequence of a length, rounded up to a multiple of `step`.
     step = -(-ordered[-1].queries // MAX_LENGTHS)
     ends = [
         index + 1
@@ -153,7 +165,8 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     starts = [0, *ends[:-1]]
     depths = [max(sequence.keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
 
-    best: list[tuple[int, int]] = [(0, 0)]  # the least cost of the first runs, and where their last block begins
+    # best[n]: the least cost of the first n lengths, and the length at which their last block begins.
+    best: list[tuple[int, int]] = [(0, 0)]
     for last, end in enumerate(ends):
         width, depth, options = ordered[end - 1].queries, 0, []
         for first in range(last, -1, -1):
@@ -161,7 +174,7 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
             options.append((best[first][0] + (end - starts[first]) * width * depth + BLOCK_COST, first))
         best.append(min(options))
 
-    blocks, last = [], len(ends)
+    blocks, last = [], len(ends)  # read backwards
     while last:
         first = best[last][1]
         blocks.append(rows[starts[first] : ends[last - 1]])

@@ -1,4 +1,4 @@
-"""Cut rows of tokens into batches that fit a token budget; training, engines and every analysis cut with this."""
+"""The cut of rows of tokens into batches that fit a token budget, for training, engines and every analysis."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -13,9 +13,9 @@ def pack(
 ) -> Iterator[list[_Row]]:
     """Yield runs of neighbouring rows, each as long as the budget allows and at least one row long.
 
-    A padded run of B rows takes B * (P + T) tokens: its prompts are padded to the longest of them, P tokens, and its
-    responses to the longest of them, T tokens. The order of the rows stays, and `rows` is read no further than the next
-    run.
+    A padded run of B rows takes B * (P + T) tokens: its prompts are padded to the longest prompt, P tokens, and its
+    responses to the longest response, T tokens. The rows stay in their order, and `rows` is read no further than the
+    first row after a run.
 
     Args:
         rows: prompts with a response each.
@@ -24,15 +24,19 @@ def pack(
         pads: count padding; False to count the tokens of each row, its prompt included.
     """
     run: list[_Row] = []
-    longest_prompt = longest_response = total = 0
+    longest_prompt = longest_response = total = 0  # of the run with the next row
     for row in rows:
         prompt, response = lengths(row)
         longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
         total += prompt + response
-        if run and ((len(run) + 1) * (longest_prompt + longest_response) if pads else total) > budget:
+
+        size = (len(run) + 1) * (longest_prompt + longest_response) if pads else total
+        if run and size > budget:
             yield run
-            run, longest_prompt, longest_response, total = [], prompt, response, prompt + response
+            run, total = [], prompt + response
+            longest_prompt, longest_response = prompt, response
         run.append(row)
+
     if run:
         yield run
 

@@ -1,13 +1,13 @@
-"""Writes tensors in parts, one for each rank, and reads them again on any number of ranks.
+"""Files of tensors in parts: each rank writes a part, and any number of ranks reads them.
 
-A part holds whole tensors, dealt out such that all parts are about as large. So a model folder in parts is what
-`save_pretrained` makes of a large model: transformers, vLLM and everything else that reads a folder reads it. The rank
-that writes a tensor is the only one that gathers it (`models.gathered.gather`). One process writes one part, which has
-no number.
+A part has whole tensors, dealt out such that all parts are about as large. So a model folder in parts is like the
+folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the rank that
+writes a tensor gathers it (`models.gathered.gather`). A single process writes a single part, without a number in its
+name.
 
-torch.distributed.checkpoint with `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering. It writes
-the rows of every rank under the same names instead, which only torch can read before another pass over all of them
-joins them, and has neither checksums nor a way to report a full disk. Its other writer needs pickle.
+Why not torch.distributed.checkpoint: its `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering,
+but writes the rows of every rank under the same names. Only torch can read these before another pass over all files
+joins them. It also has neither checksums nor a way to report a full disk. Its other writer needs pickle.
 """
 
 import json
@@ -22,25 +22,25 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """Names one of the parts that something is written in."""
+    """One of the parts of a model or checkpoint, by its number."""
 
     number: int  # the rank that writes it
     size: int  # number of parts
 
     def path(self, folder: Path, name: str) -> Path:
-        """Return the file of this part, as transformers numbers them."""
-        of = f"-{self.number + 1:05d}-of-{self.size:05d}" if self.size > 1 else ""
-        return folder / f"{name}{of}.safetensors"
+        """Return the path of this part's file, whose name has the part's number as transformers writes it."""
+        suffix = f"-{self.number + 1:05d}-of-{self.size:05d}" if self.size > 1 else ""
+        return folder / f"{name}{suffix}.safetensors"
 
 
 class Dealer:
-    """Chooses the part that a tensor goes to: the one that is smallest so far, and all of one name to the same."""
+    """A rule for the part that a tensor goes to: the smallest part so far; tensors of one name stay together."""
 
     def __init__(self, size: int) -> None:
         self._sizes, self._part_of = [0] * size, {}
 
     def __call__(self, name: str, size: int) -> int:
-        """Return the number of the part, given the bytes of the tensor; all ranks have to ask in the same order."""
+        """Return the number of the part for a tensor of `size` bytes; all ranks have to ask in the same order."""
         part = self._part_of.setdefault(name, self._sizes.index(min(self._sizes)))
         self._sizes[part] += size
         return part
@@ -50,7 +50,7 @@ WHOLE = Part(0, 1)
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
-    """Write the tensors of a part, and return the files: none where it has no tensor."""
+    """Write the tensors of a part, and return the written files: none for a part without tensors."""
     if not tensors:
         return []
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,10 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
 
 @contextmanager
 def read_parts(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield what `write_part` wrote under a name, however many parts it has; no tensor is read before it is sliced."""
+    """Yield the tensors that `write_part` wrote under a name, in any number of parts, by their names.
+
+    They are slices of safetensors files: no tensor is read before it is sliced.
+    """
     with ExitStack() as opened:
         paths = sorted(folder.glob(f"{name}*.safetensors"))
         files = [opened.enter_context(safe_open(path, framework="pt")) for path in paths]

@@ -1,7 +1,7 @@
-"""Shapes of published models, for plans where the hub cannot be reached.
+"""The shapes of published models, for plans where the hub cannot be reached.
 
-The settings are copied from the models' own config.json: those that decide shapes and cost, and the end-of-sequence
-token. The table has no weights.
+The settings are copied from each model's config.json: those that decide shapes and cost, and the end-of-sequence
+tokens. The table has no weights.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def published_config(name: str) -> PreTrainedConfig | None:
-    """Return the config of a model of the table, marked as such (`is_from_table`); None for every other name."""
+    """Return the config of a model in the table, marked as coming from it (`is_from_table`); None for other names."""
     if name not in PUBLISHED:
         return None
     settings = dict(PUBLISHED[name])
@@ -82,5 +82,5 @@ def published_config(name: str) -> PreTrainedConfig | None:
 
 
 def is_from_table(config: PreTrainedConfig) -> bool:
-    """Tell whether a config comes from this table and not from a model's folder or the hub."""
+    """Tell whether a config comes from this table, and not from a model's folder or the hub."""
     return (config.name_or_path or "").startswith(OWN_TABLE)

@@ -1,4 +1,4 @@
-"""Records which experts the tokens of a forward pass are sent to, in models that are mixtures of experts."""
+"""A record of the experts that the tokens of a forward pass are sent to, in models that are mixtures of experts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +17,11 @@ def expert_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
-    """Record the experts while the block runs. What is yielded returns, and forgets, those of the tokens since its last
-    call: [tokens, layers, experts of a token] int64, in ascending order; None of a model without experts.
+    """Record the experts while the block runs, and yield a function that returns the record and empties it.
 
-    The tokens of each forward pass are in the order of its ids, row by row.
+    The function returns the experts of all tokens since its last call, [tokens, layers, experts of a token] int64, in
+    ascending order; None for a model without experts. The tokens of each forward pass are in the order of its ids, row
+    by row.
     """
     layers = expert_layers(model)
     seen: list[list[Tensor]] = [[] for _ in layers]

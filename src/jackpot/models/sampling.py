@@ -1,4 +1,4 @@
-"""Computes the distribution that a token is drawn from, and draws from it. Torch only, pure.
+"""The distribution that a token is drawn from, and the draw. Torch only, pure.
 
 Shapes: `N` rows, `V` vocabulary. Log-probabilities are in nats.
 """
@@ -17,11 +17,11 @@ _BLOCK = 128  # tokens of a block; a draw reads the sums of all blocks and the t
 def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Return log-probs after temperature, then top-k, then top-p, as vLLM applies them: [N, V] float32.
 
-    With q = softmax(logits / temperature):
+    Of softmax(logits / temperature),
     top-k keeps the `top_k` most probable tokens and all that tie with the last of them; 0 keeps all;
-    top-p renormalizes and sorts the kept tokens, and keeps each token before which less than `top_p` has been summed,
-    so that the token that crosses `top_p` is kept, and so is the first.
-    Dropped tokens get -inf, and the rest sums to 1.
+    top-p renormalizes and sorts the kept tokens, and keeps each token whose predecessors sum to less than `top_p`, so
+    that the token at which the sum crosses `top_p` is kept, and so is the first.
+    Dropped tokens get -inf, and the probabilities of the others sum to 1.
 
     Args:
         logits: [N, V] float32.
@@ -33,13 +33,13 @@ def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: fl
     if top_p < 1.0:
         ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
         probs = ordered.double().exp()
-        before = probs.cumsum(dim=-1) - probs
+        before = probs.cumsum(dim=-1) - probs  # the sum of each token's predecessors
         log_probs = _keep(log_probs, torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < top_p))
     return log_probs
 
 
 class Draw(NamedTuple):
-    """One token of each row and the most probable ones, on the device of the logits."""
+    """A drawn token of each row and the row's most probable tokens, on the device of the logits."""
 
     tokens: Tensor  # [N] int64
     log_probs: Tensor  # [N] float32
@@ -50,14 +50,16 @@ class Draw(NamedTuple):
 def draw_tokens(
     logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float, num_top_log_probs: int
 ) -> Draw:
-    """Draw tokens from the distribution of `sampling_log_probs`, with their log-probs and the top ones.
+    """Draw a token of each row from the distribution of `sampling_log_probs`, with its log-prob and the top log-probs.
 
-    Untruncated, the distribution [N, V] is never normalised: weights relative to the most probable token serve the draw
-    and their float64 sum the log-probs. A row with NaN gets an arbitrary token with a log-prob that is not finite.
+    Without truncation the distribution [N, V] is never normalised: tokens are drawn by weights relative to the most
+    probable token, and log-probs are taken from the float64 sum of these weights. A row with NaN gets an arbitrary
+    token with a log-prob that is not finite.
 
     Args:
         logits: [N, V] float32.
         uniforms: [N] float64 in [0, 1).
+        num_top_log_probs: K.
     """
     size = max(1, _CHUNK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     scores = _scores(logits, temperature, top_k, top_p)
@@ -89,17 +91,17 @@ def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int,
 
 
 def _scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Return the logarithms of what the probabilities are proportional to, [N, V] float32."""
+    """Return log-probs up to a constant of each row, [N, V] float32."""
     if top_k > 0 or top_p < 1.0:
         return sampling_log_probs(logits, temperature, top_k, top_p)
     return logits if temperature == 1.0 else logits / temperature
 
 
 def _normalized(scores: Tensor, highest: Tensor, totals: Tensor) -> Tensor:
-    """Return log-probs, [N, G] float32, rounded once.
+    """Return log-probs, [N, G] float32, computed in float64 and rounded once.
 
     Args:
-        scores: [N, G], some of those of each row.
+        scores: [N, G], some scores of each row.
         highest: [N, 1], the largest score of each row.
         totals: [N] float64, the sum of exp(score - highest) over each row.
     """
@@ -107,13 +109,13 @@ def _normalized(scores: Tensor, highest: Tensor, totals: Tensor) -> Tensor:
 
 
 def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw by the inverse CDF the first token at which the running sum of `probs` exceeds u times the total, [N] int64.
+    """Draw from each row the first token at which the running sum of `probs` exceeds uniform x total: [N] int64.
 
     Sums are float64, first over blocks of tokens, then inside the chosen block. A token of probability 0 is never
-    drawn, at any rounding. A row with NaN gives an arbitrary token: check its probability.
+    drawn, at any rounding. A row with NaN gives an arbitrary token: check the token's probability.
 
     Args:
-        probs: [N, V], not negative; it need not be normalised.
+        probs: [N, V], not negative; rows need not sum to 1.
         uniforms: [N] float64 in [0, 1).
     """
     return _invert(probs, uniforms)[0]
@@ -126,14 +128,17 @@ def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
     if whole < size:
         sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
+
+    # The block in which the running sum exceeds the goal, and what is left of the goal inside that block.
     running = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * running[:, -1:]
     block = _first_above(running, sums, goal)
     left = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
+
     indices = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
     inside = probs.gather(1, indices.clamp(max=size - 1)).double().masked_fill(indices >= size, 0.0)
     tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
-    return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # only a row with NaN exceeds the range
+    return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # the clamp is for rows with NaN
 
 
 def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:
@@ -142,6 +147,6 @@ def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:
 
 
 def _first_above(running: Tensor, masses: Tensor, goal: Tensor) -> Tensor:
-    """Return the first index whose running sum exceeds `goal`, or the last with mass if rounding left none, [N, 1]."""
+    """Return the first index whose running sum exceeds `goal`, [N, 1]; where rounding left none, the last with mass."""
     last = masses.shape[-1] - 1 - (masses > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(running, goal, right=True), last)

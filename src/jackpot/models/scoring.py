@@ -1,4 +1,4 @@
-"""Score given responses: log-probs of their tokens from one forward pass over prompt and response.
+"""Log-probs of the tokens of given responses, from one forward pass over prompt and response.
 
 The head sees a few positions at a time, so that logits [N, V] of all of them are never in memory at once.
 
@@ -22,9 +22,9 @@ MAX_LOGITS = 2**22  # logits in memory at once: 16 MiB in float32, 32 MiB in flo
 
 
 class ResponseForward(NamedTuple):
-    """The forward pass of a model over some responses."""
+    """The result of a model's forward pass over some responses."""
 
-    hidden: Tensor  # [B, T, H], the states that predict each token, as in `predicting_hidden`
+    hidden: Tensor  # [B, T, H], the state that predicts each token, as in `predicting_hidden`
     token_ids: Tensor  # [B, T] int64, padded on the right
     mask: Tensor  # [B, T] bool, False on padding
 
@@ -32,7 +32,7 @@ class ResponseForward(NamedTuple):
 def forward_responses(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> ResponseForward:
-    """Run the model over responses behind their prompts, given as token ids; equal prompts are read once if possible.
+    """Run the model over prompts with their responses, as token ids; read equal prompts once where the model allows it.
 
     Raises:
         DataError: an empty prompt.
@@ -45,7 +45,7 @@ def forward_responses(
 
 
 def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ResponseForward:
-    """Run the model over rollouts, a tool's tokens included."""
+    """Run the model over rollouts, including the tokens of tools."""
     prompts = [rollout.prompt.token_ids for rollout in rollouts]
     return forward_responses(model, prompts, [rollout.token_ids.tolist() for rollout in rollouts])
 
@@ -53,56 +53,57 @@ def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Res
 def token_log_probs(
     model: PreTrainedModel, hidden: Tensor, token_ids: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the log-probs of given tokens at each position, in the distribution that is sampled from, by the formula
-    of a draw (`sampling.log_probs_at`).
+    """Return the log-probs of given tokens at each position, in the distribution that is sampled from.
 
-    They are float32, in the shape of `token_ids`.
+    They are computed as those of drawn tokens are (`sampling.log_probs_at`): float32, in the shape of `token_ids`.
 
     Args:
         hidden: [N, H] states that predict the tokens.
         token_ids: [N] or [N, G] int64.
         temperature, top_k, top_p: as in `sampling_log_probs`.
     """
-    parts = [
+    chunks = [
         log_probs_at(logits, ids.unsqueeze(-1).flatten(1), temperature=temperature, top_k=top_k, top_p=top_p)
         for logits, ids in logit_chunks(model, hidden, token_ids)
     ]
-    return torch.cat(parts).view_as(token_ids)
+    return torch.cat(chunks).view_as(token_ids)
 
 
 def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling) -> Tensor:
-    """Return what the model says of the tokens and of the engine's lists of a batch: [B, T, 1 + K] float32, 0 where
-    padded; the sampled token first. Arguments as in `token_log_probs`."""
-    every = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)  # [B, T, 1 + K]
-    exist = batch.attention_mask.flatten().nonzero()[:, 0]  # the only wait for a GPU
-    ids = every.flatten(0, 1).index_select(0, exist)  # [N, 1 + K]
-    hidden = token_hidden(model, batch, exist)
+    """Return the model's log-probs of a batch's tokens, and of the engine's top-k lists at each token.
+
+    Returns:
+        [B, T, 1 + K] float32, 0 where padded; the first column is of the token itself.
+    """
+    listed = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)  # [B, T, 1 + K]
+    present = batch.attention_mask.flatten().nonzero()[:, 0]  # the only wait for a GPU
+    ids = listed.flatten(0, 1).index_select(0, present)  # [N, 1 + K]
+    hidden = token_hidden(model, batch, present)
     log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
-    return log_probs.new_zeros(every.flatten(0, 1).shape).index_copy(0, exist, log_probs).view(every.shape)
+    return log_probs.new_zeros(listed.flatten(0, 1).shape).index_copy(0, present, log_probs).view(listed.shape)
 
 
 def exact_log_probs(
     model: PreTrainedModel, temperature: float, hidden: Tensor, *columns: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield whole distributions of a few positions at a time, [n, V] float64, each with those rows of every column.
+    """Yield log-probs of the whole vocabulary, [n, V] float64, n positions at a time, with the same rows of `columns`.
 
     The softmax of the float32 logits is taken in float64, so that its rounding does not show in divergences.
 
     Args:
         hidden: [N, H] states that predict the tokens.
-        columns: [N, ...] each.
+        columns: [N, ...] each, in any number.
     """
     for logits, *rows in logit_chunks(model, hidden, *columns):
         yield torch.log_softmax(logits.double() / temperature, dim=-1), *rows
 
 
 def logit_chunks(model: PreTrainedModel, hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield logits of a few positions at a time, [n, V] float32 before the temperature, each with those rows of every
-    column.
+    """Yield logits before the temperature, [n, V] float32, n positions at a time, with the same rows of `columns`.
 
     Args:
         hidden: [N, H].
-        columns: [N, ...] each.
+        columns: [N, ...] each, in any number.
     """
     size = max(1, MAX_LOGITS // output_layer(model).out_features)
     for states, *rows in zip(*(tensor.split(size) for tensor in (hidden, *columns)), strict=True):

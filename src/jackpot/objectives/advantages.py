@@ -1,7 +1,8 @@
 """Advantages computed from rewards: GRPO and its variants, REINFORCE++, and GAE.
 
-A group is the responses to one prompt. Groups of equal reward have advantage 0 and are counted in every denominator.
-Rewards are equal where they differ by rounding alone (`all_equal`). Shapes: `B` responses, `T` response tokens.
+A group is the responses to one prompt. Responses of a group of equal rewards have the advantage 0, and still count in
+every denominator. Rewards that differ by rounding alone are equal (`all_equal`). r is the reward of a response.
+Shapes: `B` responses, `T` response tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ EQUAL_SPREAD = 1e-9  # largest difference of equal rewards, as a share of max(1,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcomes:
-    """Holds the reward, the group and the length of every response of a rollout batch."""
+    """The reward, the group and the length of every response of a rollout batch."""
 
     rewards: Tensor  # [B] float
     groups: Tensor  # [B] int64, the index of each response's group
@@ -26,10 +27,10 @@ class Outcomes:
 
 
 def grpo(outcomes: Outcomes) -> Tensor:
-    """A = (r - mean of group) / (std of group), GRPO, arXiv 2402.03300 section 4.1.2: [B].
+    """Compute A = (r - mean of group) / (std of group), GRPO, arXiv 2402.03300 section 4.1.2: [B].
 
-    The standard deviation is the sample one (n - 1), as in the GRPO implementations of TRL and verl. A group of equal
-    rewards, a group of one among them, gets exactly 0; no epsilon enters otherwise.
+    The standard deviation divides by n - 1, as in the GRPO implementations of TRL and verl. A group of equal rewards,
+    or of a single response, gets exactly 0; no epsilon is added to the denominator.
     """
     centred = dr_grpo(outcomes)
     std = (_group_sum(centred.square(), outcomes.groups) / (_group_sizes(outcomes) - 1).clamp(min=1)).sqrt()
@@ -37,28 +38,28 @@ def grpo(outcomes: Outcomes) -> Tensor:
 
 
 def dr_grpo(outcomes: Outcomes) -> Tensor:
-    """A = r - mean of group, Dr. GRPO, arXiv 2503.20783: [B]; equal rewards give exactly 0."""
+    """Compute A = r - mean of group, Dr. GRPO, arXiv 2503.20783: [B]; equal rewards give exactly 0."""
     rewards, groups = outcomes.rewards, outcomes.groups
     mean = _group_sum(rewards, groups) / _group_sizes(outcomes)
     return torch.where(_is_equal(outcomes), 0.0, rewards - mean)
 
 
 def rloo(outcomes: Outcomes) -> Tensor:
-    """A = r - mean of the other rewards of the group = (r - mean of group) n / (n - 1), RLOO, arXiv 2402.14740: [B].
+    """Compute A = r - mean of the group's other rewards = (r - mean of group) n / (n - 1), RLOO, arXiv 2402.14740: [B].
 
-    A group of one has no others and gets 0.
+    A group of a single response gets 0.
     """
     sizes = _group_sizes(outcomes)
     return dr_grpo(outcomes) * sizes / (sizes - 1).clamp(min=1)
 
 
 def opo(outcomes: Outcomes) -> Tensor:
-    """A = r - sum l r / sum l over the group, l the sampled tokens of a response, OPO, arXiv 2505.23585: [B].
+    """Compute A = r - sum l r / sum l over the group, l the sampled tokens of a response, OPO, arXiv 2505.23585: [B].
 
-    b = sum |g|^2 r / sum |g|^2, g the gradient of the log-prob of a response, is the constant of least variance; OPO
-    takes |g|^2 to grow as the length. The off-policy one of VCPO (arXiv 2602.17616) weights each response by the square
-    of its ratio too, and reads |g| from a backward pass for each response. Equal rewards, and a group of one, give
-    exactly 0; verl's `opo` keeps the reward of a group of one.
+    The baseline of least variance is sum |g|^2 r / sum |g|^2, with g the gradient of a response's log-prob; OPO takes
+    |g|^2 to grow as the length. The off-policy baseline of VCPO (arXiv 2602.17616) also weights each response by the
+    square of its ratio, and reads |g| from a backward pass for each response. Equal rewards, and a group of a single
+    response, give exactly 0; verl's `opo` keeps the reward of a single response.
     """
     rewards, groups, lengths = outcomes.rewards, outcomes.groups, outcomes.lengths.to(outcomes.rewards.dtype)
     total = _group_sum(lengths, groups)
@@ -67,12 +68,13 @@ def opo(outcomes: Outcomes) -> Tensor:
 
 
 def oapl(outcomes: Outcomes) -> Tensor:
-    """A = r - V, V = beta log mean of e^(r / beta) over the group, OAPL, arXiv 2602.19362: [B].
+    """Compute A = r - V, V = beta log mean of e^(r / beta) over the group, OAPL, arXiv 2602.19362: [B].
 
-    V estimates the optimal value at this prompt of reward minus beta KL(policy || sampler); a group is finite, so it is
-    too low on average. A is not centred. Equal rewards, and a group of one, give exactly 0.
+    V estimates the largest expectation of reward minus beta KL(policy || sampler) at this prompt; from a finite group
+    the estimate is too low on average. A group's advantages do not sum to 0. Equal rewards, and a group of a single
+    response, give exactly 0.
     """
-    # from the group's largest reward, so that no exponential overflows
+    # Rewards are taken relative to the group's largest, so that no exponential overflows.
     below = outcomes.rewards - _group_extreme(outcomes.rewards, outcomes.groups, "amax")
     mean = _group_sum((below / outcomes.beta).exp(), outcomes.groups) / _group_sizes(outcomes)
 
@@ -80,16 +82,16 @@ def oapl(outcomes: Outcomes) -> Tensor:
 
 
 def reinforce_pp(outcomes: Outcomes) -> Tensor:
-    """A = (r - mean of all tokens) / (std of all tokens), REINFORCE++, arXiv 2501.03262: [B].
+    """Compute A = (r - mean over all tokens) / (std over all tokens), REINFORCE++, arXiv 2501.03262: [B].
 
-    Each response counts with its length, since the whitened batch is one of tokens; the variance is the sample one
-    (n - 1), as in verl. The paper's KL penalty inside the reward is left out; `objective.reference` is its loss form.
+    Mean and variance are over the tokens of the batch, so each response counts with its length; the variance divides by
+    n - 1, as in verl. The paper's KL penalty inside the reward is left out: `objective.reference` adds one to the loss.
     """
     return whiten(outcomes.rewards, outcomes.lengths)
 
 
 def reinforce_pp_baseline(outcomes: Outcomes) -> Tensor:
-    """A = whiten(r - mean of group) over all tokens, REINFORCE++ with a group baseline, arXiv 2501.03262: [B]."""
+    """Compute A = whiten(r - mean of group), REINFORCE++ with a group baseline, arXiv 2501.03262: [B]."""
     return whiten(dr_grpo(outcomes), outcomes.lengths)
 
 
@@ -130,18 +132,18 @@ def compute_advantages(
 def all_equal(rewards: Sequence[float]) -> bool:
     """Return whether the rewards of a group are equal: they differ by at most 1e-9 x max(1, largest |reward|).
 
-    A weighted sum of equal parts may differ in its last digits: 0.1 + 0.2 is not 0.3. Dividing by the standard
-    deviation would make advantages of full size of that.
+    Equal rewards that are weighted sums may differ in their last digits: 0.1 + 0.2 is not 0.3. Divided by the standard
+    deviation, such a difference would become an advantage of full size.
     """
     values = torch.tensor(rewards, dtype=torch.float64)
     return not rewards or bool(_no_spread(values.min(), values.max()))
 
 
 def whiten(values: Tensor, counts: Tensor) -> Tensor:
-    """(v - mean) / std over entries that each count `counts` times; sample variance. All [B], or all [B, T].
+    """Return (v - mean) / std over entries that each count `counts` times, with n - 1 in the variance.
 
-    Values that are equal up to rounding, and a single entry, give exactly 0; no epsilon enters otherwise. An entry of
-    count 0 becomes 0.
+    Values that are equal up to rounding, and a single entry, give exactly 0; no epsilon is added to the denominator. An
+    entry of count 0 becomes 0. Shapes: all [B], or all [B, T].
     """
     counts = counts.to(values.dtype)
     values = torch.where(counts > 0, values, 0.0)
@@ -149,6 +151,7 @@ def whiten(values: Tensor, counts: Tensor) -> Tensor:
     present = values[counts > 0]
     if not len(present) or _no_spread(present.min(), present.max()):
         return torch.zeros_like(values)
+
     centred = values - (values * counts).sum() / total
     std = ((centred.square() * counts).sum() / (total - 1)).sqrt()
     return torch.where(counts > 0, centred / std, 0.0)
@@ -159,14 +162,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
         delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)        return_t = A_t + V_t
 
-    over the sampled tokens alone: a tool's tokens between two of them are part of one environment step and are not
-    discounted. The value after the last sampled token is 0.
+    over the sampled tokens alone: the tokens of a tool between two sampled tokens belong to one step of the environment
+    and are not discounted. The value after the last sampled token is 0.
 
     Args:
         rewards: [B, T] of each token, usually 0 except at the last sampled one; ignored where masked.
-        values: [B, T] V of the state that the token was sampled in.
+        values: [B, T] V of the state in which the token was sampled.
         mask: [B, T] bool, the tokens that the model sampled.
-        gamma, lam: in [0, 1].
+        gamma, lam: the discount and GAE's lambda, in [0, 1].
     """
     advantages = torch.zeros_like(values)
     following = values.new_zeros(values.shape[0])  # V of the next sampled token
@@ -181,7 +184,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def _no_spread(lowest: Tensor, highest: Tensor) -> Tensor:
-    """Return where values between these two are equal up to rounding: bool of the same shape."""
+    """Return where all values from the lowest to the highest are equal up to rounding: bool of the same shape."""
     return highest - lowest <= EQUAL_SPREAD * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
 
 

@@ -1,4 +1,7 @@
-"""Z of every position, from what an engine returns and the policy's distribution, for another framework's loop."""
+"""An estimate of Z at every position, from an engine's top-k log-probs and the policy's distribution.
+
+It is for another framework's training loop; ours reads Z from the joint head (`kernels/linear_head.py`).
+"""
 
 from collections.abc import Callable
 
@@ -30,29 +33,31 @@ def estimate_z(
     """Estimate Z of every position from the top-k log-probs of the engine that sampled, and the policy's distribution.
 
     Give the policy's logits, or its last hidden states and its output layer, from which the logits are formed tile by
-    tile. Z is a lower bound unless K is the vocabulary; `correct` brings its mean to the right place with kappa.
+    tile. The estimate is a lower bound unless K is the whole vocabulary; `correct` multiplies it by kappa, so that its
+    mean is right.
 
     Args:
-        rollout_top_ids: [..., K] int64, the most probable tokens of each position by the engine; at masked positions
-            any K ids of the vocabulary.
+        rollout_top_ids: [..., K] int64, the engine's most probable tokens at each position; at masked positions any K
+            ids of the vocabulary.
         rollout_top_log_probs: [..., K] nats, of these tokens as the engine sampled them; -inf where the engine named
-            fewer than K, whatever id stands there.
+            fewer than K tokens, whatever id stands there.
         policy_logits: [..., V] float.
         hidden_states: [..., H] float.
-        head: V by H, maps hidden states to logits.
+        head: the output layer, weight [V, H], that maps hidden states to logits.
         temperature: of sampling, above 0, by which the policy's logits are divided.
         lam: of the correction that reads Z.
-        fill_ins: returns log p_inf, [..., K], of given ids [..., K], the policy's most probable ones, by a forward pass
-            of the weights that sampled; None: nothing is known of those which the engine does not name.
+        fill_ins: a function that returns log p_inf, [..., K], of ids [..., K], by a forward pass with the weights that
+            sampled. It is called with the policy's most probable ids. None: p_inf of ids that the engine does not name
+            stays unknown.
 
     Returns:
-        Z, its bounds, and the mass that was captured: [...] each, without gradient. Z is NaN where a list of the engine
-        names a token twice or sums to more than 1, as it may at masked positions.
+        Z, its bounds, and the mass of the known tokens: [...] each, without gradient. Z is NaN where a list of the
+        engine names a token twice or sums to more than 1, as it may at masked positions.
 
     Raises:
         DataError: tensors of other shapes, dtypes or devices, neither or both forms of the policy's distribution, a
-            temperature or lam that is not above 0, logits that are shifted by a token (on a GPU said by a later call),
-            or, on a CPU, ids outside of the vocabulary.
+            temperature or lam that is not above 0, logits that are shifted by a token (on a GPU a later call reports
+            that), or, on a CPU, ids outside of the vocabulary.
     """
     ids, top = rollout_top_ids, rollout_top_log_probs
     name, scores = _policy_scores(policy_logits, hidden_states, head)
@@ -66,7 +71,7 @@ def estimate_z(
         if getattr(filled, "shape", None) != policy_ids.shape:
             raise DataError(f"fill_ins returned {described(filled)}; it must be {list(policy_ids.shape)}, as the ids")
 
-        is_absent = top.isneginf()
+        is_absent = top.isneginf()  # the engine named fewer than K tokens
         z = obrs.topk_z(
             rollout_top_log_probs=top.float(),
             target_at_rollout_top=at_ids.masked_fill(is_absent, -torch.inf),
@@ -77,6 +82,7 @@ def estimate_z(
             fill_valid=ids.new_full(ids.shape[:-1], fill_ins is not None, dtype=torch.bool),
             lam=lam,
         )
+
         is_usable = _is_distribution(ids, top)
         if ids.dim() > 1 and top.shape[-1]:
             best = ids.gather(-1, top.argmax(-1, keepdim=True))[..., 0]
@@ -85,8 +91,8 @@ def estimate_z(
 
 
 def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
-    """Tell of each list, [..., K], whether its ids differ and its probabilities sum to at most 1: [...]."""
-    absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # ids of their own, where there is no token
+    """Return whether the ids of each list, [..., K], differ and its probabilities sum to at most 1: bool [...]."""
+    absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # distinct ids in place of absent tokens
     named = torch.where(top > -torch.inf, ids, absent).sort(-1).values
     return (named.diff(dim=-1) != 0).all(-1) & (top.float().exp().sum(-1) <= _MASS)
 
@@ -104,8 +110,8 @@ def _policy_scores(
 
 def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, head: object) -> None:
     """Raise the DataErrors of `estimate_z` about its lists `ids` and `top`, and the `scores` of that name."""
-    given: dict[str, object] = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
-    for argument, tensor in given.items():
+    arguments: dict[str, object] = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
+    for argument, tensor in arguments.items():
         if not isinstance(tensor, Tensor):
             raise DataError(f"{argument} is {described(tensor)}; it must be a tensor")
 
@@ -133,7 +139,7 @@ def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, he
 def _read_policy(
     scores: Tensor, head: nn.Linear | None, ids: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy's log-probs of ids [..., K], and its own K most probable ids with theirs.
+    """Return the policy's log-probs at `ids`, its K most probable ids, and its log-probs at those: [..., K] each.
 
     Args:
         scores: logits without a `head`, else hidden states.
@@ -147,7 +153,7 @@ def _read_policy(
     rows, k = scores.reshape(-1, scores.shape[-1]), ids.shape[-1]
     output = linear_head(
         Head(hidden=rows, weight=head.weight, bias=head.bias, soft_cap=None),
-        ids.new_zeros(len(rows)),  # of sampled tokens, whose log-probs nothing reads
+        ids.new_zeros(len(rows)),  # in place of sampled ids, whose log-probs are not needed
         temperature=temperature,
         num_top=k,
         gather_ids=ids.reshape(len(rows), k),

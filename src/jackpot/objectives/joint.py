@@ -2,9 +2,10 @@
 
     L(theta, omega) = L_PPO-OBRS(theta) + ppo_weight L_PPO(omega) + distill_weight L_distill(omega)
 
-The first term is eq. 5 with any correction. The other two, eqs. 6 and 7, run over all response tokens, never over the
-accept mask alone. The two models share no parameter, so each term is returned as (numerator, denominator), and the
-learner divides the gradients once, when it knows the denominators of the whole optimizer step.
+theta is the policy and omega the rollout model. The first term is eq. 5 with any correction. The other two, eqs. 6 and
+7, run over all response tokens, rejected ones too. The two models share no parameter, so each term is returned as
+(numerator, denominator), and the learner divides the gradients once, when it knows the denominators of the whole
+optimizer step.
 
 Shapes: `B` sequences, `T` response tokens, `N` response tokens of the micro-batch in one row, `K` top-k; nats.
 """
@@ -30,7 +31,7 @@ from jackpot.objectives.metrics import correction_metrics, health, mismatch, upd
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyObjective:
-    """Holds the policy's objective, eq. 5, with its coefficients. The loss of a token is
+    """The policy's objective, eq. 5, with its coefficients. The loss of a token is
 
         - accept_mask * weights * surrogate + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy
 
@@ -50,11 +51,11 @@ class PolicyObjective:
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
     kappa_tolerance: float  # relative error of the gradient above which the weights of `kappa: auto` are repaired
-    regresses: bool = False  # whether the surrogate has a gradient where the advantage is 0: `oapl`, towards p_proximal
+    regresses: bool = False  # whether the surrogate has a gradient where the advantage is 0, as `oapl` has
 
     @property
     def is_regularized(self) -> bool:
-        """True where the policy has a gradient even if all advantages are 0."""
+        """Tell whether the policy has a gradient even if all advantages are 0."""
         return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0 or self.regresses
 
     def surrogate_of(self, log_probs: Tensor, proximal_log_probs: Tensor, batch: TokenBatch) -> Surrogate:
@@ -65,9 +66,10 @@ class PolicyObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutModelObjective:
-    """Holds the rollout model's objective, eqs. 6 and 7, with its coefficients.
+    """The rollout model's objective, eqs. 6 and 7, with its coefficients.
 
-    The correction's target is the rollout model itself, as training scores it: it corrects p_omega,ref / p_inf.
+    The target of its correction is the rollout model itself, as training scores it. So the correction is for the
+    difference between training and engine, p_omega,ref / p_inf.
     """
 
     correction: CorrectionFn
@@ -82,7 +84,7 @@ class RolloutModelObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """Holds the results of one forward pass of both models on the sampled tokens. All [B, T], 0 where masked; nats.
+    """The results of one forward pass of both models on the sampled tokens. All [B, T], 0 where masked; nats.
 
     Where the head computed log-probs only, entropies and divergences are 0.
     """
@@ -98,12 +100,12 @@ class TokenScores:
     z: obrs.ZEstimate  # Z of p_inf and the current policy, detached
     policy_top_ids: Tensor  # [B, T, K] the policy's most probable tokens
     policy_top_log_probs: Tensor  # [B, T, K] their log-probs
-    lam: Tensor | None = None  # at which Z is, where a budget chooses it; detached
+    lam: Tensor | None = None  # lam of each token where a budget chooses it; Z is taken at this lam; detached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OldLogProbs:
-    """Holds the log-probs of both models before the first update on a batch. All [B, T], detached, nats."""
+    """The log-probs of both models before the first update on a batch. All [B, T], detached, nats."""
 
     old_log_probs: Tensor  # log p_old, of the policy
     rollout_model_old_log_probs: Tensor  # of the rollout model, re-scored in training
@@ -123,10 +125,10 @@ class OldLogProbs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyTerms:
-    """Holds what the policy's loss on a micro-batch is made of, but for the correction. All [B, T].
+    """The terms of the policy's loss on a micro-batch, all but the correction. All [B, T].
 
-    The sums of a whole optimizer step may come after the backward passes of its micro-batches. So the terms outlive
-    their graph (`detach`), and `policy_report` reads them with the correction that the final sums give.
+    The sums of a whole optimizer step may be known only after the backward passes of its micro-batches. So the terms
+    are kept without their graph (`detach`), and `policy_report` reads them with the correction of the final sums.
     """
 
     inputs: CorrectionInputs
@@ -141,25 +143,25 @@ class PolicyTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointLoss:
-    """Holds the sums of one micro-batch. The loss is each numerator over the step's total of its denominator."""
+    """The numerators of one micro-batch's losses; each is divided by the step's sum of its denominator."""
 
     policy: Tensor  # scalar numerator of eq. 5, with gradient
     rollout_model_ppo: Tensor  # scalar numerator of eq. 6, with gradient; 0 where no rollout model is trained
     rollout_model_distill: Tensor  # scalar numerator of eq. 7, with gradient; 0 where no rollout model is trained
     terms: PolicyTerms  # of the policy's numerator, detached
-    correction: Correction  # that the policy's numerator contains
+    correction: Correction  # applied in the policy's numerator
     metrics: Sums  # of both models; `rollout_model/loss` holds the denominator as its count
     trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
 
     @property
     def rollout_model(self) -> Tensor:
-        """The rollout model's part of eq. 8, a scalar numerator."""
+        """Return the numerator of the rollout model's part of eq. 8, a scalar."""
         return self.rollout_model_ppo + self.rollout_model_distill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyReport:
-    """Holds what the correction made of one micro-batch."""
+    """The metrics and the trace of the policy's loss and its correction on one micro-batch."""
 
     metrics: Sums  # `policy/loss` holds the denominator as its count
     trace: dict[str, Tensor]  # [B, T], detached, for saved rollouts
@@ -174,15 +176,15 @@ def token_scores(
     distill: Distillation | None,
     reference_kl: Tensor | None = None,
 ) -> TokenScores:
-    """Arrange the head's rows [N] as [B, T] and estimate Z. A policy without a rollout model stands for both models.
+    """Arrange the head's outputs [N] as [B, T] and estimate Z. A policy without a rollout model stands for both models.
 
     Args:
         head: output for the N tokens of the response mask, in row-major order.
-        rollout_weights_are_current: [B, T] bool, True where the model that generated the token has in training the
-            weights that did, and its engine samples from them unquantized and untruncated. Only there do its log-probs
-            equal log p_inf.
+        rollout_weights_are_current: [B, T] bool, True where the model that generated the token still has, in training,
+            the weights that generated it, and the engine samples from them unquantized and untruncated. Only there do
+            the log-probs of that model equal log p_inf.
         lam: at which Z is taken.
-        normalizer: key of `NORMALIZERS`; "exact" only where all tokens pass `check_exact`.
+        normalizer: key of `NORMALIZERS`; "exact" only if `check_exact` passes.
         distill: a value of `DISTILLATIONS`; None where no rollout model is trained.
         reference_kl: [N], None where there is no reference.
 
@@ -190,9 +192,11 @@ def token_scores(
         ValueError: normalizer "exact", but the joint head was not given `lam`.
     """
     spread, at = batch.spread, batch.at_sampled
+
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
         joint = _with_own_z(joint, at(batch.by_policy[:, None].expand_as(batch.response_mask)), lam)
+
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
     nothing = torch.zeros_like(joint.policy.log_probs.detach())
 
@@ -249,7 +253,7 @@ def on_support(
 
 
 def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
-    """Pair one model with its detached self: every KL is 0 and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
+    """Pair a model with a detached copy: every KL is 0, and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
     nothing = torch.zeros_like(head.log_probs)
     entropy = None if head.entropy is None else head.entropy.detach()
     itself = replace(head, log_probs=head.log_probs.detach(), entropy=entropy)
@@ -264,13 +268,14 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
-    """Let the policy stand for p_inf of the tokens that it sampled itself, [N] bool; the KLs stay those of both."""
+    """Take the policy for p_inf at the tokens that it sampled itself, `by_policy` [N] bool; keep the KLs."""
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
+    """Estimate Z from the engine's and the policy's top k."""
     policy = joint.policy
     return obrs.topk_z(
         rollout_top_log_probs=top_log_probs,
@@ -285,7 +290,7 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
 
 
 def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> None:
-    """Refuse `normalizer: exact` for tokens that other weights sampled, before these are copied to the device.
+    """Refuse `normalizer: exact` if other weights sampled some of the tokens. Both tensors are still on the CPU.
 
     Args:
         rollout_weights_are_current: [B, T] bool, as in `token_scores`.
@@ -294,16 +299,17 @@ def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> N
     Raises:
         ConfigError: there are such tokens.
     """
-    others, count = (response_mask & ~rollout_weights_are_current).sum(), response_mask.sum()
-    if others:
+    stale, count = (response_mask & ~rollout_weights_are_current).sum(), response_mask.sum()
+    if stale:
         raise ConfigError(
-            f"normalizer 'exact': {int(others)} of {int(count)} tokens were not sampled from the "
+            f"normalizer 'exact': {int(stale)} of {int(count)} tokens were not sampled from the "
             f"weights that the rollout model has in training (older weights, or a quantized or truncated engine); use "
             f"normalizer: topk"
         )
 
 
 def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
+    """Take the Z that the joint head summed over the whole vocabulary."""
     if joint.exact_z is None:
         raise ValueError("normalizer 'exact', but joint.exact_z is None: give lam to the joint head, or use 'topk'")
     return obrs.known_z(joint.exact_z)
@@ -317,7 +323,7 @@ COUNTS: dict[str, Callable[[Correction, Tensor], Tensor]] = {
 
 
 def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """Map each name that a target or a proximal point can have to its log-probs [B, T]; the current ones detached."""
+    """Return the log-probs [B, T], detached, by the names that settings give a target or a proximal point."""
     return {"old": old, "new": current.detach(), "rollout": rollout}
 
 
@@ -327,10 +333,10 @@ def measured_inputs(
     """Return the inputs of the policy's correction on a micro-batch, and the sums that the correction measures on them.
 
     Args:
-        now: what `OldLogProbs.of` makes of the current models' scores; `old` where these are not needed.
+        now: the current models' log-probs, by `OldLogProbs.of`; `old` where neither target nor proximal point is "new".
     """
     named = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
-    aim = old if objective.target == "old" else now
+    target = old if objective.target == "old" else now
 
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
@@ -339,8 +345,8 @@ def measured_inputs(
         response_mask=batch.response_mask,
         uniforms=batch.uniforms,
         advantages=batch.advantages,
-        z=aim.z,
-        lam=aim.lam,
+        z=target.z,
+        lam=target.lam,
         by_policy=batch.by_policy,
     )
     return inputs, measured(objective.correction, inputs)
@@ -351,11 +357,13 @@ def policy_terms(
 ) -> PolicyTerms:
     """Compute the terms of the policy's loss on a micro-batch, with their gradient."""
     surrogate = objective.surrogate_of(scores.log_probs, inputs.proximal_log_probs, batch)
+
     regularizer = torch.zeros_like(batch.advantages)
     if objective.kl_loss_coef:
         regularizer = regularizer + objective.kl_loss_coef * scores.reference_kl
     if objective.entropy_coeff:
         regularizer = regularizer - objective.entropy_coeff * scores.entropy
+
     return PolicyTerms(
         inputs=inputs,
         surrogate=surrogate.value,
@@ -387,13 +395,14 @@ def joint_loss(
     Args:
         rollout_model: None where no rollout model is trained.
         inputs: of the policy's correction, by `measured_inputs`.
-        totals: sums over an optimizer step, for the correction; {} for none.
+        totals: sums over an optimizer step, for the correction; {} where there are none yet.
         max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
     """
     terms = policy_terms(policy, batch, scores, inputs)
     correction = policy.correction.apply(inputs, totals)
     policy_sum, _ = policy_loss(policy, terms, correction, max_length)
     ppo, distill, rollout_metrics = rollout_model_loss(rollout_model, batch, scores, old, max_length)
+
     return JointLoss(
         policy=policy_sum,
         rollout_model_ppo=ppo,
@@ -401,7 +410,14 @@ def joint_loss(
         terms=terms.detach(),
         correction=correction,
         metrics=rollout_metrics | _model_metrics(batch, scores, old),
-        trace=_model_trace(scores, old),
+        trace={  # columns of saved rollouts
+            "old_log_probs": old.old_log_probs,
+            "log_probs": scores.log_probs.detach(),
+            "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
+            "kl_rollout_policy": scores.kl_rollout_policy,
+            "policy_top_ids": scores.policy_top_ids,
+            "policy_top_log_probs": scores.policy_top_log_probs,
+        },
     )
 
 
@@ -412,17 +428,17 @@ def policy_report(
 
     Args:
         terms: detached.
-        correction: of `terms.inputs` and `totals`.
+        correction: the result of applying the policy's correction to `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
     inputs, lam = terms.inputs, objective.correction.lam
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
-    of_budget = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
+    budget_metrics = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
 
     return PolicyReport(
         metrics=correction_metrics(correction, inputs, lam, terms.clipped, totals)
         | {"policy/loss": _quotient(numerator, denominator)}
-        | of_budget,
+        | budget_metrics,
         trace={
             "acceptance": inputs.acceptance(lam) * inputs.response_mask,
             "accept_mask": correction.accept_mask,
@@ -438,8 +454,7 @@ def rollout_model_loss(
     """Compute ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: two numerators and metrics.
 
     Args:
-        objective: None where no rollout model is trained: both are 0, and there are no metrics.
-        old: of which the rollout model's log-probs are read.
+        objective: None where no rollout model is trained: then both numerators are 0, and there are no metrics.
         max_length: as in `joint_loss`.
 
     Returns:
@@ -486,7 +501,7 @@ def rollout_model_loss(
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
-    """Turn a loss into a metric whose value is numerator / denominator."""
+    """Return a metric whose value is numerator / denominator, so that losses of micro-batches add up."""
     return Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double())
 
 
@@ -503,16 +518,4 @@ def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> 
         "rollout_model/entropy": Mean.of(scores.rollout_model_entropy, mask),
         **update_kl(moved, log_ratio, mask),
         **health(scores.log_probs, batch.rollout_log_probs, mask),
-    }
-
-
-def _model_trace(scores: TokenScores, old: OldLogProbs) -> dict[str, Tensor]:
-    """Collect the per-token columns of a saved rollout that say what the models think of it, all detached."""
-    return {
-        "old_log_probs": old.old_log_probs,
-        "log_probs": scores.log_probs.detach(),
-        "rollout_model_log_probs": scores.rollout_model_log_probs.detach(),
-        "kl_rollout_policy": scores.kl_rollout_policy,
-        "policy_top_ids": scores.policy_top_ids,
-        "policy_top_log_probs": scores.policy_top_log_probs,
     }

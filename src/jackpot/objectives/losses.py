@@ -17,10 +17,10 @@ from jackpot.objectives.kernels.linear_head import JointOutput
 def clipped_surrogate(
     log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
+    """Compute min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
 
-    Training maximizes it. With infinite clips it is r A. Where the proximal point is the detached current policy, r is
-    1 and its gradient is A times that of log p_new: the clip then has no effect.
+    The result is [B, T]; training maximizes it. With infinite clips it is r A. Where the proximal point is the detached
+    current policy, r is 1, the clip has no effect, and the gradient is A times that of log p_new.
 
     Args:
         log_probs: [B, T] current policy, carries the gradient; nats.
@@ -34,48 +34,48 @@ def clipped_surrogate(
 def clip_share(
     log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """True where the clip removes the gradient, [B, T]: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0."""
+    """Return where the clip removes the gradient: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0; bool."""
     return _is_clipped((log_probs - proximal_log_probs).detach().exp(), advantages, clip_low, clip_high)
 
 
 class Surrogate(NamedTuple):
-    """Holds what training maximizes of each token, and where the clip changed its gradient. Both [B, T]."""
+    """The objective of each token, which training maximizes, and where the clip changed its gradient. Both [B, T]."""
 
     value: Tensor  # S, carries the gradient of the policy
     clipped: Tensor  # bool
 
 
-# A surrogate computes S of every token from (log_probs, proximal_log_probs, advantages, clip_low, clip_high) as in
-# `clipped_surrogate`, and the response mask [B, T]. The gradient of S of a token is a factor times that of its own
-# log p_new, so that a correction weighs or rejects the token alone; the factor may depend on the whole response,
-# rejected tokens included. S does not depend on the correction, as `training.kappa_repair` requires.
+# A surrogate function computes S of every token from the arguments of `clipped_surrogate` and the response mask [B, T].
+# The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
+# reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
+# the correction, as `training.kappa_repair` requires. SG marks what carries no gradient.
 
 
 def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """`clipped_surrogate`; clipped where the gradient is removed."""
-    clips = (low, high)
+    """Compute `clipped_surrogate`; `clipped` is True where the clip removes the gradient."""
     return Surrogate(
-        clipped_surrogate(log_probs, proximal, advantages, *clips), clip_share(log_probs, proximal, advantages, *clips)
+        clipped_surrogate(log_probs, proximal, advantages, low, high),
+        clip_share(log_probs, proximal, advantages, low, high),
     )
 
 
 def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """min(s A, clip(s) A) with s = (prod r_u)^(1/n) over the n sampled tokens u of the response.
+    """Compute min(s A, clip(s) A) with s = (prod r_u)^(1/n) over the n sampled tokens u of the response.
 
     GSPO-token, arXiv 2507.18071 section 4.3: s_t = SG(s) p_new / SG(p_new), which has the value of s and the gradient
-    of the token. Averaged over a response of one advantage, value and gradient are those of GSPO, eq. 5. verl's `gspo`
-    is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). Clipped where the gradient is
-    removed, that is on all tokens of a response or on none.
+    of the token. Averaged over a response whose tokens have one advantage, value and gradient are those of GSPO, eq. 5.
+    verl's `gspo` is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). `clipped` is True
+    where the clip removes the gradient: on all tokens of a response or on none.
     """
     ratio = _mean((log_probs - proximal).detach(), mask).exp() * _unit_ratio(log_probs)
     return Surrogate(_clipped(ratio, advantages, low, high), _is_clipped(ratio, advantages, low, high))
 
 
 def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """A (prod r'_u)^(1/n), with r' the ratio of a token after PPO's one-sided clip by the sign of A.
+    """Compute A (prod r'_u)^(1/n), with r' a token's ratio after PPO's one-sided clip by the sign of A.
 
-    GMPO, arXiv 2507.20673 (its code: callsys/GMPO, train_zero_math_gmpo.py, commit 1f7b092; verl's `geo_mean`), in the
-    form of a token like `gspo`: the value is that of the response, the gradient of a token goes through its own
+    GMPO, arXiv 2507.20673 (its code: callsys/GMPO, train_zero_math_gmpo.py, commit 1f7b092; verl's `geo_mean`), written
+    for single tokens as in `_gspo`: the value is that of the response; a token's gradient goes through its own
     log p_new, and is removed where its own ratio is clipped. Averaged over a response, both are those of the paper.
     """
     log_ratio = (log_probs - proximal).detach()
@@ -88,11 +88,11 @@ def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
 
 
 def _cispo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """SG(clip(r, 1 - clip_low, 1 + clip_high)) A log p_new: every token keeps a gradient, of a bounded weight.
+    """Compute SG(clip(r, 1 - clip_low, 1 + clip_high)) A log p_new: every token keeps a gradient, of a bounded weight.
 
     CISPO, arXiv 2506.13585 eqs. 4 and 5. verl's `cispo` is the same with log r cut at +-20 (core_algos.py, commit
-    b178a3c); TRL's bounds r from above alone, at `epsilon_high` itself (grpo_trainer.py, commit f2cd577). Clipped where
-    the bounds change r.
+    b178a3c); TRL's bounds r from above alone, at `epsilon_high` itself (grpo_trainer.py, commit f2cd577). `clipped` is
+    True where the bounds change r.
     """
     ratio = (log_probs - proximal).detach().exp()
     bounded = ratio.clamp(1.0 - low, 1.0 + high)
@@ -108,12 +108,12 @@ def oapl(
     high: float,
     beta: float = 1.0,
 ) -> Surrogate:
-    """-(beta log R - A)^2 / (2 beta) of a response, R = p_new / p_proximal, in equal parts on its n sampled tokens.
+    """Compute -(beta log R - A)^2 / (2 beta) of a response, R = p_new / p_proximal, shared by its n sampled tokens.
 
-    OAPL, arXiv 2602.19362: with the sampler as the proximal point and A of `advantages.oapl` it regresses
-    beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. Its minimum is
-    p_inf e^(r / beta) / sum p_inf e^(r / beta). The factor 1 / (2 beta) is ours: so the gradient of a token is A minus
-    beta log R, of the size of the other surrogates'. Nothing is clipped.
+    OAPL, arXiv 2602.19362: with the sampler as the proximal point and A from `advantages.oapl`, this regresses
+    beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. The optimum is
+    p_new = p_inf e^(r / beta) / sum p_inf e^(r / beta). The factor 1 / (2 beta) is ours: with it the gradient's factor
+    is A minus beta log R, of the size of the other surrogates'. Nothing is clipped.
     """
     log_ratio = torch.where(mask, log_probs - proximal, 0.0).detach()
     missing = advantages - beta * log_ratio.sum(-1, keepdim=True)
@@ -126,7 +126,7 @@ SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo,
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """min(r A, clip(r) A), [B, T]."""
+    """Return min(r A, clip(r) A), [B, T]."""
     bound = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
 
     # Not torch.minimum of the two: where r is exactly a bound, versions of torch differ in the gradient of clamp.
@@ -138,32 +138,33 @@ def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: f
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over the sampled tokens of each response, [B, 1]; 0 for one without tokens."""
+    """Return the mean over the sampled tokens of each response, [B, 1]; 0 for a response without sampled tokens."""
     return torch.where(mask, values, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _unit_ratio(log_probs: Tensor) -> Tensor:
-    """Return 1 with the gradient of log p_new, p_new / SG(p_new): [B, T]."""
+    """Return p_new / SG(p_new), the number 1 with the gradient of log p_new: [B, T]."""
     return (log_probs - log_probs.detach()).exp()
 
 
 def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of a critic, as PPO2 and verl: [B, T].
-
-    The second tensor is True where the clip removes the gradient: [B, T].
+    """Compute a critic's loss, max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, as PPO2 and verl.
 
     Args:
         values: [B, T] carries the critic's gradient.
         old_values: [B, T] detached, before the first update on the batch.
         returns: [B, T] detached, of `advantages.gae`.
         clip: above 0; math.inf for no clip.
+
+    Returns:
+        The loss of every token, and a bool that is True where the clip removes its gradient: [B, T] each.
     """
     clipped = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     free, held = (values - returns).square(), (clipped - returns).square()
     return 0.5 * torch.maximum(free, held), (held > free).detach()
 
 
-# An aggregate turns token losses [B, T] into (numerator, denominator), both scalars that add up over micro-batches and
+# An aggregate turns token losses [B, T] into (numerator, denominator), two scalars that add up over micro-batches and
 # ranks. `counted` [B, T] is the weight of each token in the denominator: the response mask, the acceptance mask, or
 # a(x). A sequence is never split between micro-batches. `max_length` is the sampling limit on T.
 
@@ -174,7 +175,7 @@ def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tenso
 
 
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Average over the tokens of a sequence, then over the sequences with counted tokens, GRPO, arXiv 2402.03300."""
+    """Average over the tokens of each sequence, then over the sequences with counted tokens, GRPO, arXiv 2402.03300."""
     counts = counted.sum(-1)
     present = counts > 0
     return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()
@@ -200,12 +201,12 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """(log p - log p_reference)^2 / 2 of sampled tokens; on the policy's own rollouts its gradient is the KL's."""
+    """Return (log p - log p_reference)^2 / 2 of sampled tokens; its gradient is the KL's if the policy sampled them."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 
 def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """r - 1 - log r with r = p_reference / p of sampled tokens, never negative; GRPO's, arXiv 2402.03300 eq. 4."""
+    """Return r - 1 - log r, r = p_reference / p of sampled tokens, never negative: GRPO's, arXiv 2402.03300 eq. 4."""
     log_ratio = reference_log_probs - log_probs
     return log_ratio.exp() - 1.0 - log_ratio
 

@@ -18,7 +18,7 @@ ROUNDING = 1e-6  # of Z in float32
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -> Sums:
-    """Measure how far p_old is from p_inf on the sampled tokens, before any correction.
+    """Measure how far p_old, the policy that received the batch, is from p_inf on the sampled tokens.
 
     Args:
         log_ratio: [B, T] log p_old / p_inf of sampled tokens, 0 where masked.
@@ -27,8 +27,8 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
     """
     ratio = log_ratio.double().exp()
     present = mask.any(-1)
-    whole = log_ratio.double().sum(-1)  # [B] log ratio of the response
-    prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log ratio of the tokens before each token
+    whole = log_ratio.double().sum(-1)  # [B] log of the ratio of the response
+    prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log of the ratio of the tokens before each token
 
     columns = {
         "mismatch/ratio": ratio,
@@ -51,10 +51,10 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
 def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Means:
     """Estimate KL(p_old || p_new), how far the policy has moved on this batch, from tokens that p_inf sampled.
 
-    `k1` is logged by other frameworks as the KL of an update. It is unbiased only where p_inf is p_old, and then at
-    least 0 in expectation; below 0 it shows the mismatch. `weighted` weights each token by p_old / p_inf, which is
-    unbiased in every state that the rollout model visited. (The case study on KL estimation in "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training".)
+    `k1` is what other frameworks log as the KL of an update. It is unbiased only where p_inf is p_old, and then at
+    least 0 in expectation; a `k1` below 0 is a sign of mismatch. `weighted` weights each token by p_old / p_inf, which
+    is unbiased in every state that the rollout model visited. (Source: the case study on KL estimation in "Your
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training".)
 
     Args:
         moved: [B, T] log p_old / p_new of sampled tokens, 0 where masked.
@@ -75,7 +75,8 @@ def correction_metrics(
 ) -> Sums:
     """Measure what the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
 
-    Acceptance is measured by sign and by position here; `measure_overlap` has it of all tokens and of each model's.
+    The acceptance is measured by sign and by position only: `measure_overlap` measures it over all tokens, and over
+    those of each model.
 
     Args:
         lam: of the correction.
@@ -120,7 +121,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
     Args:
         overlap: of the same tokens, by `measured`.
-        has_z: Z is known; else nothing is said of it.
+        has_z: whether Z is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
     ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask
@@ -133,10 +134,10 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
         "correction/clip_frac": correction.capped,
     }
 
-    of_z = ("obrs/z", "obrs/acceptance_minus_z", "obrs/z_bound_width") if has_z else ()
+    z_names = ("obrs/z", "obrs/acceptance_minus_z", "obrs/z_bound_width") if has_z else ()
     sums: Sums = {
         **means(columns, {"": mask}),
-        **{name: overlap[name] for name in ("obrs/acceptance", *of_z)},
+        **{name: overlap[name] for name in ("obrs/acceptance", *z_names)},
         "mismatch/ratio_max": Max.of(ratio, mask),
         "correction/weight_max": Max.of(factor, mask),
     }
@@ -144,7 +145,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
 
 def _kappa_error(totals: Sums) -> Tensor | float:
-    """Return the standard error of kappa = sum a / sum Z, from the spread of a - Z; 0 without totals."""
+    """Return the standard error of kappa = sum a / sum Z, from the variance of a - Z; 0 without totals."""
     if not totals:
         return 0.0
     gaps, z = Mean.named(totals, "obrs/acceptance_minus_z"), Mean.named(totals, "obrs/z")
@@ -165,7 +166,7 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
 
 
 def lag(batch: TokenBatch, version: Version) -> Sums:
-    """Count the optimizer steps that each model has taken since each token was generated, to the version of now."""
+    """Measure the lag of each token: the optimizer steps that each model took between its sampling and `version`."""
     sums: Sums = {}
     for role, now, then in zip(Version._fields, version, batch.versions.unbind(-1), strict=True):
         steps = (now - then).double()
@@ -175,6 +176,6 @@ def lag(batch: TokenBatch, version: Version) -> Sums:
 
 
 def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Split the mask [B, T] by bands of positions; a position counts all response tokens, a tool's too."""
+    """Split the mask [B, T] by bands of positions; positions count all response tokens, those of tools too."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return {f"{prefix}_at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}

@@ -11,8 +11,7 @@ Jackpot, arXiv 2602.06107, sections 3 and 4; the rule is Verine et al. 2024. Wit
 Since lam Z <= 1, a(x) min(w(x), c1) = min(Z rho, c1) for every lam and every c1 >= 1.
 
 `rollout_log_probs` is log p_inf and `target_log_probs` is log p_target, in nats. `lam` is a number above 0 or a tensor
-that broadcasts. No function here is meant to carry a gradient: OBRS is a stop-gradient quantity, so pass detached
-tensors.
+that broadcasts. OBRS is computed without gradient, so pass detached tensors to all functions.
 Shapes: `...` any, `V` vocabulary, `K` top-k entries.
 
 Status: supported.
@@ -27,16 +26,16 @@ from torch.nn.functional import pad
 
 
 def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """a(x) = min(1, p_target(x) / (lam p_inf(x))) of sampled tokens (eq. 3), in [0, 1]. Any shape, kept.
+    """Return a(x) = min(1, p_target(x) / (lam p_inf(x))), the probability that OBRS accepts a sampled token (eq. 3).
 
-    It is 0 where p_target is 0, also for a token outside both supports.
+    It is in [0, 1], and 0 where p_target is 0, also where p_inf is 0 too. Any shape, kept.
     """
     ratio = target_log_probs - rollout_log_probs - log_lam(lam)  # NaN where both are -inf
     return torch.where(target_log_probs.isneginf(), 0.0, ratio.clamp(max=0.0).exp())
 
 
 def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw the Bernoulli mask of mean a(x): True where uniform < a(x). Any shape, kept.
+    """Draw the mask of accepted tokens, True with probability a(x): where uniform < a(x). Any shape, kept.
 
     With `uniforms` in [0, 1), a = 1 always accepts and a = 0 never does.
     """
@@ -44,17 +43,17 @@ def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def log_kept_mass(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """log o(x) = log min(p_inf(x), p_target(x) / lam), the unnormalized log p~. Any shape, kept."""
+    """Return log o(x) = log min(p_inf(x), p_target(x) / lam), the unnormalized log p~. Any shape, kept."""
     return torch.minimum(rollout_log_probs, target_log_probs - log_lam(lam))
 
 
 def exact_z(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """Z = sum_x min(p_inf(x), p_target(x) / lam) over a whole vocabulary: [..., V] -> [...]."""
+    """Sum Z = sum_x min(p_inf(x), p_target(x) / lam) over a whole vocabulary: [..., V] -> [...]."""
     return log_kept_mass(rollout_log_probs, target_log_probs, lam).exp().sum(-1)
 
 
 def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """log p~, the distribution of accepted tokens (eq. 4): [..., V] -> [..., V]; -inf throughout where Z is 0."""
+    """Return log p~, the distribution of accepted tokens (eq. 4): [..., V] -> [..., V]; all -inf where Z is 0."""
     kept = log_kept_mass(rollout_log_probs, target_log_probs, lam)
     return torch.where(kept.isneginf().all(-1, keepdim=True), -torch.inf, torch.log_softmax(kept, dim=-1))
 
@@ -62,12 +61,12 @@ def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: flo
 class ZEstimate(NamedTuple):
     """An estimate of Z from a part of the vocabulary, with bounds lower <= Z <= upper. All [...], float."""
 
-    value: Tensor  # enters the weight; equals `lower` (the paper's Z_approx) unless Z is exact
+    value: Tensor  # enters the weight; equals `lower`, the paper's Z_approx
     lower: Tensor
     upper: Tensor
-    rollout_mass: Tensor  # p_inf of the tokens whose two probabilities are both known
-    target_mass: Tensor  # p_target of the same tokens, but for those that a truncated sampler never gives
-    union: Tensor  # 1 where they are the top k of both models, or all; 0 where they are the top k of the sampler alone
+    rollout_mass: Tensor  # sum of p_inf over the tokens of which p_inf and p_target are both known
+    target_mass: Tensor  # sum of p_target over the same tokens, without those that a truncated sampler never gives
+    union: Tensor  # 1 where these are the top k of both models, or all tokens; 0: the top k of the sampler alone
 
 
 def topk_z(
@@ -82,14 +81,14 @@ def topk_z(
 ) -> ZEstimate:
     """Estimate Z from the two top-k sets (section 4.4.1), with bounds on the tokens outside them.
 
-    K = topk(p_inf), where both probabilities are known. N = topk(p_target) without K, where p_inf is known only if
-    `fill_valid`: then `fill_ins` is log p_inf of these tokens, re-scored with the weights that sampled. With m = 1 -
-    p_inf(known), q the smallest p_inf > 0 in K, and t = 1 - p_target(K and N):
+    K = topk(p_inf); both probabilities of its tokens are known. N = topk(p_target) without K; p_inf of its tokens is
+    known only where `fill_valid` is True: there `fill_ins` is their log p_inf, computed again with the weights that
+    sampled. With m = 1 - p_inf(known tokens), q the smallest p_inf > 0 in K, and t = 1 - p_target(K and N):
 
         lower = sum over known x of min(p_inf, p_target/lam)
-        upper = lower + min(m, sum over N unknown of min(q, p_target/lam) + min(m, t/lam))
+        upper = lower + min(m, sum over unknown x in N of min(q, p_target/lam) + min(m, t/lam))
 
-    and never more than min(1, 1/lam). Where all of p_inf is captured the bounds meet.
+    and never more than min(1, 1/lam). Where the known tokens have all of p_inf, the bounds meet.
 
     Args:
         rollout_top_log_probs: [..., K], -inf outside a truncated support.
@@ -105,14 +104,17 @@ def topk_z(
     filled = is_new & fill_valid.unsqueeze(-1)
     unknown = is_new & ~fill_valid.unsqueeze(-1)
 
+    # The kept mass of all tokens of which both probabilities are known: the lower bound.
     known = log_kept_mass(rollout_top_log_probs, target_at_rollout_top, lam).exp().sum(-1)
     known = known + _masked_mass(log_kept_mass(fill_ins, target_top_log_probs, lam), filled)
+
     rollout_mass = (rollout_top_log_probs.exp().sum(-1) + _masked_mass(fill_ins, filled)).clamp(max=1.0)
     target_on_rollout = target_at_rollout_top.exp().sum(-1)
-    # Which ids the list has outside a truncated support is left to how the engine breaks ties.
+    # A truncated engine fills its list with ids outside of its support, as it pleases: they must not count.
     target_on_support = _masked_mass(target_at_rollout_top, ~rollout_top_log_probs.isneginf())
     target_mass = (target_on_support + _masked_mass(target_top_log_probs, filled)).clamp(max=1.0)
 
+    # The most that all other tokens can add: the upper bound.
     rest = 1.0 - rollout_mass  # m
     target_rest = (1.0 - target_on_rollout - _masked_mass(target_top_log_probs, is_new)).clamp(min=0.0)  # t
     scale = _like(lam.squeeze(-1) if isinstance(lam, Tensor) else lam, known)
@@ -124,36 +126,37 @@ def topk_z(
 
 
 def known_z(z: Tensor) -> ZEstimate:
-    """Wrap an exactly known Z, [...], as an estimate whose bounds meet."""
+    """Return an exactly known Z, [...], as an estimate whose bounds meet."""
     ones = torch.ones_like(z)
     return ZEstimate(z, z, z, ones, ones, ones)
 
 
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
-    """kappa = sum a / sum Z_k over the tokens of one optimizer step (section 4.4.2). Scalars.
+    """Return kappa = sum a / sum Z_k over the tokens of one optimizer step (section 4.4.2), from both sums. Scalars.
 
-    The sum is over a(x), not over the Bernoulli mask: the same expectation with less variance. kappa corrects the mean
-    of Z_k only. It is 1 where z_sum is 0: no token, or no overlap at all, and then every weight is 0 with any kappa.
+    The sum is over a(x), not over the Bernoulli mask: the same expectation with less variance. Kappa corrects the mean
+    of Z_k, not the single Z_k. It is 1 where z_sum is 0: without tokens, or without any overlap, where every weight is
+    0 whatever kappa is.
     """
     return torch.where(z_sum > 0, acceptance_sum / z_sum.clamp(min=torch.finfo(z_sum.dtype).tiny), 1.0)
 
 
 def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
-    """w = Z max(lam, rho) of accepted tokens, before any cap (Algorithm 1, line 23). Any shape, kept."""
+    """Return w = Z max(lam, rho), the weight of accepted tokens before caps (Algorithm 1, line 23). Any shape, kept."""
     return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, _like(log_lam(lam), z))).exp()
 
 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
-    """Solve Z(lam) = budget, the expected acceptance, for lam (Theorem 3.4): [..., V] -> [...].
+    """Solve Z(lam) = budget, the expected acceptance, for lam (Theorem 3.4): [..., V] -> [...], float64.
 
     Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0. With the tokens sorted by
-    rho, lam = P_target(first i) / (budget - P_inf(the others)) for the one i at which it lies between rho_i and
-    rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho serves; that one is
-    returned.
+    rho, lam = P_target(first i tokens) / (budget - P_inf(the other tokens)), for the only i at which this lam lies
+    between rho_i and rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a
+    solution; the smallest positive rho is returned.
 
     Raises:
-        ValueError: `budget` outside (0, 1], or above P_inf(rho > 0) somewhere; on CUDA that second one is an assertion
-            of the device's, since to look would wait for it.
+        ValueError: `budget` is outside (0, 1], or above P_inf(rho > 0) somewhere. On CUDA, which is not waited for, the
+            second is an assertion on the device instead.
     """
     if not 0.0 < budget <= 1.0:
         raise ValueError(f"budget is {budget}; an expected acceptance lies in (0, 1]")
@@ -184,17 +187,17 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
 
 def z_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> tuple[Tensor, Tensor]:
-    """Return (Z, lam) with the lam of `lam_for_budget`, so that Z is `budget`: [..., V] -> [...] each, in float64."""
+    """Return Z and the lam of `lam_for_budget`, at which Z equals `budget`: [..., V] -> [...] each, float64."""
     lam = lam_for_budget(rollout_log_probs, target_log_probs, budget)
     return exact_z(rollout_log_probs.double(), target_log_probs.double(), lam.unsqueeze(-1)), lam
 
 
 def log_lam(lam: float | Tensor) -> float | Tensor:
-    """log lam of a number or a tensor.
+    """Return log lam of a number or a tensor.
 
     Raises:
-        ValueError: a lam is not above 0. (lam = 0 would accept every token: use no rejection instead.) On CUDA a tensor
-            is not looked at, which would wait for the device: there such a lam gives NaN or -inf.
+        ValueError: a lam is not above 0. (lam = 0 would accept every token: use no rejection instead.) A tensor on CUDA
+            is not checked, which would wait for the device: there such a lam gives NaN or -inf.
     """
     if isinstance(lam, Tensor):
         if not lam.is_cuda and not (lam > 0).all():
@@ -205,17 +208,17 @@ def log_lam(lam: float | Tensor) -> float | Tensor:
     return math.log(lam)
 
 
-def _not_among(ids: Tensor, others: Tensor) -> Tensor:
-    """Return True where an id [..., K'] is none of `others` [..., K]; loops over K to avoid a tensor [..., K', K]."""
-    ids, others = ids.int(), others.int()
+def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
+    """Return True where an id [..., K'] is none of those `listed`, [..., K]: bool [..., K']."""
+    ids, listed = ids.int(), listed.int()
     missing = torch.ones_like(ids, dtype=torch.bool)
-    for other in others.unbind(-1):
-        missing &= ids != other.unsqueeze(-1)
+    for listed_id in listed.unbind(-1):  # one by one: a tensor [..., K', K] would be large
+        missing &= ids != listed_id.unsqueeze(-1)
     return missing
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of tokens of unknown p_inf, [...]: none has more than the least p_inf > 0 of those listed."""
+    """Bound the kept mass of tokens of unknown p_inf, [...]: none has a larger p_inf than the least one listed."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
@@ -226,6 +229,6 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, log_mass.exp(), 0.0).sum(-1)
 
 
-def _like(number: float | Tensor, other: Tensor) -> Tensor:
-    """Return a number as a tensor of the same dtype and device, made there: a copy would wait for the device."""
-    return number.to(other) if isinstance(number, Tensor) else other.new_full((), number)
+def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
+    """Return a value as a tensor like `tensor`, created on its device, since a copy would wait for the device."""
+    return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

@@ -1,7 +1,8 @@
-"""Checks of the tensors that another framework's loop gives: their form, their numbers, and signs of a mistake.
+"""Checks of the tensors that another framework's loop passes: their form, their numbers, and signs of a mistake.
 
-A sign is a scalar, True where healthy tensors cannot be what was given. On a CPU it is looked at in the call. On a GPU
-a look would wait for the device, so signs are copied meanwhile, and a later call looks at those of an earlier one.
+A sign is a bool scalar, True where the tensors look like those of a known mistake, and not like those of healthy
+models. On a CPU the call reads it at once. Reading it on a GPU would wait for the device, so there signs are copied in
+the background, and a later call reads those of an earlier call.
 """
 
 import warnings
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from jackpot.core.errors import DataError
 
-_LEAST = 64  # tokens of which a sign is taken
+_LEAST = 64  # fewer tokens show no sign
 _SIGNS = {  # what is wrong and what to do, by sign
     "empty": "response_mask is False at every token, so there is nothing to correct; leave this batch out",
     "swapped": "the tokens were not sampled by what rollout_log_probs are of, and look as sampled by what "
@@ -24,29 +25,30 @@ _SIGNS = {  # what is wrong and what to do, by sign
     "rounded": "all log-probs of one model are rounded to bfloat16, 1 part in 256, which OBRS reads as mismatch; take "
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
-_WARNED = ("swapped", "rounded")  # signs that tensors may have which somebody made up, and inexact ones
-_ROUNDING = 0.01  # largest log-prob, and Z above its bound, by rounding
+_WARNED = ("swapped", "rounded")  # signs that made-up tensors or inexact ones may show too: no errors
+_ROUNDING = 0.01  # by how much rounding may raise a log-prob above 0, and Z above its bound
 
-_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and what says that they have arrived
-_pending: list[_Copied] = []  # on their way from a GPU: none, or of one call
-
-
-def described(given: object) -> str:
-    """Say what was given in place of something else: a tensor's shape, or a type."""
-    return str(list(given.shape)) if isinstance(given, Tensor) else f"of type {type(given).__name__}"
+_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event of their arrival
+_pending: list[_Copied] = []  # signs of one call on their way from a GPU, or empty
 
 
-def check_tensors(mask: object, given: Mapping[str, object]) -> None:
-    """Raise the DataErrors of `correct` about types, shapes, dtypes and devices."""
+def described(argument: object) -> str:
+    """Describe an argument of the wrong form: a tensor by its shape, anything else by its type."""
+    return str(list(argument.shape)) if isinstance(argument, Tensor) else f"of type {type(argument).__name__}"
+
+
+def check_tensors(mask: object, tensors: Mapping[str, object]) -> None:
+    """Raise the DataErrors of `correct` about types, shapes, dtypes and devices of its tensors, by their names."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
         text = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else described(mask)
         raise DataError(
             f"response_mask is {text}; it must be [B, T] torch.bool (`.bool()`), True where a token was sampled"
         )
 
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):
             continue
+
         if not isinstance(tensor, Tensor) or tensor.shape != mask.shape:
             raise DataError(
                 f"{name} is {described(tensor)} and response_mask {list(mask.shape)}; both must be tensors, [B, T], "
@@ -59,14 +61,15 @@ def check_tensors(mask: object, given: Mapping[str, object]) -> None:
             raise DataError(f"{name} is on {tensor.device} and response_mask on {mask.device}; move one of them")
 
 
-def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) -> None:
+def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float) -> None:
     """Raise the DataErrors of `correct` about numbers at tokens of the mask."""
-    most = min(1.0, 1.0 / lam)
-    for name, tensor in given.items():
+    largest_z = min(1.0, 1.0 / lam)
+    for name, tensor in tensors.items():
         if tensor is None:
             continue
 
         numbers = tensor.detach()[mask]
+        # The policy may give a sampled token the probability 0, and the engine that sampled it may not.
         may_be_zero = numbers.isneginf() if name == "target_log_probs" else torch.zeros_like(numbers, dtype=torch.bool)
         if wrong := int((~numbers.isfinite() & ~may_be_zero).sum()):
             why = "; estimate_z gives NaN where the engine's list names a token twice or sums to more than 1"
@@ -76,10 +79,10 @@ def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) 
 
         if name.endswith("log_probs") and (numbers > _ROUNDING).sum() > (numbers < -_ROUNDING).sum():
             raise DataError(f"{name} is above 0 at most tokens; log-probs are natural logarithms of probabilities")
-        if name == "z" and not ((numbers >= 0) & (numbers <= most + _ROUNDING)).all():
+        if name == "z" and not ((numbers >= 0) & (numbers <= largest_z + _ROUNDING)).all():
             raise DataError(
                 f"z holds numbers from {float(numbers.min()):.4g} to {float(numbers.max()):.4g}; at lam = {lam:g} Z is "
-                f"in [0, {most:g}]: estimate it at the lam of the correction"
+                f"in [0, {largest_z:g}]: estimate it at the lam of the correction"
             )
 
         if name == "uniforms" and not ((numbers >= 0) & (numbers < 1)).all():
@@ -87,17 +90,18 @@ def check_numbers(mask: Tensor, given: Mapping[str, Tensor | None], lam: float) 
 
 
 def report_signs(signs: Mapping[str, Tensor]) -> None:
-    """Raise a DataError about the first of `signs` that is True, or warn where it is one of `_WARNED`.
+    """Raise a DataError about the first sign that is True; warn about signs of `_WARNED`.
 
-    On a GPU, not run there, it is about an earlier call's, as soon as they have arrived; nothing waits for the device.
+    On a GPU the error is about the signs of an earlier call, if they have arrived; nothing waits for the device.
+    Status there: never run.
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
-        earlier = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
+        arrived = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
             _pending.append((copied, torch.cuda.current_stream().record_event()))
-        signs = earlier
+        signs = arrived
 
     for name in (name for name, sign in signs.items() if device != "meta" and sign):
         if name not in _WARNED:
@@ -108,23 +112,24 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
 def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Look for signs of a mistake in the log-probs of sampled tokens, [B, T] each: bool scalars by name.
 
-    Where p_inf sampled, the product of rho = p_target / p_inf over all tokens has a mean of at most 1, whatever the
-    models, so that its logarithm is above 30 with a chance of e^-30. Swapped, it is; and 1 / rho has the mean 1, which
-    it has not where p_target was trained on these very tokens.
+    Swapped: where p_inf sampled the tokens, the product of rho = p_target / p_inf over all tokens has an expectation of
+    at most 1, whatever the models, so its logarithm exceeds 30 with a chance of at most e^-30. It does exceed 30 if the
+    two are swapped, and the mean of 1 / rho is then 1. (The mean of 1 / rho is not 1 for a p_target that was trained on
+    these very tokens, which may also raise the product.)
     """
     count, log_ratio = mask.sum(), torch.where(mask, target - rollout, 0.0).double()
     inverse = torch.where(mask, (-log_ratio).exp(), 0.0)
     mean = inverse.sum() / count
     error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
 
-    both, here = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
+    pairs, unshifted = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
     shifted = torch.maximum(
-        _correlation(rollout[:, 1:], target[:, :-1], both), _correlation(rollout[:, :-1], target[:, 1:], both)
+        _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)
     )
     return {
         "empty": count == 0,
         "swapped": (log_ratio.sum() > (0.02 * count).clamp(min=30.0)) & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
-        "shifted": (shifted > 0.7) & (here < 0.5 * shifted) & (both.sum() >= _LEAST),
+        "shifted": (shifted > 0.7) & (unshifted < 0.5 * shifted) & (pairs.sum() >= _LEAST),
         "rounded": _is_rounded(rollout, mask) | _is_rounded(target, mask),
     }
 
@@ -132,27 +137,31 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
 def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> dict[str, Tensor]:
     """Look for logits that are shifted by a token, in the most probable tokens of both models, [..., T] each.
 
+    The sign is set where the two models agree on the most probable token far more often when one row is shifted.
+
     Args:
         usable: [..., T] bool, positions with a list of the engine.
     """
-    here, *shifted = (
-        ((policy_best[..., one] == rollout_best[..., other]) & usable[..., other]).sum() / usable[..., other].sum()
-        for one, other in ((slice(None),) * 2, (slice(1, None), slice(None, -1)), (slice(None, -1), slice(1, None)))
+    every, after_first, before_last = slice(None), slice(1, None), slice(None, -1)  # positions
+    unshifted, *shifted = (
+        ((policy_best[..., at_policy] == rollout_best[..., at_rollout]) & usable[..., at_rollout]).sum()
+        / usable[..., at_rollout].sum()
+        for at_policy, at_rollout in ((every, every), (after_first, before_last), (before_last, after_first))
     )
-    most = torch.maximum(*shifted)
-    return {"shifted_logits": (most > 0.5) & (here < 0.5 * most) & (usable.sum() >= _LEAST)}
+    agreement = torch.maximum(*shifted)
+    return {"shifted_logits": (agreement > 0.5) & (unshifted < 0.5 * agreement) & (usable.sum() >= _LEAST)}
 
 
-def _correlation(one: Tensor, other: Tensor, mask: Tensor) -> Tensor:
-    """Return the correlation of two columns where `mask` is True, a scalar; NaN where one is constant."""
-    columns = torch.stack([one, other]).double().where(mask, 0.0)
+def _correlation(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
+    """Return the correlation of two tensors [B, T] where `mask` is True, a scalar; NaN where a tensor is constant."""
+    columns = torch.stack([left, right]).double().where(mask, 0.0)
     centred = (columns - columns.sum((1, 2), keepdim=True) / mask.sum()).where(mask, 0.0)
     squares = centred.square().sum((1, 2))
     return centred.prod(0).sum() / squares.prod().sqrt()
 
 
 def _is_rounded(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Tell whether log-probs, of enough tokens and not all alike, are numbers of bfloat16: a scalar."""
+    """Tell whether log-probs [B, T], of enough tokens and not all equal, are numbers of bfloat16: a bool scalar."""
     counted = mask & (log_probs < 0)
     is_short = torch.where(counted, log_probs.bfloat16().to(log_probs.dtype) == log_probs, True)
     differ = (log_probs[:, 1:] != log_probs[:, :-1]) & counted[:, 1:] & counted[:, :-1]

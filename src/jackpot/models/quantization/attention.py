@@ -1,9 +1,9 @@
-"""Attention of the FP8 flow: independent of the batch on a CPU, on keys and values as an FP8 cache stores them.
+"""Attention for training with an engine's codes: independent of the batch on a CPU, with an FP8 cache's rounding.
 
 A quantized layer turns a difference in the last bit of its input into one of several percent wherever a code flips. So
-float32 attention, whose sums depend on padding, cache and batch, would undo what the exact product gains. In float64
-such differences are far below the rounding to float32 at its end, and training, which reads whole sequences, has the
-bits of an engine that decodes token by token.
+float32 attention, whose sums depend on padding, cache and batch, would undo the gain of the exact product. In float64
+such differences are far below the final rounding to float32. So training, which reads whole sequences, has the bits of
+an engine that decodes token by token.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def in_float64(attend: Attention) -> Attention:
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds keys or values to FP8 with the gradient of the identity."""
+    """The rounding of keys or values to FP8, with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ _PROBE = "jackpot_probe"  # value of `config._attn_implementation`
 def reads_what_it_caches(model: PreTrainedModel) -> bool:
     """Tell whether the attention of a model reads keys and values as they are cached.
 
-    Otherwise a cache that is rounded and rounding at attention are two things. DeepSeek's attention caches latents and
-    makes keys and values of them; that of DiffLlama repeats values. It is tried on a token, whatever the weights are;
-    on the meta device, where nothing has an address, any model is taken to read it.
+    Otherwise it is not the same to round the cache and to round at attention. DeepSeek's attention caches latents and
+    computes keys and values from them; DiffLlama's repeats values. The model is tried on a token, whatever its weights
+    are. On the meta device, where tensors have no address, the answer is True.
     """
     if model.device.type == "meta":
         return True
@@ -93,7 +93,7 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
     return {tensor.untyped_storage().data_ptr() for tensor in read} <= cached
 
 
-_SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes of below
+_SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes below
 _EXACT, _FP8 = "_exact", "_fp8"
 
 for _base, _plain in ((_SDPA, sdpa_attention_forward), (PACKED, packed_attention)):
@@ -105,17 +105,17 @@ for _suffix in (_EXACT, _FP8, _EXACT + _FP8):
 
 
 def packed_implementation(config: PreTrainedConfig) -> str:
-    """Return the attention of packed rows that computes as a model's own does."""
+    """Return the name of the attention for packed rows that computes as a model's own attention does."""
     name = config._attn_implementation or ""
     return name.replace(_SDPA, PACKED) if name.startswith(_SDPA) else PACKED
 
 
 def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:
-    """Let a model in training attend as a quantized engine does.
+    """Let a model in training attend as a quantized engine does, in place.
 
     Args:
         fp8_cache: round keys and values as the engine's cache does, with the gradient of the identity.
-        exact: compute in float64, as the engine on a CPU.
+        exact: compute in float64, as the engine does on a CPU.
 
     Raises:
         ModelError: the model's attention cannot be replaced.

@@ -1,9 +1,9 @@
-"""Converts a model so that its linear layers compute with quantized weights. Torch only.
+"""The conversion of a model to linear layers with quantized weights. Torch only.
 
 The linear layers inside the model are quantized. Embeddings and the output layer are kept, as their rounding reaches
-every token at once; so are norms, biases, and the routers of experts, which choose by small differences. A weight that
-belongs to no linear layer, such as one tensor of all experts, is kept too, and so is one that the code of the layer
-around it multiplies itself, as a Mamba layer does; the report names everything that is kept.
+every token at once; so are norms, biases, and the routers of experts, which choose by small differences. Two more kinds
+of weights are kept: a weight that belongs to no linear layer, such as one tensor of all experts, and a weight that the
+layer around it multiplies in its own code, as a Mamba layer does. `Conversion.kept` names everything that is kept.
 """
 
 import inspect
@@ -38,11 +38,11 @@ def quantized_names(model: nn.Module) -> Conversion:
     find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers
     head = find_head() if find_head else None
 
-    converted, kept = [], {}
+    reasons: dict[str, str | None] = {}  # to keep a parameter, by its name; None: it is converted
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
         module = modules[path]
-        why = (
+        reasons[name] = (
             (parameter.ndim < 2 and "bias or norm")
             or (isinstance(module, nn.Embedding) and "embedding")
             or (not (isinstance(module, nn.Linear) and last == "weight") and "not of a linear layer")
@@ -50,25 +50,24 @@ def quantized_names(model: nn.Module) -> Conversion:
             or (_ROUTER.search(path) and "router")
             or (uses[id(parameter)] > 1 and "shared by several layers")
             or (_reads_weight(type(modules[path.rpartition(".")[0]]), path.rpartition(".")[2]) and "read by its parent")
+            or None
         )
-        if why:
-            kept[name] = why
-        else:
-            converted.append(name)
-    return Conversion(converted=tuple(converted), kept=kept)
+
+    converted = tuple(name for name, reason in reasons.items() if reason is None)
+    return Conversion(converted=converted, kept={name: reason for name, reason in reasons.items() if reason})
 
 
 @cache
-def _reads_weight(kind: type[nn.Module], child: str) -> bool:
-    """Tell whether the code of a module reads the weight of a child, in place of calling it."""
+def _reads_weight(parent: type[nn.Module], child: str) -> bool:
+    """Tell whether the code of a module reads the weight of a child directly, and does not call the child."""
     try:
-        return re.search(rf"\bself\.{re.escape(child)}\.weight\b", inspect.getsource(kind)) is not None
+        return re.search(rf"\bself\.{re.escape(child)}\.weight\b", inspect.getsource(parent)) is not None
     except (OSError, TypeError):  # there is no source
         return False
 
 
 def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
-    """Replace every linear layer inside a model by a `QuantizedLinear`, in place, and return the names.
+    """Replace the linear layers of `quantized_names` by `QuantizedLinear`s, in place, and return the names.
 
     Raises:
         ValueError: the model has no linear layer to quantize.
@@ -77,26 +76,27 @@ def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> Conversion:
-    """Replace every layer of `quantized_names` by what `make` makes of it, in place, and return the names.
+    """Replace each linear layer of `quantized_names` by the result of `make`, in place, and return the names.
 
     Raises:
         ValueError: as `quantize_linears`.
     """
     conversion = quantized_names(model)
     if not conversion.converted:
-        kinds = sorted({type(module).__name__ for module in model.modules()})
-        raise ValueError(f"no linear layer to quantize in {type(model).__name__}, which is made of {', '.join(kinds)}")
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(f"no linear layer to quantize in {type(model).__name__}, made of {', '.join(classes)}")
+
     for name in conversion.converted:
         path = name.removesuffix(".weight")
         parent, _, last = path.rpartition(".")
         layer = model.get_submodule(path)
-        assert isinstance(layer, nn.Linear)  # as `quantized_names` finds them
+        assert isinstance(layer, nn.Linear)  # `quantized_names` names no other layers
         setattr(model.get_submodule(parent), last, make(layer))
     return conversion
 
 
 class CodedWeights(NamedTuple):
-    """The weights that an engine takes as codes and scales, as `quantize_named` yields them."""
+    """The names of the weights that an engine takes as codes and scales, as `quantize_named` yields them."""
 
     names: tuple[str, ...]
     quantization: str  # key of `SCHEMES`
@@ -106,11 +106,11 @@ class CodedWeights(NamedTuple):
         return SCHEMES[self.quantization]
 
     def are_in(self, sent: Iterable[tuple[str, Tensor]]) -> bool:
-        """Tell whether any tensor is codes, so that all are sent in the dtypes in which they are held."""
+        """Tell whether any tensor has codes; then all tensors are sent in the dtypes that they have."""
         return any(tensor.dtype == self.scheme.weights.codes for _, tensor in sent)
 
     def shapes(self, plain: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-        """Return the shape of every weight's scales by their name.
+        """Return the shapes of the scales of all coded weights, by the scales' names.
 
         Args:
             plain: shapes of the weights by name.
@@ -120,17 +120,17 @@ class CodedWeights(NamedTuple):
 
 
 def scales_suffix(scheme: Scheme) -> str:
-    """Return what stands behind the name of a weight in that of its scales."""
+    """Return what is appended to the name of a weight for the name of its scales."""
     return "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
 
 
 def quantize_named(
     named_tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights for an engine that computes with codes: each named one as two tensors, the others unchanged.
+    """Yield weights for an engine that computes with codes: those in `names` as two tensors each, the others unchanged.
 
-    A named weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with the
-    scales. These are the names in files of Qwen3-FP8 and of compressed-tensors.
+    A coded weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with the scales, as
+    in files of Qwen3-FP8 and of compressed-tensors.
     """
     chosen = set(names)
     suffix = scales_suffix(scheme)
@@ -144,8 +144,10 @@ def quantize_named(
 
 
 def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) -> int:
-    """Return the bytes of a model's parameters in `dtype`, of quantized ones in codes and scales; a model on the meta
-    device serves too."""
+    """Return the bytes of a model's parameters: quantized ones in codes and scales, the others in `dtype`.
+
+    The model may be on the meta device.
+    """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if scheme is None:
         return dtype.itemsize * sum(shape.numel() for shape in shapes.values())

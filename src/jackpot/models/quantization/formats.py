@@ -1,4 +1,4 @@
-"""Names the number formats that the layers of a model compute with, and layers where two sides differ. Torch only."""
+"""The number formats that a model's layers compute with, and the layers where engine and training differ."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ class SideFormats:
     quantization: str | None = None  # key of `SCHEMES`
     kv_cache_dtype: str | None = None
     head_dtype: str | None = None
-    autocast: str | None = None  # of products, where weights and what flows between layers have `dtype`
+    autocast: str | None = None  # of products, where weights and activations between layers have `dtype`
 
     @classmethod
     def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
@@ -34,16 +34,19 @@ class SideFormats:
 
 
 class LayerDifference(NamedTuple):
-    """Layers that two sides compute differently."""
+    """Layers that two sides compute with different number formats."""
 
-    layers: str  # with * for their numbers, and how many they are
+    layers: str  # a name with * in place of the layers' numbers, and how many layers there are
     first: str
     second: str
 
 
 def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
-    """Return the number format of each matrix of a model by its name, of the cache, and of the rest; the model may be
-    on the meta device. A matrix that a quantized side keeps as it is has the reason behind its format."""
+    """Return the number format of each matrix of a model by its name, and those of cache, output layer and the rest.
+
+    The model may be on the meta device. The format of a matrix that a quantized side does not quantize is followed by
+    the reason.
+    """
     products = side.autocast or side.dtype
     kept = quantized_names(model).kept
     scheme = SCHEMES[side.quantization] if side.quantization else None
@@ -65,7 +68,10 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
 
 
 def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[LayerDifference, ...]:
-    """Return the layers of two sides' `layer_formats` that have different formats, those with one name together."""
+    """Return the layers whose formats differ in the `layer_formats` of two sides; layers of one name are joined.
+
+    Formats that differ only in the reason for not quantizing are equal.
+    """
     counts = Counter(
         (re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight"), first[name], second[name])
         for name in first
@@ -78,5 +84,5 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
 
 
 def _grid(grid: Grid) -> str:
-    kind = "fp8" if grid.codes == E4M3 else "int8"
-    return f"{kind} by {grid.rows or 'all'} x {grid.columns or 'all'}"
+    """Return codes and block of a grid as a text: `fp8 by 1 x 128`."""
+    return f"{'fp8' if grid.codes == E4M3 else 'int8'} by {grid.rows or 'all'} x {grid.columns or 'all'}"

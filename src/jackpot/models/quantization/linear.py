@@ -12,10 +12,10 @@ from jackpot.models.quantization.quantizer import E4M3, Quantized, Scheme, dequa
 
 
 class QuantizedLinear(nn.Module):
-    """Replaces an `nn.Linear`, without gradient. The bias is not quantized and is added last.
+    """A linear layer with a quantized weight, without gradient. The bias is not quantized and is added last.
 
-    With quantized activations a token's result does not depend on the rest of the batch where `product` is exact.
-    Without, it is torch's product with the weight in the dtype of the activations.
+    With quantized activations and an exact `product`, a token's result does not depend on the rest of the batch.
+    Without quantized activations the layer multiplies by the dequantized weight, in the dtype of the activations.
     """
 
     codes: Tensor  # [N, K]
@@ -36,7 +36,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Replace the weight by another one, [N, K], which is quantized."""
+        """Quantize another weight, [N, K], and replace the layer's by it."""
         quantized = quantize(weight, self.scheme.weights)
         self.codes.copy_(quantized.codes)
         self.scales.copy_(quantized.scales)
@@ -59,6 +59,6 @@ class QuantizedLinear(nn.Module):
 
 
 def round_to_fp8(states: Tensor) -> Tensor:
-    """Round keys or values of any shape to FP8 with the scale 1, clamped to 448, as vLLM's `kv_cache_dtype="fp8"` does
-    where a checkpoint has no scales."""
+    """Round keys or values of any shape to FP8 with the scale 1, clamped to +-448, as vLLM's `kv_cache_dtype="fp8"`
+    does for a checkpoint without scales."""
     return encode(states.float(), 1.0, E4M3).to(states.dtype)

@@ -1,4 +1,4 @@
-"""Quantizes matrices of floating-point numbers to codes and scales. Torch only.
+"""The quantization of matrices of floating-point numbers to codes and scales. Torch only.
 
 A matrix [R, C] is cut into blocks of `rows` x `columns`; the last ones may be smaller. With L the largest code,
 each block has
@@ -8,7 +8,7 @@ each block has
     x     ~ code * scale
 
 A division by a power of two does not round, so with `power_of_two` every formula in use (x / s, x * (1/s), x * (L/max))
-gives the same codes; with `float32` they differ in about one code of two thousand (measured, docs/precision.md).
+gives the same codes; with `float32` the formulas differ in one code of about two thousand (docs/precision.md).
 
 Status: experimental.
 """
@@ -27,9 +27,9 @@ from torch.nn.functional import pad
 ScaleFormat = Literal["power_of_two", "float32"]
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # codes of both signs; -128 is not used, so that a block is symmetric
-_VARIANTS = 64  # compiled kernels: by grid, dtype, strides, with gradient or not
-_SMALLEST = 1e-10  # smallest maximum of a block, so that a block of zeros has codes of 0
+LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # code of either sign; -128 is not used, so that a block is symmetric
+_VARIANTS = 64  # most compiled kernels: they differ by grid, dtype, strides, with gradient or not
+_SMALLEST = 1e-10  # a smaller maximum of a block counts as this, so that a block of zeros has codes of 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +59,11 @@ class Quantized(NamedTuple):
 
 
 def quantize(values: Tensor, grid: Grid) -> Quantized:
-    """Quantize a matrix [R, C], float32 or bfloat16. A NaN makes its whole block NaN in FP8.
+    """Quantize a matrix [R, C], float32 or bfloat16.
 
-    A block with an infinite number keeps none of its numbers, as in every implementation. A GPU computes scales that
-    are powers of two, and their codes, in one kernel, where that has been tried and gives the same bits.
+    In FP8 a NaN makes its whole block NaN. A block with an infinite number loses all its numbers, as in every
+    implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the
+    kernel gives the same bits.
     """
     is_exact = grid.scales == "power_of_two"  # else compiled code divides by the largest code in its own way
     formula = (_compiled(grid, values.device) if is_exact and values.is_cuda else None) or _codes_and_scales
@@ -70,6 +71,7 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
 
 
 def _codes_and_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return the codes [R, C] and the scales of a matrix, as in `Quantized`."""
     blocks = _blocks(values.float(), grid)  # [rows of blocks, rows, columns of blocks, columns]
     scales = block_scales(blocks.abs().amax(dim=(1, 3)), grid)
     codes = encode(blocks, scales[:, None, :, None], grid.codes)
@@ -78,8 +80,9 @@ def _codes_and_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tuple[Tensor, Tensor]] | None:
-    """Return `_codes_and_scales` as one kernel in place of a dozen, which take longer than an FP8 product saves (H200,
-    docs/gpu.md); None, with a warning, where it cannot be compiled or has other bits.
+    """Return `_codes_and_scales` compiled to one kernel; None, with a warning, where that fails or gives other bits.
+
+    Without it a dozen kernels run, which take longer than an FP8 product saves (H200, docs/gpu.md).
 
     Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
     """
@@ -88,7 +91,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
 
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
-        compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all would run as it is
+        compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, nothing is compiled
         for values in (numbers, numbers.bfloat16(), numbers[: BLOCK - 1].T):
             pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
             if not all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs):
@@ -113,7 +116,7 @@ def transposed(quantized: Quantized) -> Quantized:
 
 
 def encode(values: Tensor, scales: Tensor | float, codes: torch.dtype) -> Tensor:
-    """Round float32 numbers to codes under given scales, which broadcast."""
+    """Round float32 numbers to codes with known scales, which broadcast."""
     largest = LARGEST[codes]
     scaled = values / scales
     return (scaled if codes.is_floating_point else scaled.round()).clamp(-largest, largest).to(codes)
@@ -129,13 +132,14 @@ def block_scales(largest: Tensor, grid: Grid) -> Tensor:
 
 
 def next_power_of_two(numbers: Tensor, divisor: float = 1.0) -> Tensor:
-    """Return the smallest power of two that is not below number / divisor, of positive normal float32 numbers; infinity
-    and NaN stay.
+    """Return the smallest power of two that is at least number / divisor, for each number; infinity and NaN stay.
 
-    The power is read from the bits: logarithms and, in compiled code, divisions round. Adding what the divisor's
-    mantissa lacks to a full one carries into the exponent where the number's mantissa is larger.
+    The power is read from the bits, since logarithms and, in compiled code, divisions round. `lacks` is what the
+    divisor's mantissa lacks to the largest mantissa: adding it carries into the exponent exactly where the number's
+    mantissa is larger than the divisor's.
 
     Args:
+        numbers: positive normal float32.
         divisor: from 1 to below 2.
     """
     mantissa = 2**23 - 1
@@ -156,13 +160,13 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % columns
     if not (below or behind):
         return matrix
-    if matrix.dtype == E4M3:  # whose zero is the byte 0
+    if matrix.dtype == E4M3:  # torch does not pad FP8; its zero is the byte 0
         return pad(matrix.view(torch.uint8), (0, behind, 0, below)).view(E4M3)
     return pad(matrix, (0, behind, 0, below))
 
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Undo `_blocks`, without the padding."""
+    """Undo `_blocks`, and remove the padding."""
     whole = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     return whole[: shape[0], : shape[1]].contiguous()
 
@@ -175,7 +179,7 @@ class Scheme:
     """The formats in which a linear layer computes. Both matrices are [rows, features in]."""
 
     weights: Grid
-    activations: Grid | None  # quantized for every token; None: not quantized, and weights are dequantized first
+    activations: Grid | None  # of the activations of each token; None: not quantized, and weights are dequantized first
 
 
 INT8_CHANNELS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature

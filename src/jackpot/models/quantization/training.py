@@ -1,12 +1,12 @@
-"""Linear layers that are trained through the codes that an engine computes with: Jet-RL's one flow, in FP8 or INT8.
+"""Linear layers that are trained through the codes that an engine computes with: Jet-RL's unified flow, in FP8 or INT8.
 
 Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what it
-computes in the engine. Weights stay as they are, float32, and get a gradient as if rounding were the identity.
+computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity.
 
-Weights are quantized in every forward pass and no codes are kept between two of them: no optimizer step, loaded
-checkpoint, or swap of weights can leave codes of other weights behind. (A fused AdamW does not move
-`weight._version`, so a cache could not notice it.) Quantizing costs a few operations on each weight, where the product
-costs one for each token.
+Weights are quantized in every forward pass, and no codes are kept from one pass to the next. So no optimizer step,
+loaded checkpoint, or swap of weights can leave codes of other weights behind. (A cache could not notice a fused AdamW,
+which does not change `weight._version`.) Quantizing costs a few operations on each weight, where the product costs one
+for each token.
 
 Shapes: `M` tokens, `N` features out, `K` features in.
 
@@ -45,12 +45,12 @@ Forward = Callable[..., Any]
 
 
 class CodedProduct(torch.autograd.Function):
-    """Computes X W^T of codes, [M, N] in the dtype of X; only codes and scales are kept for backward.
+    """The product X W^T of codes, [M, N] in the dtype of X; only codes and scales are kept for backward.
 
-    With x and w the numbers that the codes stand for, and g the gradient of the output:
+    With x and w the numbers that the codes stand for, and g the gradient of the output, `backward` is
     dequantized: d X = g w, d W = g^T x, as products in the dtype of g;
-    fp8, for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), with q quantizing by 1 x 128 along the sum: features
-    out, and tokens.
+    fp8, for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), where q quantizes in blocks of 1 x 128 along the sum,
+    which is over features out for d X and over tokens for d W.
     """
 
     @staticmethod
@@ -62,28 +62,28 @@ class CodedProduct(torch.autograd.Function):
             rows: `inputs`, quantized.
             grid: by which the weight is quantized.
         """
-        held = quantize(weight.to(inputs.dtype), grid)
-        ctx.save_for_backward(rows.codes, rows.scales, held.codes, held.scales)
-        ctx.grids, ctx.backward_mode, ctx.weight_dtype = (rows.grid, grid), backward, weight.dtype
-        return product(rows, held).to(inputs.dtype)
+        coded = quantize(weight.to(inputs.dtype), grid)
+        ctx.save_for_backward(rows.codes, rows.scales, coded.codes, coded.scales)
+        ctx.grids = rows.grid, grid
+        ctx.backward_mode, ctx.weight_dtype = backward, weight.dtype
+        return product(rows, coded).to(inputs.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, scales, held_codes, held_scales = ctx.saved_tensors
-        of_rows, of_held = ctx.grids
-        rows, held = Quantized(codes, scales, of_rows), Quantized(held_codes, held_scales, of_held)
+        saved, (rows_grid, weight_grid) = ctx.saved_tensors, ctx.grids
+        rows, weight = Quantized(*saved[:2], rows_grid), Quantized(*saved[2:], weight_grid)
         to_inputs = to_weight = None
 
         if ctx.backward_mode == "fp8":
             if ctx.needs_input_grad[0]:
-                to_inputs = product(quantize(grad, FP8_TOKEN_BLOCKS), transposed(held)).to(grad.dtype)
+                to_inputs = product(quantize(grad, FP8_TOKEN_BLOCKS), transposed(weight)).to(grad.dtype)
             if ctx.needs_input_grad[1]:
                 tokens_last = dequantize(rows, torch.float32).T
                 to_weight = product(quantize(grad.T, FP8_TOKEN_BLOCKS), quantize(tokens_last, FP8_TOKEN_BLOCKS))
         else:
             if ctx.needs_input_grad[0]:
-                to_inputs = grad @ dequantize(held, grad.dtype)
+                to_inputs = grad @ dequantize(weight, grad.dtype)
             if ctx.needs_input_grad[1]:
                 to_weight = grad.T @ dequantize(rows, grad.dtype)
 
@@ -91,7 +91,7 @@ class CodedProduct(torch.autograd.Function):
 
 
 class CodedLinear(nn.Linear):
-    """Replaces an `nn.Linear` whose weight is trained through codes, under the same names.
+    """A linear layer whose weight is trained through codes; it replaces an `nn.Linear` and has its parameters' names.
 
     The bias is not quantized and is added last. Under autocast inputs and weight are first cast to its dtype, as those
     of an `nn.Linear` are.
@@ -102,9 +102,9 @@ class CodedLinear(nn.Linear):
         Args:
             layer: whose parameters become this layer's; not copied.
             grid: by which the weight is quantized.
-            rows: of the whole model.
+            rows: shared by all layers of the model.
         """
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not nn.Linear's, which would make new parameters
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self._grid, self._backward, self._rows = grid, backward, rows
@@ -114,9 +114,10 @@ class CodedLinear(nn.Linear):
         return self.multiply(inputs, self.weight)
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Do as `forward` with another weight, [N, K], such as one that an adapter is merged into."""
-        kind = inputs.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+        """Do as `forward` with another weight, [N, K], such as one into which an adapter is merged."""
+        device = inputs.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+
         rows = self._rows.of(inputs, dtype)
         flat = inputs.to(dtype).reshape(-1, self.in_features)
         outputs = CodedProduct.apply(flat, weight, rows, self._grid, self._backward)
@@ -125,10 +126,10 @@ class CodedLinear(nn.Linear):
 
 
 class LastRows:
-    """Quantizes the inputs of linear layers, and once what several of them read one after the other.
+    """A memory of the last quantized input, so that layers which read the same input in turn quantize it once.
 
     So queries, keys and values of attention keep one copy of their input's codes for backward, not three. Inputs are
-    the same where they are the same tensor, not changed since.
+    the same if they are the same tensor, unchanged since.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -155,8 +156,10 @@ def train_in_codes(
     exact: bool,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Let a model compute as a quantized engine does, in place: those linear layers that `quantize_linears` would
-    quantize with codes, attention as `attend_as_engine` says, and the rest of the backbone with numbers of `dtype`.
+    """Let a model compute as a quantized engine does, in place.
+
+    The linear layers that `quantize_linears` would quantize compute with codes, attention as by `attend_as_engine`, and
+    the rest of the backbone with numbers of `dtype`.
 
     Args:
         scheme: of the engine, with quantized activations.
@@ -173,9 +176,10 @@ def train_in_codes(
             f"training by chunks, so that they differ; set engine.dtype=fp32, or precision to fp32 or bf16"
         )
 
-    assert scheme.activations is not None  # the settings have no precision of another scheme
+    assert scheme.activations is not None  # the settings allow no other scheme in training
     attend_as_engine(model, fp8_cache, exact)
 
+    # Probe the model with weights that take no memory: only addresses are compared.
     if fp8_cache:
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             is_cached = reads_what_it_caches(model)
@@ -196,11 +200,11 @@ def train_in_codes(
 
 
 def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Let a backbone compute in `dtype` where a model with weights of that dtype does, in place; weights stay float32.
+    """Let a backbone compute in `dtype` as a model with weights of that dtype does, in place; weights stay float32.
 
-    Autocast would keep float32 between layers, and in norms. Here each module sees its weights, and those within it,
-    which some read, rounded while it runs, so that what flows between layers has the dtype too. The output layer is not
-    the backbone's.
+    Autocast would keep float32 between layers, and in norms. Here the weights of a module, and of the modules inside
+    it, which some modules read directly, are rounded while it runs, so that activations between layers have the dtype
+    too. The output layer does not belong to the backbone.
     """
     body = model.base_model
     for module in body.modules():
@@ -213,9 +217,10 @@ def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _read_by(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights a module may read itself and that are to be rounded: itself, and all within.
+    """Return the modules whose weights a module may read directly, and which are rounded: itself, and all inside.
 
-    What holds layers reads its own alone: ranks that share the weights have them whole in one layer at a time.
+    A module that contains layers reads its own weights alone: where ranks share the weights, only one layer at a time
+    has them whole.
     """
     inside = list(module.modules())
     if any(isinstance(inner, GradientCheckpointingLayer) for inner in inside[1:]):
@@ -224,13 +229,14 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
 
 
 def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any) -> Tensor:
-    """Look rows up and round them: those of a rounded table, whose gradient adds up in float32."""
+    """Look rows up in a float32 table and round them, as if the table were rounded; its gradient adds up in float32."""
     return forward(*args).to(dtype)
 
 
 class _LookupIn(TorchFunctionMode):
-    """Looks rows up in a float32 table and rounds them, where a module looks them up in its rounded one and does more,
-    such as scale them. So the gradient of a row adds up in float32.
+    """A mode in which an embedding looks rows up in a float32 table and rounds them, and not in its own rounded table.
+
+    It is for embeddings that also change the rows, such as scale them. So the gradient of a row adds up in float32.
     """
 
     def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
@@ -244,6 +250,7 @@ class _LookupIn(TorchFunctionMode):
 
 
 def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
+    """Run an embedding with rounded weights, but look its rows up in the float32 table."""
     with _LookupIn(module.weight, dtype):
         return _with_rounded_weights([module], forward, dtype, *args, **options)
 
@@ -251,14 +258,15 @@ def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dt
 def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
-    kept = [dict(module._parameters) for module in modules]
+    """Run a forward in which rounded copies replace the weights of some modules; they pass gradients to the weights."""
+    before = [dict(module._parameters) for module in modules]
     for module in modules:
-        held: dict[str, Any] = module._parameters  # torch's own, of parameters alone; here rounded copies stand in
-        held |= {name: weight.to(dtype) for name, weight in held.items() if weight is not None}
+        parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters
+        parameters |= {name: weight.to(dtype) for name, weight in parameters.items() if weight is not None}
     try:
         return forward(*args, **options)
     finally:
-        for module, weights in zip(modules, kept, strict=True):
+        for module, weights in zip(modules, before, strict=True):
             module._parameters.update(weights)
 
 

@@ -1,9 +1,9 @@
-"""Corrections for rollouts that another distribution than the policy generated, by name.
+"""The formulas of corrections, by name, for rollouts that another distribution than the policy generated.
 
-A correction is a function of tensors and plain numbers: `ratios` holds those that read log-probs alone, `signed` those
-that read the sign of the advantage too, `budgeted` OBRS and its parts. Each states its formula, its source and what it
-is biased towards; its numbers are the settings of its name in `config/corrections.py`. `formula` makes the interface
-in `base` of one, and `jackpot.corrections` joins functions and settings.
+A formula is a function of tensors and plain numbers. `ratios` has the formulas that read log-probs alone, `signed`
+those that also read the sign of the advantage, and `budgeted` OBRS and its parts. Each states its source and what it is
+biased towards; its numbers are settings, in `config/corrections.py` under its name. `formula` turns a formula into a
+correction, the interface in `base`; `jackpot.corrections` joins formulas and settings.
 
 Status: supported.
 """

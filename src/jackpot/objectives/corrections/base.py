@@ -1,4 +1,4 @@
-"""The interface of a correction: its inputs, its result, and the sums that are measured of every correction.
+"""The interface of a correction: its inputs, its result, and the sums that it measures.
 
 A correction turns the log-probs of sampled tokens into (weights, accept_mask). Together with the proximal point that
 PPO's ratio is taken from, it defines the policy's loss, for a surrogate S:
@@ -24,7 +24,7 @@ from jackpot.objectives.constants import Kappa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionInputs:
-    """Holds what a correction reads of every response token. All [B, T], detached; masked entries are ignored."""
+    """The inputs of a correction at every response token. All [B, T], detached; masked entries are ignored."""
 
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
@@ -33,13 +33,13 @@ class CorrectionInputs:
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
     advantages: Tensor  # of the policy; only corrections in `signed` read them, and those read their sign alone
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
-    lam: Tensor | None = None  # the lam of each token, at which Z is, where a budget chooses it; None: the correction's
+    lam: Tensor | None = None  # lam of each token, where a budget chooses it, and also Z's; None: the correction's lam
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Return the response mask, and where two models sampled, the tokens of each: [B, T] bool, by the suffix of a
-        metric's name."""
+        """Return the response mask and, where two models sampled, the mask of each model's tokens: [B, T] bool, by the
+        suffix of a metric's name."""
         return {"": self.response_mask} | split_by_model(self.response_mask, self.by_policy)
 
     def lam_per_token(self, default: float) -> float | Tensor:
@@ -47,32 +47,33 @@ class CorrectionInputs:
         return default if self.lam is None else torch.where(self.response_mask, self.lam, 1.0)
 
     def acceptance(self, lam: float) -> Tensor:
-        """a = min(1, rho / lam): [B, T]; `lam` as the default of `lam_per_token`."""
+        """Return a = min(1, rho / lam): [B, T]; `lam` is the default of `lam_per_token`."""
         return obrs.acceptance(self.rollout_log_probs, self.target_log_probs, self.lam_per_token(lam))
 
     @property
     def log_ratio(self) -> Tensor:
-        """log rho = log p_target - log p_inf: [B, T], 0 where masked."""
+        """Return log rho = log p_target - log p_inf: [B, T], 0 where masked."""
         return torch.where(self.response_mask, self.target_log_probs - self.rollout_log_probs, 0.0)
 
     @property
     def to_proximal(self) -> Tensor:
-        """p_proximal / p_target: [B, T], 1 where masked. It moves a weight from the target to PPO's own point.
+        """Return p_proximal / p_target: [B, T], 1 where masked. Times a weight, it moves that from the target to the
+        proximal point.
 
-        1 also where p_target is 0: no such token is accepted, and none has a weight to move.
+        It is 1 also where p_target is 0: no such token is accepted, so it has no weight to move.
         """
         moves = self.response_mask & ~self.target_log_probs.isneginf()
         return torch.where(moves, self.proximal_log_probs - self.target_log_probs, 0.0).exp()
 
 
 class Kappas(NamedTuple):
-    """Holds the factors on Z of one optimizer step: scalars, float64."""
+    """The factors on Z of one optimizer step: scalars, float64."""
 
-    kappa: Tensor  # of tokens that the rollout model sampled; of all where there is no other
-    of_policy: Tensor | None = None  # of tokens that the policy sampled, where two models did
+    kappa: Tensor  # for tokens that the rollout model sampled; for all tokens where one model sampled all
+    of_policy: Tensor | None = None  # for tokens that the policy sampled, where two models did
 
     def by_response(self, by_policy: Tensor | None) -> Tensor:
-        """Return the factor of each response, [B, 1], or where there is one of all, [].
+        """Return the factor of each response, [B, 1], or a scalar where all have the same.
 
         Args:
             by_policy: [B] bool, None where one model sampled all.
@@ -84,14 +85,14 @@ class Kappas(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """Holds the result of one correction. All [B, T], detached, 0 or False where masked."""
+    """The result of a correction. All [B, T], detached, 0 or False where masked."""
 
     weights: Tensor  # factor on the surrogate of an accepted token
     accept_mask: Tensor  # float: 1 where accepted, 0 where rejected; the acceptance a(x) with `mask: expected`
     capped: Tensor  # bool, where the cap lowered the weight or the band rejected the token
     capped_c2: Tensor  # bool, where the cap c2 lowered p_proximal / p_target
     kappa: Tensor  # scalar, float64: the factor on Z that the weights contain; 1 where they contain none
-    kappa_of_policy: Tensor | None = None  # the same of what the policy sampled, where two models did; else None
+    kappa_of_policy: Tensor | None = None  # the same for tokens that the policy sampled, where two models sampled
 
     @classmethod
     def of(
@@ -128,39 +129,44 @@ class Correction:
 
     @property
     def kappas(self) -> Kappas:
-        """Both factors."""
+        """Return both factors on Z."""
         return Kappas(self.kappa, self.kappa_of_policy)
 
 
 class CorrectionFn(Protocol):
-    """Describes a correction with fixed settings; frozen, without state. Attributes of a class will do.
+    """The interface of a correction with fixed settings; frozen, without state. Its properties may be attributes.
 
-    `kappa` says whether `apply` needs sums over the optimizer step: "none"; "prepass", before the first backward pass;
-    or "auto", before it where they cost no forward pass. Else "auto" applies the correction to the sums of another step
-    first, and to this step's when they are known (`training.kappa_repair`). That gives the same gradient for any
-    correction whose accept_mask does not depend on the sums, and is cheap where the weights are piecewise linear in
-    `Correction.kappa`: only sequences with a token whose weight is not multiplied by the same factor are read again.
+    `kappa` says when `apply` needs sums over the optimizer step:
+
+    "none"     never
+    "prepass"  before the first backward pass
+    "auto"     before it too, if that costs no forward pass; else afterwards: the correction is first applied to the
+               sums of another step, and the gradient is repaired when this step's are known (`training.kappa_repair`)
+
+    "auto" gives the gradient of "prepass" for any correction whose accept_mask does not depend on the sums. The repair
+    is cheap where the weights are piecewise linear in `Correction.kappa`: only sequences with a token whose weight does
+    not change in proportion to kappa, such as one at a cap, are read again.
     """
 
     @property
     def kappa(self) -> Kappa:
-        """When the sums over the optimizer step are needed."""
+        """Return when `apply` needs sums over the optimizer step."""
         ...
 
     @property
     def lam(self) -> float:
-        """The lam at which acceptance and Z are measured, unless the inputs hold one for each token."""
+        """Return the lam at which acceptance and Z are measured, unless the inputs have a lam for each token."""
         ...
 
     @property
     def reads(self) -> Collection[str]:
-        """Which of the inputs "z" and "advantages" decide the result."""
+        """Return which of the inputs "z" and "advantages" the result depends on."""
         ...
 
     def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
         """Sum over the response tokens of a micro-batch what `apply` needs of a step, by the names of metrics.
 
-        {} where the overlap is enough, which is measured of every correction (`measured`).
+        Return {} where `apply` needs only the overlap, which is measured for every correction (`measured`).
         """
         ...
 
@@ -174,19 +180,19 @@ class CorrectionFn(Protocol):
 
 
 def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
-    """Split a mask [B, T] by the model that sampled a response, by the suffix of a metric's name; {} where one did all.
+    """Split a mask [B, T] by the model that sampled each response, by the suffix of a metric's name.
 
     Args:
-        by_policy: [B] bool, None where one model sampled all.
+        by_policy: [B] bool, True where the policy sampled the response; None where one model sampled all: returns {}.
     """
     if by_policy is None:
         return {}
-    of_policy = by_policy[:, None]
-    return {"_by_policy": mask & of_policy, "_by_rollout_model": mask & ~of_policy}
+    rows = by_policy[:, None]
+    return {"_by_policy": mask & rows, "_by_rollout_model": mask & ~rows}
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Sum what a correction measures on a micro-batch, and the overlap where it is not among that."""
+    """Sum what a correction measures on a micro-batch, and also the overlap if the correction does not measure it."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
@@ -194,14 +200,14 @@ def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
 def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
     """Sum how far p_inf and p_target overlap on the sampled tokens, by the names of metrics (docs/metrics.md).
 
-    `acceptance_minus_z` has the mean 0 within its standard error where Z is exact: a martingale difference,
-    uncorrelated between tokens. Where two models sampled, acceptance and Z of each are summed too.
+    Where Z is exact, the mean of `acceptance_minus_z` is 0 within its standard error: a martingale difference,
+    uncorrelated between tokens. Where two models sampled, acceptance and Z of each model's tokens are summed too.
     """
-    mask, z, accepted = inputs.response_mask, inputs.z, inputs.acceptance(lam)
+    mask, z, acceptance = inputs.response_mask, inputs.z, inputs.acceptance(lam)
     return {
-        **{f"obrs/acceptance{model}": Mean.of(accepted, sampled) for model, sampled in inputs.masks.items()},
+        **{f"obrs/acceptance{model}": Mean.of(acceptance, sampled) for model, sampled in inputs.masks.items()},
         **{f"obrs/z{model}": Mean.of(z.value, sampled) for model, sampled in inputs.masks.items()},
-        "obrs/acceptance_minus_z": Mean.of(accepted - z.value, mask),
+        "obrs/acceptance_minus_z": Mean.of(acceptance - z.value, mask),
         "obrs/z_bound_width": Mean.of(z.upper - z.lower, mask),
         "obrs/rollout_mass": Mean.of(z.rollout_mass, mask),
         "obrs/target_mass": Mean.of(z.target_mass, mask),
@@ -210,12 +216,12 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
 
 
 def no_kappa(device: torch.device) -> Kappas:
-    """Return the factor 1."""
+    """Return the factor 1, which leaves Z as it is."""
     return Kappas(torch.ones((), dtype=torch.float64, device=device))
 
 
 def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
-    """kappa = sum of a / sum of Z over an optimizer step, of each model that sampled; 1 without sums."""
+    """Return kappa = sum of a / sum of Z over an optimizer step, for each model that sampled; 1 without sums."""
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
@@ -226,5 +232,6 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
         return no_kappa(device)
     if inputs.by_policy is None:
         return Kappas(quotient(""))
-    of_policy, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
-    return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), of_policy), of_policy)
+
+    policy_kappa, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
+    return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), policy_kappa), policy_kappa)

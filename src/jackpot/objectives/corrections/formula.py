@@ -1,8 +1,8 @@
-"""A correction by a formula: a function of tensors and plain numbers.
+"""Corrections that are defined by a formula: a function of tensors and plain numbers.
 
 The names of a formula's arguments say what it reads: tensors of `CorrectionInputs`, `acceptance`, `kappa_z` = kappa Z,
-`lam`, and settings. A formula of one's own is such a function too (examples/own_correction.py); what needs sums of its
-own over an optimizer step implements `base.CorrectionFn`.
+`lam`, and settings. A user's own formula is such a function too (examples/own_correction.py). A correction that needs
+further sums over an optimizer step is no formula: it implements `base.CorrectionFn`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Ka
 
 
 class Weighed(NamedTuple):
-    """Holds what a formula returns: tensors that broadcast to [B, T]; masked entries are ignored."""
+    """The result of a formula: tensors that broadcast to [B, T]; masked entries are ignored."""
 
     weights: Tensor  # of accepted tokens, after the caps
     accepted: Tensor | None = None  # acceptance mask, bool or float; None: every token is accepted
@@ -27,16 +27,16 @@ class Weighed(NamedTuple):
 
 
 Formula = Callable[..., Weighed]
-TENSORS = (  # that a formula can read, by the names of its arguments
+TENSORS = (  # names of the arguments by which a formula can read tensors
     *("rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms", "advantages", "z"),
     *("log_ratio", "to_proximal", "acceptance", "kappa_z", "lam"),
 )
-_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # argument: the input that it makes necessary
+_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # argument of a formula: the input that it needs
 
 
 @dataclass(frozen=True, slots=True)
 class ByFormula:
-    """Is the correction (`CorrectionFn`) that a formula and its settings define."""
+    """The correction (`CorrectionFn`) that a formula and its settings define."""
 
     formula: Formula
     settings: Mapping[str, Any]  # arguments of the formula that are not among TENSORS
@@ -45,7 +45,7 @@ class ByFormula:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Which of the inputs "z" and "advantages" the formula has as arguments."""
+        """Return which of the inputs "z" and "advantages" the formula's arguments need."""
         return frozenset(_BY_INPUT[name] for name in signature(self.formula).parameters if name in _BY_INPUT)
 
     def measure(self, inputs: CorrectionInputs) -> Means:
@@ -60,6 +60,7 @@ class ByFormula:
         return Correction.of(inputs, **weighed._asdict(), kappas=kappas)
 
     def _tensor(self, name: str, inputs: CorrectionInputs, kappas: Kappas) -> Any:
+        """Return the argument of that name, one of TENSORS."""
         if name == "lam":
             return inputs.lam_per_token(self.lam)
         if name == "acceptance":

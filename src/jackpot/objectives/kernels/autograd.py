@@ -8,12 +8,12 @@ logsumexp of each position; backward forms each tile of logits again and differe
             forward    logits [C, T] -> merge m, s, entropy, KL, top K, wanted ids       (forward.py)
             backward   logits [C, T] -> d logits -> d hidden, d weight, d bias           (backward.py)
 
-Where the logits of all positions fit into `HeadOptions.logits_memory`, forward keeps them, and backward takes them in
-place of a fourth product of the head's size. What is read from a tile is in `reader.py`.
+Where the logits of all positions fit into `HeadOptions.logits_memory`, forward keeps them, and backward reads them
+instead of computing them again. `reader.py` has the formulas of a tile.
 
 The vocabulary is the outer loop, so that a tile of the weight is cast once and its gradient is written once. The exact
 Z needs the logsumexp of both heads: where the vocabulary is more than one tile it takes a second sweep, and is left out
-unless asked for.
+unless `lam` is given.
 
 Shapes as in `linear_head`, with `C` the positions and `T` the tokens of one tile. `linear_head` has checked the
 arguments; nothing here checks them again.
@@ -48,7 +48,7 @@ from jackpot.objectives.kernels.topk import BLOCK
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """Holds how a head is computed; its numbers depend on it by rounding only."""
+    """Options of how a head is computed; they change its results by rounding only."""
 
     reader: TileReader = EAGER
     logits_memory: int = HEAD_LOGITS_MEMORY * 2**20
@@ -59,26 +59,31 @@ class HeadOptions:
 DEFAULT_OPTIONS = HeadOptions()
 
 MAX_TILE_LOGITS = {"cpu": 2**24, "cuda": 2**26}
-"""Most logits C * T of a default tile: 64 MiB in float32, and 256 MiB on a GPU, which waits for launches: an H200 had
-90 a tile. One such tensor is alive for one head and two for two; operands and gradients that are rounded, or
-logits that are kept, take one more each."""
+"""Most logits C * T of a default tile: 64 MiB in float32, and 256 MiB on a GPU, where each tile launches many kernels
+(90 on an H200). A tensor of this size is alive for each head; operands and gradients that are rounded, or logits that
+are kept, take one more each."""
 
 MAX_TILE_POSITIONS = 4096
 """Most positions C of a default tile where the vocabulary is split: the more, the less often a tile of the weight and
 of its gradient is read and written."""
 
 MAX_ROW_POSITIONS = 1024
-"""Most positions C of a default tile that holds the whole vocabulary: more outgrow the cache (measured on CPU)."""
+"""Most positions C of a default tile that has the whole vocabulary: more outgrow the cache (measured on CPU)."""
 
 
 def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
-    """Choose the most positions and tokens of a tile: the whole vocabulary where that fits, else a part of it."""
-    most = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
+    """Choose the most positions and the most tokens of a tile: the whole vocabulary where that fits, else a part of it.
+
+    Args:
+        n: positions in all.
+        vocabulary: tokens in all.
+    """
+    max_logits = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
     rows = max(1, min(n, MAX_ROW_POSITIONS))
-    if rows * vocabulary <= most:
+    if rows * vocabulary <= max_logits:
         return rows, vocabulary
     rows = max(1, min(n, MAX_TILE_POSITIONS))
-    return rows, max(1, min(vocabulary, most // rows))
+    return rows, max(1, min(vocabulary, max_logits // rows))
 
 
 def split_range(count: int, most: int, grain: int = 1) -> tuple[slice, ...]:
@@ -102,11 +107,13 @@ def tiled_heads(
     moments: bool,
     options: HeadOptions,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Compute the outputs of one head, or of the policy and the rollout model: those with a gradient, and the others.
+    """Compute the outputs of one head, or of the policy's and the rollout model's head.
 
-    With a gradient, [N]: log_probs and entropy of each head; for two heads also forward_kl and reverse_kl; only the
-    log-probs without `moments`. Without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of each head;
-    for two also fill_ins [N, K] and, with `lam`, exact_z [N].
+    Returns:
+        The outputs with a gradient, [N] each: log_probs and entropy of each head; for two heads also forward_kl and
+        reverse_kl. If `moments` is False, log_probs only.
+        The outputs without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of each head; for two heads
+        also fill_ins [N, K] and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
     dtype = sum_dtype(heads)
@@ -133,7 +140,8 @@ def tiled_heads(
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
-    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none."""
+    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none if they are too
+    large together."""
     trains = [
         torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.tensors)
         for head in heads
@@ -144,7 +152,7 @@ def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...
 
 
 class _TilePlan(NamedTuple):
-    """Holds the arguments of a pass that are the same for all tiles and are no tensors."""
+    """The arguments of a pass that are the same for all tiles and are no tensors."""
 
     reader: TileReader
     moments: bool  # whether entropy and divergences are computed
@@ -160,12 +168,12 @@ class _TilePlan(NamedTuple):
 
     @property
     def is_pair(self) -> bool:
-        """True for two heads."""
+        """Tell whether there are two heads."""
         return len(self.soft_caps) == 2
 
     @property
     def num_values(self) -> int:
-        """Number of outputs with a gradient: log-probs and entropy of each head, and the two divergences of a pair."""
+        """Count the outputs with a gradient: log-probs and entropy of each head, and the two divergences of a pair."""
         if not self.moments:
             return len(self.soft_caps)  # log-probs alone
         return 6 if self.is_pair else 2
@@ -175,31 +183,37 @@ class _TilePlan(NamedTuple):
         workspace = Workspace(tensors[0].hidden.device)
         columns = zip(tensors, self.soft_caps, self.operand_dtypes, kept, strict=True)
         return [
-            HeadOperands(str(i), of_head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, of_kept)
-            for i, (of_head, soft_cap, operand_dtype, of_kept) in enumerate(columns)
+            HeadOperands(str(i), head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, kept_tiles)
+            for i, (head, soft_cap, operand_dtype, kept_tiles) in enumerate(columns)
         ]
 
     def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
-        """Name the tiles that forward kept, which come head by head in the order in which it formed them."""
+        """Name the tiles that forward kept; they come head by head, in the order in which forward formed them."""
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
         return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
 
     def coefficients(
         self, grads: Sequence[Tensor | None], saved_values: Sequence[Tensor]
     ) -> list[GradCoefficients | None]:
-        """Combine the gradients of the outputs for each head; `saved_values` are the outputs that these contain."""
+        """Combine the gradients of the outputs for each head.
+
+        Args:
+            grads: of the outputs in the order of `tiled_heads`: log-probs and entropy of each head, forward and reverse
+                KL; None for 0.
+            saved_values: the values of the entropies and the reverse KL, which their gradients contain.
+        """
         to = [None if grad is None else grad / self.temperature for grad in grads]
         if not self.moments:
             return [coefficients_of(to_log_probs) for to_log_probs in to]
 
-        of_saved = [
+        saved = [
             None if gradient is None else OutputGradient(gradient, value)
             for gradient, value in zip(to[1::2], saved_values, strict=True)
         ]
-        policy = coefficients_of(to[0], of_saved[0])
+        policy = coefficients_of(to[0], saved[0])
         if not self.is_pair:
             return [policy]
-        return [policy, coefficients_of(to[2], of_saved[1], to[4], of_saved[2])]
+        return [policy, coefficients_of(to[2], saved[1], to[4], saved[2])]
 
     def sweep(
         self,
@@ -216,7 +230,7 @@ class _TilePlan(NamedTuple):
 
 
 class _Context(FunctionCtx):
-    """What autograd hands to both passes, which torch does not describe."""
+    """The context that autograd passes to forward and backward, with the types that torch does not declare."""
 
     plan: _TilePlan
     saved_tensors: tuple[Tensor, ...]
@@ -224,8 +238,7 @@ class _Context(FunctionCtx):
 
 
 class _TiledHeads(torch.autograd.Function):
-    """Connects the tiled forward and backward passes to autograd; saves the operands, tensors of shape [N] and, where
-    the plan says so, the logits."""
+    """The autograd function of the tiled passes. It saves the operands, tensors [N] and, as the plan says, logits."""
 
     @staticmethod
     def forward(
@@ -245,13 +258,14 @@ class _TiledHeads(torch.autograd.Function):
                 plan.sweep(heads, blocks, lambda block, columns: block.add_z(lam))
 
         outputs = [block.outputs() for block in blocks]
-        values = _joined([of_block for of_block, _ in outputs])
-        constants = _joined([of_block for _, of_block in outputs])
+        values = _joined([block_values for block_values, _ in outputs])
+        constants = _joined([block_constants for _, block_constants in outputs])
         logsumexps = _joined([block.logsumexps for block in blocks])
         ctx.mark_non_differentiable(*constants)
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in backward
+
         saved_values = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of a pair
-        tiles = [tile for of_head in kept if of_head is not None for tile in of_head.values()]
+        tiles = [tile for kept_tiles in kept if kept_tiles is not None for tile in kept_tiles.values()]
         ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)  # pyright: ignore[reportArgumentType]  # it takes None
         ctx.plan = plan
         return *values, *constants
@@ -271,10 +285,11 @@ class _TiledHeads(torch.autograd.Function):
         with torch.autocast(ids.device.type, enabled=False):
             coefficients = plan.coefficients(grads[: plan.num_values], saved_values)
             heads = plan.heads(tensors, plan.kept_tiles(saved))
+            # After plan, ids and gather_ids, autograd's inputs are hidden, weight and bias of each head.
             needed = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * count, 3)]
             grads_of_heads = [
-                HeadGrads(head, of_head, [need and combined is not None for need in needs])
-                for head, of_head, combined, needs in zip(heads, tensors, coefficients, needed, strict=True)
+                HeadGrads(head, head_tensors, [need and combined is not None for need in needs])
+                for head, head_tensors, combined, needs in zip(heads, tensors, coefficients, needed, strict=True)
             ]
             backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, grads_of_heads)
             return None, None, None, *(gradient for grad in grads_of_heads for gradient in grad.gradients())
@@ -285,11 +300,11 @@ def _by_head(tensors: Sequence[Tensor | None]) -> list[HeadTensors]:
     heads: list[HeadTensors] = []
     for start in range(0, len(tensors), 3):
         hidden, weight, bias = tensors[start : start + 3]
-        assert hidden is not None and weight is not None  # autograd takes a flat list, in which a bias alone may lack
+        assert hidden is not None and weight is not None  # only a bias may be missing
         heads.append(HeadTensors(hidden, weight, bias))
     return heads
 
 
-def _joined(of_blocks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+def _joined(block_outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """Concatenate each output over all blocks of positions."""
-    return tuple(torch.cat(parts) for parts in zip(*of_blocks, strict=True))
+    return tuple(torch.cat(pieces) for pieces in zip(*block_outputs, strict=True))

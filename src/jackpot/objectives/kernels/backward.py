@@ -9,9 +9,9 @@ and for the rollout model, q, against the policy, p, which both divergences hold
     d forward KL = q - p                        d reverse KL = q (log q - log p - reverse KL)
 
 As in FlashAttention, forward saves the logsumexp of each position, so that backward computes a tile's probabilities
-without a running maximum. All gradients are linear in those of the outputs, so a few numbers for each position
-(`GradCoefficients`) hold them, and a tile costs a few elementwise products more than its logits and exponentials. Where
-p is 0 the gradient of its own terms is 0, even if log p is -inf.
+without a running maximum. The gradient of the logits is linear in the gradients of the outputs, so a few coefficients
+for each position (`GradCoefficients`) describe it, and a tile costs a few elementwise products more than its logits and
+exponentials. Where p is 0, the terms with p are 0 even if log p is -inf.
 
 Shapes: `N` positions in all, `C` of a block, `T` tokens of a tile.
 """
@@ -26,7 +26,7 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 
 
 class OutputGradient(NamedTuple):
-    """Holds the gradient of an output, and the output itself, which its gradient with respect to logits contains."""
+    """The gradient of an output, and the output's value, which the gradient of the logits contains too."""
 
     to: Tensor  # [N] d loss / d output over the temperature
     value: Tensor  # [N]
@@ -38,31 +38,31 @@ def coefficients_of(
     to_forward: Tensor | None = None,
     reverse_kl: OutputGradient | None = None,
 ) -> GradCoefficients | None:
-    """Combine the gradients of one head's outputs; None where no output has one.
+    """Combine the gradients of one head's outputs into coefficients; None where no output has a gradient.
 
     Args:
-        to_log_probs, to_forward: [N] d loss / d output over the temperature; None for 0, as for the others.
+        to_log_probs, to_forward: [N] d loss / d output over the temperature. None for 0, here and in the others.
     """
-    parts: list[Tensor] = []
+    constants: list[Tensor] = []  # their sum is the coefficient `constant`
     on_log = None
 
     if to_log_probs is not None:
-        parts.append(-to_log_probs)
+        constants.append(-to_log_probs)
     if entropy is not None:
-        parts.append(-entropy.to * entropy.value)
+        constants.append(-entropy.to * entropy.value)
         on_log = -entropy.to
     if to_forward is not None:
-        parts.append(to_forward)
+        constants.append(to_forward)
     if reverse_kl is not None:
         product = reverse_kl.to * reverse_kl.value
-        parts.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
+        constants.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
         on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to
 
-    if not parts:
+    if not constants:
         return None
 
     on_other_log = None if reverse_kl is None else reverse_kl.to
-    return GradCoefficients(to_log_probs, sum(parts[1:], parts[0]), on_log, on_other_log, to_forward)
+    return GradCoefficients(to_log_probs, sum(constants[1:], constants[0]), on_log, on_other_log, to_forward)
 
 
 def backward_tiles(
@@ -75,24 +75,24 @@ def backward_tiles(
     coefficients: Sequence[GradCoefficients | None],
     grads: Sequence[HeadGrads],
 ) -> None:
-    """Add the gradients of one or two heads over all tiles to `grads`; a head that no gradient needs is not multiplied.
+    """Add the gradients of one or two heads over all tiles to `grads`; form logits only of heads that a gradient needs.
 
     Args:
         blocks: of positions.
         tiles: of tokens.
-        ids: [N].
+        ids: [N], the sampled ids.
         reader: differentiates the tiles.
-        heads, logsumexps, coefficients, grads: of each head; `logsumexps` [N].
+        heads, logsumexps, coefficients, grads: an entry for each head; a logsumexp is [N].
     """
     trained = {
-        i: of_head
-        for i, (of_head, grad) in enumerate(zip(coefficients, grads, strict=True))
-        if of_head is not None and grad.is_needed
+        i: combined
+        for i, (combined, grad) in enumerate(zip(coefficients, grads, strict=True))
+        if combined is not None and grad.is_needed
     }
     if not trained:
         return
 
-    needed = range(len(heads)) if any(of_head.reads_other for of_head in trained.values()) else list(trained)
+    needed = range(len(heads)) if any(combined.reads_other for combined in trained.values()) else list(trained)
 
     for columns in tiles:
         for i in needed:
@@ -103,7 +103,7 @@ def backward_tiles(
         for rows in blocks:
             formed = {i: heads[i].tile(rows) for i in needed}
             gradients = {
-                i: TileGradient(of_head.at(rows), heads[i].gradient_tile(formed[i])) for i, of_head in trained.items()
+                i: TileGradient(combined.at(rows), heads[i].gradient_tile(formed[i])) for i, combined in trained.items()
             }
             reader.differentiate(
                 list(formed.values()),
@@ -113,5 +113,6 @@ def backward_tiles(
             )
             for i, gradient in gradients.items():
                 heads[i].accumulate_grad(rows, gradient.out, grads[i])
+
         for i in trained:
             grads[i].end_tile(columns)

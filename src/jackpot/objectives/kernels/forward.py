@@ -1,9 +1,9 @@
 """The forward pass of one or two heads over a block of positions, tile by tile. Pure, torch only.
 
 A block of C positions visits the tiles of the vocabulary in turn, as a block of queries visits the keys in
-FlashAttention. Each tile's logits l [C, T] are formed once, and everything is taken from them: the logits at the wanted
-ids, the running top K (the rollout model's logits at the policy's top K are carried along), and the sums s, t and g of
-`reader.py`, which are merged into those of the tiles before:
+FlashAttention. Each tile's logits l [C, T] are formed once, and every output is updated from them: the logits at the
+wanted ids, the running top K (with the rollout model's logits at the policy's top K), and the sums s, t and g of
+`reader.py`, which are merged into the sums of the tiles before:
 
     logsumexp = m + log s        log p(x) = l(x) - logsumexp        entropy = log s - t / s
     KL(p || q) = g / s_p - (log s_p - log s_q)
@@ -25,49 +25,49 @@ from jackpot.objectives.kernels.topk import RunningTopK
 
 
 def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSums]:
-    """Add the sums of a further tile to those of the tiles before, of each head; [C] each."""
-    maxima = [torch.maximum(first.row_max, other.row_max) for first, other in zip(before, added, strict=True)]
+    """Add the sums of the next tile, of each head, to the sums of the tiles before it; [C] each."""
+    maxima = [torch.maximum(old.row_max, new.row_max) for old, new in zip(before, added, strict=True)]
     return [
         TileSums(
-            row_max=first.row_max,
-            sum_exp=first.sum_exp + other.sum_exp,
-            moment=_both(torch.add, first.moment, other.moment),
+            row_max=old.row_max,
+            sum_exp=old.sum_exp + new.sum_exp,
+            moment=_both(torch.add, old.moment, new.moment),
             block_max=None,
-            gap=_both(torch.add, first.gap, other.gap),
-            max_at_masked=_both(torch.maximum, first.max_at_masked, other.max_at_masked),
+            gap=_both(torch.add, old.gap, new.gap),
+            max_at_masked=_both(torch.maximum, old.max_at_masked, new.max_at_masked),
         )
-        for first, other in zip(_rescaled(before, maxima), _rescaled(added, maxima), strict=True)
+        for old, new in zip(_rescaled(before, maxima), _rescaled(added, maxima), strict=True)
     ]
 
 
-def _both(combine: Callable[[Tensor, Tensor], Tensor], first: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Combine two tensors; None where they are not computed."""
-    return None if first is None or other is None else combine(first, other)
+def _both(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """Combine two tensors; return None where one of them is None."""
+    return None if old is None or new is None else combine(old, new)
 
 
 def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
-    """Take the sums of each head relative to a maximum that is no smaller than their own."""
-    shifts = [of_head.row_max - row_max for of_head, row_max in zip(sums, maxima, strict=True)]  # -d
+    """Express the sums of each head relative to a maximum that is at least as large as the head's own."""
+    shifts = [head_sums.row_max - row_max for head_sums, row_max in zip(sums, maxima, strict=True)]  # -d
     rescaled: list[TileSums] = []
-    for i, (of_head, row_max, shift) in enumerate(zip(sums, maxima, shifts, strict=True)):
-        factor, sum_exp = shift.exp(), of_head.sum_exp
-        moment = None if of_head.moment is None else (of_head.moment + sum_exp * shift) * factor
-        gap = None if of_head.gap is None else (of_head.gap + sum_exp * (shift - shifts[1 - i])) * factor
-        rescaled.append(of_head._replace(row_max=row_max, sum_exp=sum_exp * factor, moment=moment, gap=gap))
+    for i, (head_sums, row_max, shift) in enumerate(zip(sums, maxima, shifts, strict=True)):
+        factor, sum_exp = shift.exp(), head_sums.sum_exp
+        moment = None if head_sums.moment is None else (head_sums.moment + sum_exp * shift) * factor
+        gap = None if head_sums.gap is None else (head_sums.gap + sum_exp * (shift - shifts[1 - i])) * factor
+        rescaled.append(head_sums._replace(row_max=row_max, sum_exp=sum_exp * factor, moment=moment, gap=gap))
     return rescaled
 
 
 class PositionBlock:
-    """Accumulates the outputs of C positions while they visit the tiles of the vocabulary.
+    """The outputs of C positions, which are updated while the positions visit the tiles of the vocabulary.
 
     Args:
         heads: one head, or the policy and the rollout model.
         reader: reads the tiles.
         rows: the positions of this block.
-        wanted: [C, G] ids whose log-probs are returned.
+        wanted: [C, G] ids whose log-probs are returned; the first column is the sampled ids.
         num_top: K.
-        lam: at which the exact Z of two heads is taken; None leaves it out.
-        moments: whether entropy and divergences are wanted.
+        lam: at which the exact Z of two heads is taken; None leaves Z out.
+        moments: whether entropy and divergences are computed.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class PositionBlock:
         moments: bool,
     ) -> None:
         self._heads, self._reader, self._rows = heads, reader, rows
-        self._wanted, self._num_top, self._lam, self._moments = wanted, num_top, lam, moments
+        self._wanted, self._num_top = wanted, num_top
+        self._lam, self._moments = lam, moments
         self._picked: dict[int, Tensor] = {}  # [C, G] each head's logits at the wanted ids
         self._tops = [RunningTopK(num_top) for _ in heads]
         self._sums: list[TileSums] = []
@@ -92,9 +93,10 @@ class PositionBlock:
         tiles = [head.tile(self._rows) for head in self._heads]
         sums = self._reader.read(tiles, self._num_top > 0, self._moments)
         logits = [tile.logits for tile in tiles]
-        for i, of_head in enumerate(logits):
-            self._pick(i, of_head, columns)
-            self._tops[i].add(of_head, columns.start, sums[i].block_max, logits[i + 1 :])
+
+        for i, head_logits in enumerate(logits):
+            self._pick(i, head_logits, columns)
+            self._tops[i].add(head_logits, columns.start, sums[i].block_max, logits[i + 1 :])
         self._sums = merged(self._sums, sums) if self._sums else sums
 
         is_whole = columns.stop - columns.start == len(self._heads[0].weight)
@@ -107,26 +109,26 @@ class PositionBlock:
         width = columns.stop - columns.start
         wanted = self._wanted - columns.start if columns.start else self._wanted
         before = self._picked.get(i)
-        if before is None:
+        if before is None:  # the first tile: logits at ids of later tiles are replaced by those tiles
             self._picked[i] = logits.gather(1, wanted.clamp(max=width - 1))
         else:
             values = logits.gather(1, wanted.clamp(0, width - 1))
             self._picked[i] = torch.where((wanted >= 0) & (wanted < width), values, before)
 
     def add_z(self, lam: float) -> None:
-        """Add the share of the selected tokens in the exact Z, in a second sweep, when both logsumexps are known."""
+        """Add the selected tokens' share of the exact Z. Call it in a second sweep, when both logsumexps are known."""
         tiles = [head.tile(self._rows) for head in self._heads]
         z = self._reader.common_mass(tiles, self.logsumexps, lam)
         self._z = z if self._z is None else self._z + z
 
     @property
     def logsumexps(self) -> list[Tensor]:
-        """m + log s of each head, over the tiles so far: [C]."""
+        """Return m + log s of each head, over the tiles so far: [C]."""
         return [sums.row_max + sums.sum_exp.log() for sums in self._sums]
 
     def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs of these positions in the order of `autograd.tiled_heads`: those with a gradient, and the
-        others."""
+        """Return the outputs of these positions, those with a gradient and those without, in the order of
+        `autograd.tiled_heads`."""
         values: list[Tensor] = []
         constants: list[Tensor] = []
         logs = [sums.sum_exp.log() for sums in self._sums]
@@ -135,11 +137,11 @@ class PositionBlock:
             return (logits - self._sums[i].row_max[:, None]).sub_(logs[i][:, None])
 
         for i, (sums, top) in enumerate(zip(self._sums, self._tops, strict=True)):
-            of_wanted = log_probs(i, self._picked[i])
-            values.append(of_wanted[:, 0])
+            at_wanted = log_probs(i, self._picked[i])
+            values.append(at_wanted[:, 0])
             if sums.moment is not None:
                 values.append(logs[i] - sums.moment / sums.sum_exp)
-            constants += [top.ids, log_probs(i, top.values), of_wanted[:, 1:]]
+            constants += [top.ids, log_probs(i, top.values), at_wanted[:, 1:]]
 
         for i, sums in enumerate(self._sums):
             if sums.gap is not None:
@@ -152,7 +154,11 @@ class PositionBlock:
 
 
 def _divergence(sums: TileSums, gap: Tensor, log: Tensor, other_log: Tensor) -> Tensor:
-    """KL of a head against the other, [C] nats; inf where it has mass on a token that the other masks."""
+    """Return the KL of a head against the other, [C] nats; inf where the head has mass on a token that the other masks.
+
+    Args:
+        log, other_log: log s of the head and of the other one, [C].
+    """
     value = gap / sums.sum_exp - (log - other_log)
     if sums.max_at_masked is None:
         return value

@@ -1,22 +1,11 @@
 """The joint head: log-probs, entropy, top-k, KLs and Z of one or two models, without the logits of all tokens. Pure,
 torch only.
 
-With W [V, H], b [V], a token's hidden state h [H], the temperature tau and the soft cap c (Gemma's; None: identity):
-
-    raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
-
 Logits are formed in tiles of positions by tokens, so that of [N, V] only a tile ever exists; backward forms them again
-instead of keeping them, as FlashAttention does, unless all of them fit into a memory that is given for them
+instead of keeping them, as FlashAttention does, unless all of them fit into a memory that is set aside for them
 (`kernels/autograd.py`). Both models' logits of a tile are formed once, and every output is computed from them. The
 gradient is in closed form (`kernels/backward.py`); there is no second derivative, and create_graph=True raises
 RuntimeError.
-
-Precision: logits, softmax, and all sums over tokens, positions and tiles are float32, or float64 if any operand is. On
-CUDA, bfloat16 and float16 operands are multiplied as they are, with products in float32; other devices have no such
-product, and there the operands are cast to float32, the weight tile by tile. Under autocast the operands, and in
-backward the gradient of the logits, are cast to its dtype instead; on those other devices that rounds the products too:
-the logits, and each tile's share of the gradients of the hidden states and the weight, to its dtype before they are
-summed in float32. The operands of an `Fp32Linear` are cast to float32 everywhere.
 
 Shapes: `N` positions, `H` hidden size (each model its own), `V` vocabulary, `K` top-k, `G` ids to look up.
 Log-probabilities, entropies and divergences are in nats.
@@ -40,7 +29,7 @@ _SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a t
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """Holds the outputs of one head for N positions; float32, or float64 if any operand is."""
+    """The outputs of one head for N positions; float32, or float64 if any operand is."""
 
     log_probs: Tensor  # [N] of the given ids; differentiable
     entropy: Tensor | None  # [N] -sum_x p(x) log p(x); differentiable; None where only log-probs are computed
@@ -56,11 +45,12 @@ class HeadOutput:
 
 @dataclass(frozen=True, slots=True)
 class JointOutput:
-    """Holds the outputs of two heads for the same N positions, and the divergences between them."""
+    """The outputs of two heads for the same N positions, and the divergences between them."""
 
     policy: HeadOutput
     rollout_model: HeadOutput
-    # Both KLs [N] have a gradient into the rollout model only, and are None where only log-probs are computed.
+    # Both KLs [N] have a gradient into the rollout model only, and are None where only log-probs are computed; SG marks
+    # what carries no gradient.
     forward_kl: Tensor | None  # KL(SG(policy) || rollout_model)
     reverse_kl: Tensor | None  # KL(rollout_model || SG(policy))
     fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
@@ -96,8 +86,19 @@ def linear_head(
     tile: tuple[int, int] | None = None,
     options: HeadOptions = DEFAULT_OPTIONS,
 ) -> HeadOutput:
-    """Compute log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head (equations: module
-    docstring).
+    """Compute log-probs of `ids`, entropy, top-k and log-probs of `gather_ids` under one head.
+
+    With weight W [V, H], bias b [V], a position's hidden state h [H], the temperature tau and the soft cap c (Gemma's;
+    None: no cap), and 0 log 0 = 0, also for a probability that underflows to 0:
+
+        raw = W h + b        logits = c tanh(raw / c) / tau        log p = log_softmax(logits)
+
+    Precision: logits, softmax, and all sums over tokens, positions and tiles are float32, or float64 if any operand is.
+    On CUDA, bfloat16 and float16 operands are multiplied as they are, with products in float32. Other devices have no
+    such product: there the operands are cast to float32, the weight tile by tile. Under autocast the operands, and in
+    backward the gradient of the logits, are cast to autocast's dtype instead. On the other devices that also rounds the
+    products to this dtype, before they are summed in float32: the logits, and each tile's share of the gradients of
+    hidden states and weight. The operands of an `Fp32Linear` are cast to float32 everywhere.
 
     Args:
         head: float tensors on one device.
@@ -105,11 +106,9 @@ def linear_head(
         temperature: divides the logits, above 0.
         num_top: K; more than V gives V columns. Ties come in any order.
         gather_ids: [N, G] int64 in [0, V).
-        only_log_probs: leave out what takes sums of its own over the vocabulary: entropy, and of two heads the KLs.
+        only_log_probs: leave out what takes further sums over the vocabulary: entropy, and the KLs of two heads.
         tile: the most positions and the most tokens that have logits at a time; None takes `autograd.default_tile`.
-        options: how it is computed.
-
-    0 log 0 = 0, also for a probability that underflows to 0.
+        options: change the computation, and the results by rounding only.
 
     Raises:
         ValueError: another number of ids than of hidden states, ids out of range, or a weight that FSDP has sharded. On
@@ -137,13 +136,13 @@ def joint_linear_head(
 ) -> JointOutput:
     """Compute `linear_head` of both models at the same ids, the two KLs, and Z of eq. 4 over the whole vocabulary.
 
-    Arguments as in `linear_head`. The models may differ in H, not in N or V. `lam`, above 0, is that of OBRS, and asks
-    for `exact_z`: where the vocabulary is more than one tile, that forms all logits once more.
+    Arguments as in `linear_head`. The models may differ in H, not in N or V. With `lam`, above 0 and that of OBRS,
+    `exact_z` is computed; where the vocabulary is more than one tile, that forms all logits once more.
 
-    Both divergences and Z use p_policy as a constant: no gradient reaches the policy's hidden states, or its weight but
-    for a weight that both heads share. forward_kl is inf where the policy has mass and the rollout model none, with the
-    finite gradient q - p; reverse_kl is inf where the rollout model has mass and the policy none, with a gradient only
-    where autograd sends one other than 0. Near 0 rounding may leave either slightly negative.
+    Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
+    (but for a weight that both heads share). forward_kl is inf where the policy has mass and the rollout model none;
+    its gradient, q - p, stays finite. reverse_kl is inf where the rollout model has mass and the policy none; such a
+    position gets a gradient only if the loss passes one to it. Rounding may leave a KL near 0 slightly negative.
 
     Raises:
         ValueError: as `linear_head`; also heads of different N or V.
@@ -156,7 +155,7 @@ def joint_linear_head(
 
 
 class CutLinear(nn.Linear):
-    """An output layer of which the first `out_features` rows are read, here and in `LinearHead`.
+    """An output layer of which only the first `out_features` rows are read, here and in `LinearHead`.
 
     Weight and bias stay the whole parameters, under the same names; the gradient of the other rows is 0.
     """
@@ -165,10 +164,10 @@ class CutLinear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """Return a layer with the very parameters of another one."""
-        held = cls(layer.in_features, layer.out_features, bias=False, device="meta")
-        held.weight, held.bias = layer.weight, layer.bias
-        return held
+        """Return a layer that shares the parameters of another layer."""
+        sharing = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        sharing.weight, sharing.bias = layer.weight, layer.bias
+        return sharing
 
     def read(self) -> tuple[Tensor, Tensor | None]:
         """Return weight [V, H] and bias [V] as they are multiplied."""
@@ -182,24 +181,26 @@ class CutLinear(nn.Linear):
 
 
 class Fp32Linear(CutLinear):
-    """Holds an output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and
-    autocast; `LinearHead` does the same with its weight."""
+    """An output layer that multiplies hidden states [..., H] and weight in float32, whatever their dtype and autocast.
+
+    `LinearHead` does the same with this layer's weight.
+    """
 
     rounded_to: torch.dtype | None = None
 
     @classmethod
     def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> Self:
-        """Return a layer with the very parameters of another one.
+        """Return a layer that shares the parameters of another layer.
 
         Args:
-            rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not.
+            rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not rounded.
         """
         widened = super().of(layer)
         widened.rounded_to = rounded_to
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight [V, H] and bias [V] as they are multiplied, before they are widened."""
+        """Return weight [V, H] and bias [V] as they are multiplied, but not widened to float32 yet."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias
@@ -210,18 +211,20 @@ class Fp32Linear(CutLinear):
         bias = None if bias is None else bias.float()
         with torch.autocast(input.device.type, enabled=False):
             if input.dtype == weight.dtype != torch.float32 and has_mixed_product(input.device):
+                # The same product, without a float32 copy of the weight.
                 products = torch.mm(input.flatten(0, -2), weight.t(), out_dtype=torch.float32)
-                products = products.unflatten(0, input.shape[:-1])  # without a float32 copy of the weight
+                products = products.unflatten(0, input.shape[:-1])
                 return products if bias is None else products + bias
             return nn.functional.linear(input.float(), weight.float(), bias)
 
 
 class LinearHead(nn.Module):
-    """Joins the output layers of one or two models into one module that reads both weights in one forward.
+    """A module of the output layers of one or two models, which reads both weights in one forward.
 
-    The `nn.Linear`s are kept by reference: their parameters stay the models' own. The layers' own forward never runs
-    here, so FSDP must gather their weights by a module around this one (`models.gathered`), or by this one where no
-    embedding shares a weight with them: wrapped apart, tied weights become two without an error.
+    The `nn.Linear`s are kept by reference: their parameters stay the models' own. The forward of these layers never
+    runs here, so FSDP must gather their weights by a module around this one (`models.gathered`). It may gather them by
+    this module where no embedding shares a weight with them; tied weights that are wrapped apart become two without an
+    error.
     """
 
     def __init__(
@@ -255,14 +258,15 @@ class LinearHead(nn.Module):
     ) -> HeadOutput | JointOutput:
         """Compute `joint_linear_head` of both models, or `linear_head` of the policy without `rollout_model_hidden`.
 
-        Ids out of range are not looked for, and give numbers without a meaning: a run has its ids checked when it gets
-        them from the engine (`training.guards`).
+        Ids are not checked here; those out of range give meaningless numbers. A run checks ids when it gets them from
+        the engine (`training.guards`).
 
         Raises:
-            ValueError: as they do, but for ids; `rollout_model_hidden` without a rollout model.
+            ValueError: as these two functions, but for ids; `rollout_model_hidden` without a rollout model.
         """
         heads = self.heads(policy_hidden, rollout_model_hidden)
         _check(heads, ids)
+
         is_pair, moments = len(heads) == 2, not only_log_probs
         lam = lam if is_pair else None  # one head has no Z
         outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
@@ -287,12 +291,12 @@ class LinearHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Choose the lam of every position by `obrs.z_for_budget`: (Z, lam), [N] each, float64, no gradient.
 
-        That forms all logits once more, a few positions at a time, and sorts the vocabulary at each. One model stands
-        for both where `rollout_model_hidden` is None.
+        All logits are formed once more, a few positions at a time, and the vocabulary is sorted at each position. The
+        policy stands for both models where `rollout_model_hidden` is None.
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
-        parts = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
 
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
@@ -310,9 +314,9 @@ class LinearHead(nn.Module):
                 policy = rollout = output.top_log_probs
             else:
                 policy, rollout = output.policy.top_log_probs, output.fill_ins
-            parts.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
+            chunks.append(torch.stack(obrs.z_for_budget(rollout, policy, budget)))
 
-        z, lam = torch.cat(parts, dim=1)
+        z, lam = torch.cat(chunks, dim=1)
         return z, lam
 
 
@@ -323,7 +327,7 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
-    """Refuse what torch would compute to numbers without a meaning."""
+    """Refuse tensors of which torch would compute numbers without a meaning."""
     vocabularies, positions = [len(head.weight) for head in heads], [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:
         raise ValueError(f"the heads have vocabularies of {vocabularies} tokens: both models must share one vocabulary")
@@ -333,12 +337,13 @@ def _check(heads: Sequence[Head], ids: Tensor) -> None:
         raise ValueError("a head is sharded: call it within models.gathered, or fully_shard it")
 
 
-def _check_range(head: Head, **of_names: Tensor | None) -> None:
-    """Refuse ids outside the vocabulary: on CUDA by an assertion that the device makes."""
+def _check_range(head: Head, **named_ids: Tensor | None) -> None:
+    """Refuse ids outside of the vocabulary: on CUDA by an assertion that the device makes."""
     vocabulary = head.weight.shape[0]
-    for name, ids in of_names.items():
+    for name, ids in named_ids.items():
         if ids is None or not ids.numel() or ids.is_meta:
             continue
+
         advice = f"all must be in [0, {vocabulary}); give padding any such id and mask the result"
         low, high = torch.aminmax(ids)
         if ids.is_cuda:

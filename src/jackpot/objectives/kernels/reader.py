@@ -1,15 +1,15 @@
-"""Everything that is read from a tile of logits, behind one interface. Torch only.
+"""The sums and gradients that are computed from a tile of logits, behind one interface. Torch only.
 
-A `TileReader` gives the sums of a tile in forward (`read`, `common_mass`) and the gradient of its logits in backward
-(`differentiate`). What it returns is of that tile alone: `forward.py` merges tiles. The formulas are pure functions of
-one or two heads' logits [C, T]; `TorchReader` applies them to a few rows at a time, so that what they make on the way
-stays in a CPU's cache.
+A `TileReader` computes the sums of a tile in forward (`read`, `common_mass`) and the gradient of its logits in backward
+(`differentiate`). Its results are of that tile alone: `forward.py` merges tiles. The formulas are pure functions of one
+or two heads' logits [C, T]; `TorchReader` applies them to a few rows at a time, so that intermediate results stay in a
+CPU's cache.
 
 With m the largest logit of a row of the tile, at least LOWEST, and l its logits,
 
     s = sum exp(l - m)        t = sum exp(l - m) (l - m)        g = sum exp(l_p - m_p) ((l_p - m_p) - (l_q - m_q))
 
-Shapes: `C` positions, `T` tokens of a tile. The lists have one entry for one head, or two: policy p, rollout model q.
+Shapes: `C` positions, `T` tokens of a tile. Lists have one entry for each head: one, or policy p and rollout model q.
 """
 
 import math
@@ -31,22 +31,22 @@ MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time
 
 
 class TileSums(NamedTuple):
-    """Holds the sums of one head over a tile; [C] each."""
+    """The sums of one head over a tile; [C] each."""
 
     row_max: Tensor  # m
     sum_exp: Tensor  # s
     moment: Tensor | None  # t
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
     gap: Tensor | None  # g of this head's distribution against the other's; None for one head
-    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where it masks none
+    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where that masks none
 
 
 class GradCoefficients(NamedTuple):
-    """Holds the coefficients of the gradient of one head's logits; [N] each, None for 0:
+    """The coefficients in the gradient of one head's logits; [N] each, None for 0. The gradient is
 
         on_id onehot(id) + p (constant + on_log log p - on_other_log log o) - on_other o
 
-    with p its own probabilities and o those of the other head.
+    with p the probabilities of this head and o those of the other head.
     """
 
     on_id: Tensor | None
@@ -61,19 +61,19 @@ class GradCoefficients(NamedTuple):
 
     @property
     def reads_other(self) -> bool:
-        """True where the other head's probabilities are needed."""
+        """Tell whether the gradient contains the other head's probabilities."""
         return not (self.on_other_log is None and self.on_other is None)
 
 
 class TileGradient(NamedTuple):
-    """Holds what the gradient of a tile's products is computed from and written to."""
+    """The coefficients of the gradient of a tile's products, and the memory that it is written to."""
 
     coefficients: GradCoefficients  # [C] each
     out: Tensor  # [C, T] in the dtype of the products, perhaps the memory of the logits
 
 
 class TileReader(Protocol):
-    """Reads tiles of logits. Raw ones are finished in place."""
+    """The interface of what computes sums and gradients from tiles of logits; raw tiles are finished in place."""
 
     name: str
 
@@ -81,13 +81,17 @@ class TileReader(Protocol):
         """Return the sums of a tile of each head.
 
         Args:
-            tops: whether `block_max` is wanted.
-            moments: whether `moment` and `gap` are wanted, which entropy and divergences are computed from.
+            tops: whether to compute `block_max`.
+            moments: whether to compute `moment` and `gap`, for entropy and divergences.
         """
         ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-        """Return sum_x min(q(x), p(x) / lam) over the tokens of a tile: [C]."""
+        """Return sum_x min(q(x), p(x) / lam), a tile's share of Z: [C].
+
+        Args:
+            logsumexps: [C] each, over the whole vocabulary.
+        """
         ...
 
     def differentiate(
@@ -101,8 +105,8 @@ class TileReader(Protocol):
 
         Args:
             logsumexps: [C] each, over the whole vocabulary.
-            gradients: None for a head that gets none.
-            columns: [C] the ids, counted from the tile's first token, which may lie outside the tile.
+            gradients: None for a head without gradient.
+            columns: [C] the sampled ids, counted from the tile's first token; they may lie outside of the tile.
         """
 
 
@@ -110,7 +114,7 @@ class TileReader(Protocol):
 
 
 def finish(logits: Tensor, bias: Tensor | None, soft_cap: float | None, temperature: float) -> Tensor:
-    """Turn products W h into logits: [C, T]."""
+    """Add the bias to products W h, apply soft cap and temperature, and so return logits: [C, T]."""
     if bias is not None:
         logits = logits + bias
     if soft_cap is not None:
@@ -119,35 +123,41 @@ def finish(logits: Tensor, bias: Tensor | None, soft_cap: float | None, temperat
 
 
 def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, moments: bool) -> list[TileSums]:
-    """Return the sums of logits [C, T]."""
+    """Return the sums of each head's logits [C, T]; arguments as in `TileReader.read`.
+
+    Args:
+        may_mask: whether a logit of each head may be -inf.
+    """
     sums: list[TileSums] = []
     terms: list[tuple[Tensor, Tensor]] = []  # of each head, l - m and its exponential
-    for of_head, masks in zip(logits, may_mask, strict=True):
-        maxima = block_max(of_head) if tops else None
-        row_max = (of_head if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
-        shifted = of_head - row_max[:, None]
+    for head_logits, masks in zip(logits, may_mask, strict=True):
+        maxima = block_max(head_logits) if tops else None
+        row_max = (head_logits if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
+        shifted = head_logits - row_max[:, None]
         exps = _exp(shifted)
         if masks:
             shifted = shifted.clamp(min=LOWEST)
         moment = (shifted * exps).sum(-1) if moments else None
         sums.append(TileSums(row_max, exps.sum(-1), moment, maxima, None, None))
         terms.append((shifted, exps))
+
     if len(logits) == 1 or not moments:
         return sums
 
+    # Of a pair: the gap of each head against the other, and its largest logit at tokens that the other masks.
     (shifted_p, exps_p), (shifted_q, exps_q) = terms
-    gap = shifted_p - shifted_q
-    gaps = (gap * exps_p).sum(-1), -(gap * exps_q).sum(-1)
+    difference = shifted_p - shifted_q
+    gaps = (difference * exps_p).sum(-1), -(difference * exps_q).sum(-1)
     masked = [
-        torch.where(other.isneginf(), of_head, -torch.inf).amax(-1) if masks else None
-        for of_head, other, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
+        torch.where(other_logits.isneginf(), head_logits, -torch.inf).amax(-1) if masks else None
+        for head_logits, other_logits, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
     ]
-    return [TileSums(*of_head[:4], gap, at_masked) for of_head, gap, at_masked in zip(sums, gaps, masked, strict=True)]
+    return [TileSums(*fields[:4], gap, at_masked) for fields, gap, at_masked in zip(sums, gaps, masked, strict=True)]
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-    """Return sum_x min(q(x), p(x) / lam) of logits [C, T]."""
-    p, q = (_exp(of_head - logsumexp[:, None]) for of_head, logsumexp in zip(logits, logsumexps, strict=True))
+    """Return sum_x min(q(x), p(x) / lam) over logits [C, T] of both heads: [C]."""
+    p, q = (_exp(head_logits - logsumexp[:, None]) for head_logits, logsumexp in zip(logits, logsumexps, strict=True))
     return torch.minimum(q, p / lam).sum(-1)
 
 
@@ -165,24 +175,26 @@ def tile_gradients(
     """
     log_probs: list[Tensor] = []
     probs: list[Tensor] = []
-    for of_head, logsumexp, masks in zip(logits, logsumexps, may_mask, strict=True):
-        shifted = of_head - logsumexp[:, None]
+    for head_logits, logsumexp, masks in zip(logits, logsumexps, may_mask, strict=True):
+        shifted = head_logits - logsumexp[:, None]
         probs.append(_exp(shifted))
         log_probs.append(shifted.clamp(min=LOWEST) if masks else shifted)
 
     gradients: list[Tensor | None] = []
-    for i, (of_head, into) in enumerate(zip(coefficients, out, strict=True)):
-        if of_head is None:
+    for i, (combined, into) in enumerate(zip(coefficients, out, strict=True)):
+        if combined is None:
             gradients.append(None)
             continue
-        factor = of_head.constant[:, None]
-        if of_head.on_log is not None:
-            factor = log_probs[i] * of_head.on_log[:, None] + factor
-        if of_head.on_other_log is not None:
-            factor = torch.addcmul(factor, log_probs[1 - i], of_head.on_other_log[:, None], value=-1.0)
+
+        factor = combined.constant[:, None]
+        if combined.on_log is not None:
+            factor = log_probs[i] * combined.on_log[:, None] + factor
+        if combined.on_other_log is not None:
+            factor = torch.addcmul(factor, log_probs[1 - i], combined.on_other_log[:, None], value=-1.0)
+
         gradient = torch.mul(probs[i], factor, out=into)
-        if of_head.on_other is not None:
-            gradient = torch.addcmul(gradient, probs[1 - i], of_head.on_other[:, None], value=-1.0, out=into)
+        if combined.on_other is not None:
+            gradient = torch.addcmul(gradient, probs[1 - i], combined.on_other[:, None], value=-1.0, out=into)
         gradients.append(gradient)
     return gradients
 
@@ -195,22 +207,26 @@ def _exp(values: Tensor) -> Tensor:
 
 
 class TorchReader:
-    """Applies the formulas with torch's operators, to as many logits at a time as suit a type of device; None: that of
-    the logits, which in a plan of a GPU are not there."""
+    """The reader that applies the formulas with torch's operators, to a few rows of logits at a time."""
 
     name = "eager"
 
     def __init__(self, device_type: str | None = None) -> None:
+        """
+        Args:
+            device_type: decides how many logits are read at a time; None: the type of the logits' device, which in a
+                plan for a GPU is not the GPU.
+        """
         self._device_type = device_type
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
         whole: list[TileSums] = []
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            parts = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
-            whole = whole or [_memory(part, tiles[0]) for part in parts]
-            for into, part in zip(whole, parts, strict=True):
-                for target, column in zip(into, part, strict=True):
+            chunk_sums = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            whole = whole or [_memory(sums, tiles[0]) for sums in chunk_sums]
+            for into, sums in zip(whole, chunk_sums, strict=True):
+                for target, column in zip(into, sums, strict=True):
                     if target is not None and column is not None:
                         target[rows] = column
         return whole
@@ -231,21 +247,24 @@ class TorchReader:
     ) -> None:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
+            # The derivative of the soft cap, 1 - (capped / soft_cap)^2, before gradients may overwrite the logits.
             derivatives = [
-                _softcap_derivative(of_head, tile.soft_cap, tile.temperature) if wanted and tile.soft_cap else None
-                for of_head, tile, wanted in zip(logits, tiles, gradients, strict=True)
+                1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
+                if wanted and tile.soft_cap
+                else None
+                for head_logits, tile, wanted in zip(logits, tiles, gradients, strict=True)
             ]
 
-            of_rows = [wanted and TileGradient(wanted.coefficients.at(rows), wanted.out[rows]) for wanted in gradients]
+            in_rows = [wanted and TileGradient(wanted.coefficients.at(rows), wanted.out[rows]) for wanted in gradients]
             computed = tile_gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
                 [tile.may_mask for tile in tiles],
-                [wanted and wanted.coefficients for wanted in of_rows],
-                [wanted.out if wanted and wanted.out.dtype == logsumexps[0].dtype else None for wanted in of_rows],
+                [wanted and wanted.coefficients for wanted in in_rows],
+                [wanted.out if wanted and wanted.out.dtype == logsumexps[0].dtype else None for wanted in in_rows],
             )
 
-            for wanted, gradient, derivative in zip(of_rows, computed, derivatives, strict=True):
+            for wanted, gradient, derivative in zip(in_rows, computed, derivatives, strict=True):
                 if wanted is None or gradient is None:
                     continue
                 if wanted.coefficients.on_id is not None:
@@ -258,8 +277,8 @@ class TorchReader:
     def _chunks(self, tiles: Sequence[Tile]) -> list[slice]:
         """Cut the positions of tiles into runs that are read at a time."""
         c, t = tiles[0].logits.shape
-        kind = self._device_type or tiles[0].logits.device.type
-        size = max(1, min(c, MAX_CHUNK["cuda" if kind == "cuda" else "cpu"] // t))
+        device_type = self._device_type or tiles[0].logits.device.type
+        size = max(1, min(c, MAX_CHUNK["cuda" if device_type == "cuda" else "cpu"] // t))
         return [slice(start, min(start + size, c)) for start in range(0, c or 1, size)]
 
 
@@ -267,31 +286,26 @@ EAGER = TorchReader()
 
 
 def _finished(tile: Tile, rows: slice) -> Tensor:
-    """Return the logits of some positions in the dtype of the sums; those of a raw tile are written back."""
+    """Return the logits of some positions in the dtype of the sums; finish those of a raw tile, in the tile too."""
     logits = tile.logits[rows]
     if tile.is_raw:
         return logits.copy_(finish(logits, tile.bias, tile.soft_cap, tile.temperature))
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _memory(part: TileSums, tile: Tile) -> TileSums:
-    """Return memory for the rows of all chunks.
+def _memory(chunk_sums: TileSums, tile: Tile) -> TileSums:
+    """Return memory for the sums of a whole tile, with the fields that the sums of a chunk have.
 
-    It is taken once: small tensors that are made between a chunk's large ones and outlive them would split the memory
-    that these leave, and the next chunk would take more.
+    It is taken before the second chunk: small tensors that are made among a chunk's large ones and outlive them would
+    split the memory that these leave, and the next chunk would take more.
     """
-    columns = {name: column for name, column in part._asdict().items() if column is not None}
+    columns = {name: column for name, column in chunk_sums._asdict().items() if column is not None}
     n = len(tile.logits)
-    return part._replace(**{name: column.new_empty((n, *column.shape[1:])) for name, column in columns.items()})
+    return chunk_sums._replace(**{name: column.new_empty((n, *column.shape[1:])) for name, column in columns.items()})
 
 
 def _add_at(gradient: Tensor, columns: Tensor, added: Tensor) -> None:
-    """Add a number to each row of the gradient in its column, where that is inside the tile."""
+    """Add a number to each row of the gradient, at the row's column in `columns`, if that is inside the tile."""
     width = gradient.shape[1]
     inside = torch.where((columns >= 0) & (columns < width), added, 0.0)
     gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], inside[:, None])
-
-
-def _softcap_derivative(logits: Tensor, soft_cap: float, temperature: float) -> Tensor:
-    """Return d logits / d raw times the temperature, 1 - (capped / soft_cap)^2: [C, T]."""
-    return 1.0 - torch.square(logits * (temperature / soft_cap))

@@ -1,11 +1,10 @@
-"""Log-probs of a head over a few ids at each position: those of a policy renormalized on what a sampler kept. Pure,
-torch only.
+"""Log-probs of a policy that is renormalized on the few ids that a truncated sampler kept. Pure, torch only.
 
 With top-k a sampler gives probability to a set S of ids alone. The policy on the same support is
 
     log p_S(x) = logit(x) - log sum over y in S of e^logit(y)
 
-so it takes the rows of the weight at S and no others, and its gradient is in closed form, as that of any softmax.
+so only the rows of the head's weight at S are read; the gradient is in closed form, as that of any softmax.
 """
 
 import torch
@@ -24,13 +23,13 @@ def support_log_probs(
 
     Args:
         head: of N positions.
-        ids: [N] int64, what was sampled; it belongs to the support whether it is listed or not.
+        ids: [N] int64, the sampled ids; each belongs to the support, whether it is listed or not.
         support_ids: [N, G] int64, distinct within a position.
-        is_kept: [N, G] bool, False for those outside of the support.
+        is_kept: [N, G] bool, False for listed ids that are outside of the support.
         temperature: divides the logits, above 0.
 
     Returns:
-        log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without, -inf where not kept.
+        log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept.
     """
     is_sampled = support_ids == ids[:, None]
     columns = torch.cat((ids[:, None], support_ids), dim=1)
@@ -50,7 +49,7 @@ def support_log_probs(
 
 
 class _Context(FunctionCtx):
-    """What autograd hands to both passes, which torch does not describe."""
+    """The context that autograd passes to forward and backward, with the types that torch does not declare."""
 
     dtype: torch.dtype  # of the products
     operands: torch.dtype  # that hidden states and weight are rounded to
@@ -59,7 +58,7 @@ class _Context(FunctionCtx):
 
 
 class _RowProducts(torch.autograd.Function):
-    """Products of each position's hidden state with some rows of the weight, some positions at a time."""
+    """The product of each position's hidden state with the position's own rows of the weight."""
 
     @staticmethod
     def forward(
@@ -81,18 +80,18 @@ class _RowProducts(torch.autograd.Function):
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
         dtype, operands = ctx.dtype, ctx.operands
-        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
-        of_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[4] else None
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[3] else None
+        to_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[4] else None
 
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
-                if of_hidden is not None:
+                if to_hidden is not None:
                     taken = weight[columns[rows]].to(operands).to(dtype)
-                    of_hidden[rows] = (gradient[rows][:, None] @ taken)[:, 0].to(hidden.dtype)
-                if of_weight is not None:
+                    to_hidden[rows] = (gradient[rows][:, None] @ taken)[:, 0].to(hidden.dtype)
+                if to_weight is not None:
                     outer = gradient[rows][..., None] * hidden[rows].to(operands).to(dtype)[:, None]
-                    of_weight.index_add_(0, columns[rows].flatten(), outer.flatten(0, 1))
-        return None, None, None, of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
+                    to_weight.index_add_(0, columns[rows].flatten(), outer.flatten(0, 1))
+        return None, None, None, to_hidden, None if to_weight is None else to_weight.to(weight.dtype)
 
 
 def _chunks(columns: Tensor, width: int) -> list[slice]:

@@ -1,5 +1,4 @@
-"""The products of one head on one tile of logits: the logits themselves, and what their gradient adds to the head's
-gradients. Torch only.
+"""The matrix products of one head on one tile of logits, forward and backward. Torch only.
 
 A tile is C positions by T tokens of the vocabulary. Large tensors live in a `Workspace` and are overwritten by the next
 tile: fresh memory costs more in page faults than the arithmetic on it. `linear_head` states the precision.
@@ -15,7 +14,7 @@ from torch import Tensor
 
 
 class HeadTensors(NamedTuple):
-    """Holds what one head multiplies, or the gradients of it."""
+    """The hidden states, the weight and the bias of one head, or their gradients."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
@@ -24,9 +23,9 @@ class HeadTensors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """Holds one model's last layer and the hidden states of N positions; gradient flows into all three tensors.
+    """The output layer of one model and the hidden states of N positions; gradient flows into all three tensors.
 
-    A bias of -inf masks a token out, though not with a soft cap, which takes it to -soft_cap.
+    A bias of -inf gives a token the probability 0, though not with a soft cap, which turns -inf into -soft_cap.
     """
 
     hidden: Tensor  # [N, H]
@@ -37,19 +36,19 @@ class Head:
 
     @property
     def tensors(self) -> HeadTensors:
-        """Hidden states, weight and bias."""
+        """Return hidden states, weight and bias."""
         return HeadTensors(self.hidden, self.weight, self.bias)
 
 
 class Workspace:
-    """Hands out memory by name. A tensor is valid until its name is taken again."""
+    """Memory for tensors by name, used again and again. A tensor is valid until its name is taken the next time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor of the memory with that name."""
+        """Return an uninitialized contiguous tensor in the memory of that name."""
         size = math.prod(shape)
         flat = self._flat.get((name, dtype))
         if flat is None or flat.numel() < size:
@@ -58,22 +57,22 @@ class Workspace:
 
 
 class Tile(NamedTuple):
-    """Holds one head's logits of C positions and T tokens."""
+    """The logits of one head at C positions and T tokens."""
 
     logits: Tensor  # [C, T]: W h where `is_raw`, else soft-capped and over the temperature
     bias: Tensor | None  # [T]
     soft_cap: float | None
     temperature: float
     may_mask: bool  # whether a logit may be -inf
-    is_raw: bool  # whether bias, soft cap and temperature are still to come: then the logits have the dtype of the sums
-    is_kept: bool  # whether these logits are read again after this tile, so that no gradient may take their memory
+    is_raw: bool  # whether bias, soft cap and temperature are not applied yet; then the logits have the dtype of sums
+    is_kept: bool  # whether backward reads these logits again, so that no gradient may overwrite them
 
 
 KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their first position and token
 
 
 class HeadOperands:
-    """Holds one head's operands in the dtype of its products, and forms tiles of its logits."""
+    """The hidden states and the weight of one head, in the dtype of its products; they form tiles of logits."""
 
     def __init__(
         self,
@@ -88,50 +87,51 @@ class HeadOperands:
     ) -> None:
         """
         Args:
-            name: keeps this head's memory in the workspace apart from the other head's.
-            operand_dtype: what hidden states and weight are cast to before they are multiplied.
+            name: tells this head's memory in the workspace from the other head's.
+            operand_dtype: to which hidden states and weight are cast before they are multiplied.
             dtype: of the logits and of all sums.
             kept: every tile that is formed is added to it; None to keep none.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand_dtype)
-        self._name, self._operand_dtype, self.dtype, self._workspace = name, operand_dtype, dtype, workspace
+        self._name, self._workspace = name, workspace
+        self._operand_dtype, self.dtype = operand_dtype, dtype
         self._soft_cap, self._temperature = soft_cap, temperature
         self._mixed = has_mixed_product(hidden.device)
         self._kept = kept
-        self._columns = slice(0, 0)
-        self._loaded: Tensor | None = None
+        self._columns = slice(0, 0)  # the selected tokens
+        self._loaded: Tensor | None = None  # the rows of the weight at these tokens, once they are cast
 
     @property
     def may_mask(self) -> bool:
-        """True where a logit may be -inf: by its bias, or since float16 overflows."""
+        """Tell whether a logit may be -inf: by its bias, or since float16 overflows."""
         return self.bias is not None or self._operand_dtype == torch.float16
 
     @property
     def is_plain(self) -> bool:
-        """True where the products are the logits: no bias, no soft cap, no temperature."""
+        """Tell whether the products are the logits: no bias, no soft cap, no temperature."""
         return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
     def select(self, columns: slice) -> None:
-        """Take these tokens' rows of the weight from now on."""
+        """Form tiles of these tokens from now on."""
         self._columns, self._loaded = columns, None
 
     @property
     def _rows_of_weight(self) -> Tensor:
-        """[T, H], cast once for the tiles of all positions."""
+        """Return the rows of the weight at the selected tokens, [T, H], cast once for the tiles of all positions."""
         if self._loaded is None:
-            part = self.weight[self._columns]
-            if part.dtype != self._operand_dtype:
-                part = self.buffer("weight", tuple(part.shape), self._operand_dtype).copy_(part)
-            self._loaded = part
+            rows = self.weight[self._columns]
+            if rows.dtype != self._operand_dtype:
+                rows = self.buffer("weight", tuple(rows.shape), self._operand_dtype).copy_(rows)
+            self._loaded = rows
         return self._loaded
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Return this head's own workspace tensor of that name, by default in the logits' dtype."""
+        """Return this head's workspace tensor of that name, by default in the logits' dtype."""
         return self._workspace.take(f"{self._name} {name}", shape, self.dtype if dtype is None else dtype)
 
     def tile(self, rows: slice) -> Tile:
-        """Form the logits of these positions and the selected tokens, or take those that were kept."""
+        """Form the logits of these positions and the selected tokens, or return those that forward kept."""
         key = rows.start, self._columns.start
         known = None if self._kept is None else self._kept.get(key)
         logits = self._products(rows) if known is None else known
@@ -150,7 +150,8 @@ class HeadOperands:
     def _products(self, rows: slice) -> Tensor:
         """Multiply the hidden states of these positions by the selected rows of the weight: [C, T].
 
-        In the logits' dtype; products that are the logits stay in the operands' where the device has no mixed product.
+        The products have the logits' dtype; but where the device has no mixed product (`has_mixed_product`), products
+        that need nothing more to be logits keep the operands' dtype.
         """
         left, right = self.hidden[rows], self._rows_of_weight.t()
         shape = left.shape[0], right.shape[1]
@@ -162,14 +163,14 @@ class HeadOperands:
         return self._memory(shape, self.dtype).copy_(products)
 
     def _memory(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return memory for logits, of their own where they are kept."""
+        """Return memory for logits: new memory where they are kept, else the workspace's."""
         if self._kept is not None:
             return self.hidden.new_empty(shape, dtype=dtype)
         return self.buffer("logits", shape, dtype)
 
     def gradient_tile(self, tile: Tile) -> Tensor:
-        """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the products: the logits' own where
-        these are not read again."""
+        """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the operands: that of the logits
+        where they are not read again."""
         if tile.logits.dtype == self._operand_dtype and not tile.is_kept:
             return tile.logits
         return self.buffer("gradient", tuple(tile.logits.shape), self._operand_dtype)
@@ -187,7 +188,7 @@ class HeadOperands:
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to `total`: in its dtype, or rounded to theirs where the device has no mixed product."""
+        """Add left @ right to `total`; without a mixed product, the product is rounded to the dtype of `left` first."""
         if left.dtype == total.dtype:
             total.addmm_(left, right)
         elif self._mixed:
@@ -197,35 +198,39 @@ class HeadOperands:
 
 
 class HeadGrads:
-    """Accumulates one head's gradients in the logits' dtype: [N, H], [V, H] and [V]; None for one that is not needed.
+    """The gradients of one head: hidden [N, H] and bias [V] in the logits' dtype, weight [V, H]; None if not needed.
 
-    The weight's gradient is a tile in that dtype while the positions add to it, and is rounded once, when it is whole.
+    The weight's gradient is summed tile by tile in the logits' dtype, and a tile is rounded once, when it is complete.
     """
 
     def __init__(self, operands: HeadOperands, tensors: HeadTensors, needed: Sequence[bool]) -> None:
+        """
+        Args:
+            needed: whether the gradient of each of the three tensors is needed.
+        """
         self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))
         self.hidden = None if hidden is None else torch.zeros_like(hidden, dtype=operands.dtype)
         self.weight = None if weight is None else torch.empty_like(weight)
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=operands.dtype)
-        self.tile: Tensor | None = None  # [T, H], of the weight's gradient
+        self.tile: Tensor | None = None  # [T, H], the tile of the weight's gradient that is being summed
 
     @property
     def is_needed(self) -> bool:
-        """True where at least one of the three gradients is needed."""
+        """Tell whether at least one of the three gradients is needed."""
         return any(total is not None for total in (self.hidden, self.weight, self.bias))
 
     def begin_tile(self, columns: slice) -> None:
         """Zero the tile of the weight's gradient for these tokens."""
         if self.weight is None:
             return
-        part = self.weight[columns]
-        if part.dtype != self._operands.dtype:
-            part = self._operands.buffer("weight gradient", tuple(part.shape))
-        self.tile = part.zero_()
+        rows = self.weight[columns]
+        if rows.dtype != self._operands.dtype:
+            rows = self._operands.buffer("weight gradient", tuple(rows.shape))
+        self.tile = rows.zero_()
 
     def end_tile(self, columns: slice) -> None:
-        """Round the tile of the weight's gradient into its place; every position has added to it."""
+        """Round the tile into the weight's gradient; every position has added to it."""
         if self.weight is not None and self.tile is not None and self.tile.dtype != self.weight.dtype:
             self.weight[columns] = self.tile
 
@@ -253,5 +258,5 @@ def operand_dtype(head: Head, dtype: torch.dtype) -> torch.dtype:
 
 
 def has_mixed_product(device: torch.device) -> bool:
-    """Return True where a product of half-precision matrices can be returned in float32: on CUDA, not on ROCm."""
+    """Tell whether the device can multiply half-precision matrices with a result in float32: CUDA can, ROCm cannot."""
     return device.type == "cuda" and torch.version.cuda is not None

@@ -1,10 +1,11 @@
-"""Exact top K of each row in two levels, without sorting the row. Pure, torch only.
+"""The exact top K of each row in two levels, without sorting the row. Pure, torch only.
 
 A row is cut into blocks. The K blocks with the largest maxima hold the K largest numbers, so the rest of the row is
-read once, for its block maxima. Every shape follows from those of the arguments, so a GPU is never waited for.
+read once, for its block maxima. The shape of every tensor follows from those of the arguments, so a GPU is never waited
+for.
 
 Equal numbers come in any order. A NaN counts as largest in `top_k`; for a row with a NaN `RunningTopK` promises only
-ids that are in range and differ.
+ids that are in range and distinct.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # numbers
-_BLOCKS_PER_K = 3  # where a row has fewer, one level is faster than two (measured on CPU)
+_BLOCKS_PER_K = 3  # in a row of fewer than so many times K blocks one level is faster than two (measured on CPU)
 
 
 def block_max(values: Tensor) -> Tensor:
@@ -48,10 +49,10 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
 
 
 def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the k blocks that hold the k largest numbers of each row, and the columns after the last whole block.
+    """Return the candidates for the k largest numbers of each row: k blocks, and the columns after the whole blocks.
 
     Returns:
-        Their numbers [N, M] and which blocks they are [N, ceil(M / BLOCK)], for `_ids`.
+        The numbers [N, M] of the candidates, and the indices of their blocks [N, ceil(M / BLOCK)], for `_ids`.
     """
     n, whole = len(values), values.shape[1] // BLOCK
     blocks = maxima[:, :whole].topk(k, dim=-1, sorted=False).indices
@@ -63,45 +64,46 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _ids(blocks: Tensor, columns: Tensor) -> Tensor:
-    """Return the ids of the numbers in some columns of `_candidates`, [N, k]."""
+    """Return the ids of the numbers in some columns of the candidates, [N, k]."""
     return blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 
 
 class RunningTopK:
-    """Keeps the K largest numbers of rows that come in parts, and the numbers of other rows at the same ids."""
+    """The K largest numbers of rows that come piece by piece, and the numbers of other tensors at the same ids."""
 
     def __init__(self, k: int) -> None:
         self._k = k
-        self._parts: list[Tensor] = []  # [N, min(K, seen)]: values, largest first; ids; one more for each of `others`
+        self._columns: list[Tensor] = []  # [N, min(K, seen)] each: values, largest first; ids; then each of `others`
 
     @property
     def values(self) -> Tensor:
-        """[N, min(K, seen)] the largest numbers so far, largest first."""
-        return self._parts[0]
+        """Return the largest numbers so far, largest first: [N, min(K, seen)]."""
+        return self._columns[0]
 
     @property
     def ids(self) -> Tensor:
-        """[N, min(K, seen)] int64, the ids of `values`."""
-        return self._parts[1]
+        """Return the ids of `values`: [N, min(K, seen)] int64."""
+        return self._columns[1]
 
     @property
     def others(self) -> list[Tensor]:
-        """The numbers of each further tensor at `ids`."""
-        return self._parts[2:]
+        """Return the numbers of each further tensor at `ids`: [N, min(K, seen)] each."""
+        return self._columns[2:]
 
     def add(self, values: Tensor, start: int, maxima: Tensor | None, others: Sequence[Tensor] = ()) -> None:
-        """Merge the next part.
+        """Merge the next piece of the rows.
 
         Args:
             values: [N, T], the numbers with the ids from `start` on.
             maxima: `block_max(values)`; None only with K = 0.
-            others: further tensors [N, T], as many each time, whose numbers at the top ids are kept too.
+            others: further tensors [N, T], the same in each call, whose numbers at the top ids are kept too.
         """
-        if not self._parts:
+        if not self._columns:
             numbers, ids = top_k(values, min(self._k, values.shape[1]), maxima)
-            self._parts = [numbers, ids + start, *(other.gather(1, ids) for other in others)]
+            self._columns = [numbers, ids + start, *(other.gather(1, ids) for other in others)]
             return
 
+        # The largest numbers of this piece, or the blocks that hold them, in any order.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
             numbers, blocks = _candidates(values, self._k, maxima)  # the merge sorts them
             ids_at = partial(_ids, blocks)
@@ -110,11 +112,12 @@ class RunningTopK:
             ids_at = partial(ids.gather, 1)
 
         width = self.values.shape[1]
-        pool = torch.cat((self.values, numbers), dim=1)  # the largest so far first: few of the others displace them
+        pool = torch.cat((self.values, numbers), dim=1)  # the largest so far first: few new numbers displace them
         numbers, order = pool.topk(min(self._k, pool.shape[1]), dim=-1)
         is_old, old_columns = order < width, order.clamp(max=width - 1)
         ids = ids_at((order - width).clamp(min=0))
 
+        # Ids and further numbers, each from the former columns or from this piece.
         added = [ids + start, *(other.gather(1, ids) for other in others)]
-        pairs = zip(self._parts[1:], added, strict=True)
-        self._parts = [numbers, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]
+        pairs = zip(self._columns[1:], added, strict=True)
+        self._columns = [numbers, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

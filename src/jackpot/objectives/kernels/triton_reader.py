@@ -1,8 +1,8 @@
 """The tile reader as Triton kernels: a tile is read twice in forward and once in backward, whatever is computed.
 
 A program of `_read` has one position: it finishes the logits, takes their maxima, and reads them again for the sums. A
-program of `_differentiate` has one position and some tokens. The formulas are those of `reader.py`; logits are float32
-or rounded, and float64 is left to the eager reader.
+program of `_differentiate` has one position and some tokens. The formulas are those of `reader.py`. Logits are float32
+or of half precision; tiles in float64 go to the eager reader.
 
 Status: experimental. It has run on one H200; the tests run it in Triton's interpreter.
 
@@ -37,7 +37,7 @@ def _logits(
         if BIAS:
             logits += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
         if CAP:
-            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
+            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)  # tanh, which Triton lacks
         logits = logits / temperature
     return tl.where(mask, logits, float("-inf"))
 
@@ -54,7 +54,7 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load WIDTH logits of a row, finish them, and write raw ones back and the largest of each block to `maxima`."""
+    """Load WIDTH logits of a row and finish them. Write raw ones back, and the largest of each block to `maxima`."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -169,17 +169,17 @@ def _common_mass(
 
 @triton.jit
 def _gradient(
-    own: tl.tensor, other: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
+    log_probs: tl.tensor, other_log_probs: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Evaluate the formula of `GradCoefficients`; `own` and `other` are shifted logits."""
+    """Evaluate the formula of `GradCoefficients`."""
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
     on_log = tl.load(coefficients + 2 * C + row)
     on_other_log = tl.load(coefficients + 3 * C + row)
     on_other = tl.load(coefficients + 4 * C + row)
-    factor = constant + on_log * tl.maximum(own, _LOWEST) - on_other_log * tl.maximum(other, _LOWEST)
-    gradient = tl.exp(own) * factor - on_other * tl.exp(other) + tl.where(is_id, on_id, 0.0)
+    factor = constant + on_log * tl.maximum(log_probs, _LOWEST) - on_other_log * tl.maximum(other_log_probs, _LOWEST)
+    gradient = tl.exp(log_probs) * factor - on_other * tl.exp(other_log_probs) + tl.where(is_id, on_id, 0.0)
     if CAP:
         ratio = logits * (temperature / soft_cap)
         gradient *= 1.0 - ratio * ratio
@@ -202,41 +202,45 @@ def _differentiate(
     is_id = columns == tl.load(ids + row)
 
     logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
-    own_p = logits_p - tl.load(logsumexp_p + row)
+    log_probs_p = logits_p - tl.load(logsumexp_p + row)
     logits_q = tl.zeros([WIDTH], tl.float32)
-    own_q = tl.zeros([WIDTH], tl.float32)
+    log_probs_q = tl.zeros([WIDTH], tl.float32)
 
     if PAIR:
         logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
-        own_q = logits_q - tl.load(logsumexp_q + row)
+        log_probs_q = logits_q - tl.load(logsumexp_q + row)
 
     if TRAINS_Q:
-        gradient = _gradient(own_q, own_p, coefficients + 5 * C, C, row, is_id, logits_q, cap_q, temperature, CAP_Q)
+        gradient = _gradient(
+            log_probs_q, log_probs_p, coefficients + 5 * C, C, row, is_id, logits_q, cap_q, temperature, CAP_Q
+        )
         tl.store(out_q + row * T + columns, gradient.to(out_q.dtype.element_ty), mask=mask)
     if TRAINS_P:
-        gradient = _gradient(own_p, own_q, coefficients, C, row, is_id, logits_p, cap_p, temperature, CAP_P)
+        gradient = _gradient(log_probs_p, log_probs_q, coefficients, C, row, is_id, logits_p, cap_p, temperature, CAP_P)
         tl.store(out_p + row * T + columns, gradient.to(out_p.dtype.element_ty), mask=mask)
 
 
 class TritonReader(TileReader):
-    """Runs the kernels."""
+    """The tile reader that runs these kernels."""
 
     name = "triton"
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
         if tiles[0].logits.dtype == torch.float64:
             return EAGER.read(tiles, tops, moments)
+
         c, t = tiles[0].logits.shape
-        new, num_blocks, is_pair = tiles[0].logits.new_empty, -(-t // BLOCK), len(tiles) == 2
-        sums = new((2, 5, c), dtype=torch.float32)
-        maxima = [new((c, num_blocks if tops else 0), dtype=torch.float32) for _ in tiles]
+        num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2
+        sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)
+        maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
+
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TOPS": tops, "MOMENTS": moments}
         _launch(_read, (c,), *arguments, maxima[0], maxima[-1], sums, c, t, num_blocks, **flags, WIDTH=_width(t))
 
         results: list[TileSums] = []
-        for i, of_head in enumerate(sums[: len(tiles)]):
-            row_max, sum_exp, moment, gap, masked = of_head
+        for i, head_sums in enumerate(sums[: len(tiles)]):
+            row_max, sum_exp, moment, gap, masked = head_sums
             may_mask = is_pair and tiles[1 - i].may_mask
             results.append(
                 TileSums(
@@ -303,7 +307,7 @@ def _width(tokens: int) -> int:
 
 
 def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bool]]:
-    """Return the arguments and flags by which a kernel reads a pair of tiles; one tile is given twice."""
+    """Return the arguments and flags by which a kernel reads a pair of tiles; a single tile takes both places."""
     pair = [tiles[0], tiles[-1]]
     biases = [tile.logits if tile.bias is None else tile.bias for tile in pair]
     caps = [tile.soft_cap or 1.0 for tile in pair]
