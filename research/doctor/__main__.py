@@ -122,13 +122,15 @@ def write_table() -> None:
         f"Right: {right['sick']} of {of['sick']} sick runs, {right['healthy']} of {of['healthy']} healthy ones "
         f"(seed {', '.join(map(str, seeds))}; {seconds:.0f} CPU seconds).",
         "",
-        "| run | first finding | by | since | right |",
-        "|---|---|---|---|---|",
+        "| run | first finding | by | since |",
+        "|---|---|---|---|",
     ]
-    for row in rows:
+    for row in (row for row in rows if row["metric"] or not row["right"]):
         said = re.sub(r"the engine's log-probs are not those .* on a CPU\. ", "", row["said"])
         metric, since = (f"`{row['metric']}`", row["since"]) if row["metric"] else ("", "")
-        lines.append(f"| {row['case']} | {said} | {metric} | {since} | {'yes' if row['right'] else '**no**'} |")
+        lines.append(f"| {row['case']} | {said}{'' if row['right'] else ' (**wrong**)'} | {metric} | {since} |")
+    silent = [row["case"] for row in rows if row["right"] and not row["metric"]]
+    lines += ["", f"Rightly without a finding: {', '.join(silent)}."]
 
     page = PAGE.read_text()
     start, end = page.index(BEGIN) + len(BEGIN), page.index(END)

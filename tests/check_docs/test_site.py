@@ -169,9 +169,9 @@ def test_versions_figures_and_search_need_nothing_else(versions: Path, browser: 
         page.on("request", lambda request: elsewhere.append(request.url) if here not in request.url else None)
 
         page.goto(f"{here}0.1/distributed.html")
-        page.wait_for_function("document.querySelectorAll('div.mermaid').length == 3")
+        page.wait_for_function("document.querySelectorAll('div.mermaid').length == 2")
         assert page.locator("pre.mermaid").count() == 0
-        assert min(page.locator("div.mermaid").nth(place).bounding_box()["height"] for place in range(3)) > 50
+        assert min(page.locator("div.mermaid").nth(place).bounding_box()["height"] for place in range(2)) > 50
         page.wait_for_selector(".md-version__link", state="attached")
         links = page.locator(".md-version__link").evaluate_all("links => links.map(link => link.href)")
         assert links == [f"{here}0.2/", f"{here}0.1/"]
