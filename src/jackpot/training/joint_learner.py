@@ -233,10 +233,15 @@ class JointLearner(Learner):
     ) -> list[StepResult]:
         self._runs_both = self._separate and with_rollout_model
         steps, last = self.compute_old_log_probs(mini_batches), len(mini_batches) - 1
-        return [
-            self.update(micro_batches, trace, self._options.rollout_model_each_step or index == last)
-            for index, micro_batches in enumerate(steps)
-        ]
+        results, columns = [], []
+        for index, micro_batches in enumerate(steps):
+            result, traced = self._step(micro_batches, trace, self._options.rollout_model_each_step or index == last)
+            results.append(replace(result, traces=rows_on_host(traced)) if trace else result)
+            columns += traced
+
+        if not trace:  # the columns of all steps wait for the device once
+            results[0] = replace(results[0], traces=rows_on_host(columns))
+        return results
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         """Score a rollout batch with the policy before its first update on it.
@@ -271,9 +276,19 @@ class JointLearner(Learner):
             steps_rollout_model: False to add the gradient of the rollout model up further, where it does not step each
                 time.
 
+        Returns:
+            The step; without `trace` no columns of tokens, which `train` has.
+
         Raises:
             ValueError: no micro-batch.
         """
+        result, traced = self._step(micro_batches, trace, steps_rollout_model)
+        return replace(result, traces=rows_on_host(traced)) if trace else result
+
+    def _step(
+        self, micro_batches: Sequence[MicroBatch], trace: bool, steps_rollout_model: bool
+    ) -> tuple[StepResult, list[tuple[TokenBatch, Mapping[str, Tensor]]]]:
+        """Take a step as `update` does; return it without its columns, and these as `rows_on_host` takes them."""
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         on_device = [replace(micro, tokens=self._sent(micro.tokens, micro.old)) for micro in micro_batches]
@@ -284,7 +299,7 @@ class JointLearner(Learner):
         ]
         totals = all_reduce_sums(add_sums(*(backward.measured for backward in done)))
         parts, passes = [backward.metrics for backward in done], [backward.policy for backward in done]
-        traced = [(backward.policy.batch, backward.trace) for backward in done]
+        traced: list[tuple[TokenBatch, Mapping[str, Tensor]]] = [(one.policy.batch, one.trace) for one in done]
 
         if known.are_provisional:
             passes, repaired = self._repair.apply(passes, totals)
@@ -307,7 +322,7 @@ class JointLearner(Learner):
 
         metrics["seconds/prepass"] = Sum.number(known.seconds)
         metrics |= self._adapt_distillation(metrics, steps_rollout_model)
-        return StepResult(metrics=metrics, events=events, traces=rows_on_host(traced))
+        return StepResult(metrics=metrics, events=events, traces={}), traced
 
     def _backward(self, dealt: TokenBatch, micro: MicroBatch, known: BeforeBackward, trace: bool) -> _BackwardPass:
         """Add up the gradients of all models on a micro-batch.
