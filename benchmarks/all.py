@@ -66,29 +66,25 @@ def of_smollm2(what: str, side: str, peer: str, goal: float | None = None) -> Cl
     return of_step(what, step_smollm2.SHAPE, step_smollm2.DTYPE, side, peer, goal, script="step_smollm2")
 
 
-def of_head(what: str, dtype: str, variant: str, beside: str, ours: str = "ours") -> Claim:
+def of_head(what: str, dtype: str, variant: str, beside: str) -> Claim:
     def both(results: Results, key: str) -> list[list[float]]:
-        return [results.values(key, what=what, dtype=dtype, variant=one) for one in (variant, ours)]
+        return [results.values(key, what=what, dtype=dtype, variant=one) for one in (variant, "ours")]
 
     def less(results: Results) -> list[float]:
         theirs, own = both(results, "extra_mb")
         return ratios(own, theirs)
 
     name = {"single": "head", "joint": "two heads", "log-probs": "log-probs only"}[what]
-    name += {"ours": "", head.EXACT: ", all products float32", head.KEPT: ", logits kept"}[ours]
     return Claim(f"{name}, {dtype}", beside, "head", lambda results: ratios(*both(results, "seconds")), less)
 
 
-def of_decode(case: str, dtype: str, beside: str = "generate", goal: float | None = None) -> Claim:
+def of_decode(case: str, dtype: str, goal: float) -> Claim:
     def times(results: Results) -> list[float]:
-        return ratios(*(decode.speeds(results, case, dtype, writer) for writer in ("engine", beside)))
+        return ratios(*(decode.speeds(results, case, dtype, writer) for writer in ("engine", "generate")))
 
-    return Claim(f"writing, {case}, {dtype}", f"`{beside}`", "decode", times, None, goal)
+    return Claim(f"writing, {case}, {dtype}", "`generate`", "decode", times, None, goal)
 
 
-TORCH = "`F.linear_cross_entropy`"
-KERNELS = (("naive", "full logits"), ("trl", "TRL"))
-OTHERS = (("naive", "full logits"), ("torch", TORCH), ("torch, chunked", f"{TORCH}, chunked"), ("trl", "TRL"))
 CLAIMS = [
     of_step("step, fixed", "fixed", "fp32", "one policy", "TRL", 2.3, 0.5),
     of_step("step, fixed", "fixed", "fp32", "one policy", "TRL, compact", 2.0),
@@ -99,18 +95,12 @@ CLAIMS = [
     of_step("step, fixed", "fixed", "bf16", "one policy", "TRL"),
     of_step("step, ragged", "ragged", "bf16", "one policy", "TRL"),
     of_smollm2("step, SmolLM2-135M's shape", "one policy", "TRL", 4.2),
-    of_smollm2("step, SmolLM2-135M's shape", "one policy", "TRL, compact"),
     of_smollm2("step of two models, SmolLM2-135M's shape, half the writer", step_smollm2.HALF, "TRL", 3.0),
-    *(of_head("single", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
-    of_head("single", "bf16", "trl", "TRL", ours=head.EXACT),
-    *(of_head("joint", dtype, *other) for dtype in head.DTYPES for other in KERNELS),
-    of_head("joint", "bf16", "trl", "TRL", ours=head.EXACT),
-    *(of_head("log-probs", dtype, *other) for dtype in head.DTYPES for other in (*OTHERS, ("liger", "Liger"))),
-    *(of_head("log-probs", dtype, *other, ours=head.KEPT) for dtype in head.DTYPES for other in OTHERS[:2]),
-    *(of_decode(case, "fp32", goal=goal) for case, goal in zip(decode.CASES, (1.8, 2.7, None, None), strict=True)),
-    *(of_decode(case, "bf16") for case in ("fixed", "ragged")),
-    of_decode("fixed", "fp32", "generate_batch"),
-    of_decode("ragged", "fp32", "generate_batch"),
+    *(of_head("single", dtype, "trl", "TRL") for dtype in head.DTYPES),
+    *(of_head("joint", dtype, "trl", "TRL") for dtype in head.DTYPES),
+    *(of_head("log-probs", dtype, "naive", "full logits") for dtype in head.DTYPES),
+    of_decode("fixed", "fp32", 1.8),
+    of_decode("ragged", "fp32", 2.7),
 ]
 
 
@@ -136,20 +126,20 @@ def claims(results: dict[str, Results]) -> str:
                 cell(times),
                 cell(memory) if claim.memory else "",
                 goals(claim, times, memory),
-                f"`{claim.script}` {found.about.get('commit', '')}",
             )
         )
-    return markdown(("what", "beside", "its CPU time, in ours", "our memory, in its", "goal", "script, commit"), rows)
+    return markdown(("what", "beside", "its CPU time, in ours", "our memory, in its", "goal"), rows)
 
 
 def sources(results: dict[str, Results]) -> str:
-    """Where each script's numbers are from."""
-    rows = []
+    """Where the scripts' numbers are from: a row for each commit, machine and set of versions."""
+    commands: dict[tuple[str, ...], list[str]] = {}
     for name, found in results.items():
         about, versions = found.about, ", ".join(f"{key} {value}" for key, value in found.versions().items())
-        cells = (f"`{about['command']}`", about["commit"], about["machine"], versions) if about else ("to be measured",)
-        rows.append((f"[{name}](../benchmarks/{name}.py)", *cells, *[""] * (4 - len(cells))))
-    return markdown(("script", "command", "commit", "machine", "versions"), rows)
+        origin = (about["commit"], about["machine"], versions) if about else ("to be measured", "", "")
+        commands.setdefault(origin, []).append(f"`{about.get('command', name)}`")
+    rows = [("<br>".join(listed), *origin) for origin, listed in commands.items()]
+    return markdown(("command", "commit", "machine", "versions"), rows)
 
 
 def page() -> str:

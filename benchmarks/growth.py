@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from interleaved import FOLDER, Benchmark, Job, Results, cell, main, markdown
+from interleaved import FOLDER, Benchmark, Job, Results, main, markdown
 from png import write_png
 from step_task import SHAPES
 
@@ -151,7 +151,9 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
             here = sorted(
                 (point for point in found if (point.name, point.value) == (name, value)), key=lambda p: p.beside
             )
-            cells = [" / ".join(cell(one[at], 0) for one in here) or "to be measured" for at in (3, 4)]
+            cells = [
+                " / ".join(f"{statistics.median(one[at]):,.0f}" for one in here) or "to be measured" for at in (3, 4)
+            ]
             title = wanted.title + (f" / {wanted.beside[0]}" if wanted.beside else "")
             yield title if value == wanted.values[0] else "", f"{value:,}", *cells
 

@@ -275,19 +275,18 @@ def jobs(quick: bool) -> list[Job]:
 
 def rows(results: Results, what: str, dtype: str) -> Iterator[tuple[str, ...]]:
     """The variants of one size and dtype; (x) is to ours."""
-    seconds, memory = (results.values(key, what=what, dtype=dtype, variant="ours") for key in ("seconds", "extra_mb"))
+    seconds = results.values("seconds", what=what, dtype=dtype, variant="ours")
     for job in results.jobs(what=what, dtype=dtype):
         fields = {"what": what, "dtype": dtype, "variant": job["variant"]}
         if why := results.failure(**fields):
-            yield job["variant"], f"not run: {why}", *[""] * 4
+            yield job["variant"], f"not run: {why}", *[""] * 2
             continue
         own, extra = results.values("seconds", **fields), results.values("extra_mb", **fields)
-        cells = cell(own), cell(ratios(own, seconds)), cell(results.values("of_products", **fields))
-        yield job["variant"], *cells, cell(extra, 0), cell(ratios(extra, memory), 1)
+        yield job["variant"], cell(own), cell(ratios(own, seconds)), cell(extra, 0)
 
 
 def report(results: Results) -> str:
-    columns = ("CPU s", "times ours", "of products", "extra memory, MB", "times ours")
+    columns = ("CPU s", "times ours", "extra memory, MB")
     found = [(what, dtype) for what in VARIANTS for dtype in DTYPES if results.jobs(what=what, dtype=dtype)]
     tables = [markdown((f"{what}, {dtype}", *columns), rows(results, what, dtype)) for what, dtype in found]
     return "\n\n".join(tables) or "to be measured"

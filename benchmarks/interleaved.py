@@ -235,12 +235,13 @@ def answer(work: Callable[[Job], Result | None]) -> None:
 
 
 def cell(values: Iterable[float], digits: int = 2) -> str:
-    """The median and, of several, the smallest and the largest."""
+    """The median and, where these digits show that values differ, the smallest and the largest."""
     values = list(values)
     if not values:
         return "to be measured"
-    text = f"{statistics.median(values):,.{digits}f}"
-    return text if len(values) == 1 else f"{text} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+    least, middle, most = (f"{edge(values):,.{digits}f}" for edge in (min, statistics.median, max))
+    return middle if least == most else f"{middle} ({least}-{most})"
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:

@@ -101,28 +101,24 @@ def at_floor(results: Results, dtype: str = "fp32") -> str:
         for side in OURS:
             times, floor = ratios(speeds(results, shape, dtype, side), trl), of_floor(results, shape, dtype, side)
             if times and floor:
-                now = f"where it has {median(times):.2f}"
-                parts.append(f"{side}, {shape}, {median(times) / median(floor):.1f} times {now}")
+                now = f"(now {median(times):.2f})"
+                parts.append(f"{side}, {shape}, {median(times) / median(floor):.1f} {now}")
     return "; ".join(parts) or "to be measured"
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
     for shape in SMALL:
         for dtype in DTYPES:
-            base = [one["own_mib"] for one in measured(results, shape, dtype, "TRL")]
             for side in SIDES:
                 found = measured(results, shape, dtype, side)
                 own, speed = [one["own_mib"] for one in found], speeds(results, shape, dtype, side)
                 yield (
-                    f"{shape}, {dtype}",
+                    f"{shape}, {dtype}" if side == next(iter(SIDES)) else "",
                     side,
                     cell(one["step"] for one in found),
                     cell(speed, 0),
                     cell(ratios(speed, speeds(results, shape, dtype, "TRL"))),
-                    cell(ratios(speed, speeds(results, shape, dtype, "TRL, compact"))),
-                    cell((one["peak_mib"] for one in found), 0),
                     cell(own, 0),
-                    cell(ratios(own, base)),
                     cell(of_floor(results, shape, dtype, side)),
                     products(results, shape=shape, dtype=dtype, side=side),
                 )
@@ -135,12 +131,12 @@ def products(results: Results, **fields: Any) -> str:
         return "to be measured"
     done = {dtype: found[0].get(f"{dtype}_flops", 0.0) for dtype in DTYPES}
     times = sum(done.values()) / needed_flops(fields["shape"], fields["side"], found[0])
-    return f"{times:.2f}, {100 * done['bf16'] / sum(done.values()):.0f} %"
+    return f"{times:.2f}" + f", {100 * done['bf16'] / sum(done.values()):.0f} %" * (fields["dtype"] == "bf16")
 
 
 def report(results: Results) -> str:
-    columns = ("shape", "side", "step, CPU s", "tokens a CPU s", "of TRL's speed", "of compact TRL's")
-    columns += ("peak, MiB", "own, MiB", "own, of TRL's", "of the floor", "products, in floors; in bf16")
+    columns = ("shape", "side", "step, CPU s", "tokens a CPU s", "of TRL's speed")
+    columns += ("own, MiB", "of the floor", "products, in floors; in bf16")
     return markdown(columns, rows(results))
 
 

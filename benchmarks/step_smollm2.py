@@ -49,15 +49,14 @@ def rows(results: Results) -> Iterator[tuple[str, ...]]:
         yield (
             side,
             cell(one["step"] for one in found),
-            *(cell(ratios(speed, speeds(results, SHAPE, DTYPE, other))) for other in ("TRL", "TRL, compact")),
+            cell(ratios(speed, speeds(results, SHAPE, DTYPE, "TRL"))),
             cell(of_floor(results, SHAPE, DTYPE, side)),
-            cell((one["peak_mib"] for one in found), 0),
             cell((one["peak_mib"] - fixed_mib(side) for one in found), 0),
         )
 
 
 def report(results: Results) -> str:
-    columns = ("side", "step, CPU s", "of TRL's speed", "of compact TRL's", "of the floor", "peak, MiB", "above, MiB")
+    columns = ("side", "step, CPU s", "of TRL's speed", "of the floor", "above, MiB")
     return markdown(columns, rows(results))
 
 

@@ -140,7 +140,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row of the table: ours / published and their ratio, by phase; ours alone where nothing is published."""
+    """Return a row of the table: ours over published, by phase; ours alone where nothing is published."""
     mean, published = mean_response(row), row["published"]
     name = f"{row['source']}: {row['model']}{', FP8' if row['fp8'] else ''}"
     is_held_out = all(row[key] == value for key, value in HELD_OUT.items())
@@ -150,8 +150,7 @@ def line(row: dict[str, Any]) -> str:
         known = published.get(phase)
         text = f"{ours:.1f}" if ours else "-"
         if known:
-            ratios = dict.fromkeys(f"{one / known:.2f}" for one in (row["before"].get(phase, ours), ours))
-            text += f" / {known:g} = {', now '.join(ratios)}"
+            text = f"{ours / known:.2f} ({text}/{known:g})"
         cells.append(text)
     return f"| {' | '.join(cells)} |"
 

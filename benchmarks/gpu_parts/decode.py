@@ -1,9 +1,8 @@
 """Times the generation of rollouts: our transformers engine, transformers' own generate, and vLLM.
 
-The floor is the time in which the weights are read once a step and every row's keys and values once, at the bandwidth
-of the data sheet, or at that of a large copy where the GPU is not in our table. The engines give log-probs and the top
-20 of every token, `generate` gives tokens alone. With `enforce_eager` ours launches every kernel by itself, else it
-replays CUDA graphs, whose capture counts.
+The floor is the time in which the weights are read once a step and every row's keys and values once. The engines give
+log-probs and the top 20 of every token, `generate` gives tokens alone. With `enforce_eager` ours launches every
+kernel by itself, else it replays CUDA graphs.
 """
 
 import tempfile

@@ -1,12 +1,8 @@
 """Times the FP8 flow (docs/precision.md) beside BF16 on Qwen3 8B's shapes: products, decoding, training steps, both.
 
-"faster" is BF16's time over FP8's, and "pays" says whether that is at least 1.05. Jet-RL's claims for Qwen3-8B:
-rollouts x 1.33, training x 1.41, end to end x 1.16. The time of a product includes quantizing its left factor, whose
-share is "quantizing"; "off by" is |found - exact| / |exact| on a few rows, where exact multiplies the codes in float64.
-Rollouts are those of the transformers engine, whose layers are quantized one by one, not vLLM's; models have 4 layers.
-Quantization is a dozen kernels of torch and is not fused with the norm before it. The rows "norm and quantizing" say
-what that costs: as it is, both compiled apart, and both as one kernel; "faster" and "pays" are of apart over as one.
-"bits" says whether the codes are those of the first way.
+"faster" is BF16's time over FP8's. The time of a product includes quantizing its left factor. Models have 4 layers.
+"norm and quantizing" is timed as it is, both compiled apart, and both as one kernel; there "faster" is of apart over
+as one, and "bits" says whether the codes are those of the first way.
 """
 
 from collections.abc import Callable

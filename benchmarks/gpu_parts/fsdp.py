@@ -1,9 +1,8 @@
 """Compares a learner that FSDP shards over one rank with one that holds its models, and checks `vllm serve` as a peer.
 
-One rank gathers and scatters with itself, so gradients and weights after three steps are those of no sharding up to the
-order of sums; "equal" says whether to the last bit. Models are tiny there. The step is that of `step`, with AdamW on
-shards; "weights" is the time until all of a model's are gathered for an engine in bf16, on the host. The server gets
-new weights through its folder and has to generate with them: the gap of its log-probs is the mean, in nats.
+Gradients and weights after three steps of tiny models are those of no sharding up to the order of sums. "weights" is
+the time until a model's are gathered for an engine in bf16. The server gets new weights through its folder; its gap
+is that of log-probs, in nats.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Times the loss layer, forward and backward: ours at several tiles beside full logits and other people's kernels.
 
-In bf16 where nothing else is said; what each variant gives stands in benchmarks/head.py. "of peak": three products of
-each head at the rate of the data sheet, as a part of the time; "of a product": at the measured rate of a large one.
+In bf16 where nothing else is said. "of peak": three products of each head at the rate of the data sheet, as a part of
+the time.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Trains small runs on the GPU and on the CPU, and compares their metrics: corrections, objectives, regimes, formats.
 
-Each is a recipe with its arm and overrides, from benchmarks/gpu_parts/runs.yaml, and takes two iterations or so. In
-fp32 all metrics must be equal to rounding. In bf16, FP8 and INT8 a GPU rounds elsewhere than a CPU, samples other
-tokens and so trains on others: such a run must end, with finite metrics. Processes of their own train several at once.
+Each is an entry of benchmarks/gpu_parts/runs.yaml, of two iterations or so. In fp32 all metrics must be equal to
+rounding. In bf16, FP8 and INT8 a GPU samples other tokens and so trains on others: such a run must end, with finite
+metrics.
 """
 
 import json
