@@ -205,7 +205,7 @@ class Max(Metric):
 class EffectiveSampleSize(Metric):
     """The effective sample size of weights, as sums of their logarithms, since weights may overflow (scalars, float64).
 
-    The effective sample size is (sum w)^2 / sum w^2; see docs/glossary.md.
+    The effective sample size is (sum w)^2 / sum w^2; see docs/faq.md.
     """
 
     added_by = "ll+"
