@@ -304,11 +304,11 @@ def pair_table(arms: Arms) -> str:
 
 
 def power_table(arms: Sequence[Arms]) -> str:
-    """The arms of the panel `power`, with as many seeds as have run on both sides."""
+    """The arms of the panel `power` that have three seeds and more on both sides."""
     rows = []
     for pair in arms:
         for arm in pair.runs:
-            if arm == "on_policy" or "on_policy" not in pair:
+            if arm == "on_policy" or len(pair.runs[arm].keys() & pair.runs.get("on_policy", {}).keys()) < 3:
                 continue
             difference = pair.difference(arm, "on_policy")
             reached = pair.reaching_cost(arm, "all", ALLOWED[-1])
