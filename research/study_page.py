@@ -231,7 +231,7 @@ def model_hours(one: Finished, until: float | None = None) -> float:
     Args:
         until: so many iterations, the last one in part; None: all that it had.
     """
-    config, until = validated(Config, one.run.settings), until or one.run.last.iteration
+    config, until = validated(Config, one.run.settings), one.run.last.iteration if until is None else until
     model = config.rollout_model
     is_frozen = model is not None and model.optimizer is None
 
@@ -290,7 +290,8 @@ def pair_table(arms: Arms) -> str:
             continue
         costs = [share_text(arms.share(arm, cost)) for cost in COSTS]
         if arm == EXACT:
-            rows.append((f"`{arm}`", "as `on_policy`", "0, exact", *costs, "all", costs[1]))
+            until = f"{arms.share(arm, 'all'):.2f}"
+            rows.append((f"`{arm}`", "as `on_policy`", "0, exact", *costs, "all", until))
             continue
         right = percent(arms.spread(arm)) + _fallen(arms.collapsed(arm))
         if arm == "on_policy":

@@ -148,11 +148,11 @@ def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeyp
     assert len(rows) == 6 and not any(row["uid"].endswith("#0") for row in rows)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_run_goes_on_after_only_aborted_rollouts(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first iteration and the last one are those whose rollouts are saved."""
+    """The first iteration and the last one are those whose rollouts are saved, and whose columns are traced."""
     collect = TransformersEngine.collect
 
     def abort(engine, n, timeout=None, uids=None):
@@ -160,10 +160,11 @@ def test_a_run_goes_on_after_only_aborted_rollouts(
         return [replace(one, finish="aborted") if one.uid.startswith(f"{number}/") else one for one in rollouts]
 
     monkeypatch.setattr(TransformersEngine, "collect", abort)
-    lines = run(small_config(*ONE, "iterations=2"), tmp_path)
-    assert [line["iteration"] for line in lines] == [0, 1, 2] and lines[number]["response/aborted"] == 1.0
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == [f"iteration-{3 - number:06d}.parquet"]
-    assert (tmp_path / "checkpoints" / "step-2").exists()
+    lines = run(small_config(*ONE, "iterations=3", "rollouts.every=100"), tmp_path)
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3] and lines[number]["response/aborted"] == 1.0
+    saved = {f"iteration-{iteration:06d}.parquet" for iteration in {1, 3} - {number}}
+    assert {path.name for path in (tmp_path / "rollouts").iterdir()} == saved
+    assert (tmp_path / "checkpoints" / "step-3").exists()
 
 
 @pytest.mark.parametrize("accident", ["one weight is another", "the last tensor is never asked for"])

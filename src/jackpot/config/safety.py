@@ -22,7 +22,8 @@ class GuardConfig(Strict):
     check_engine: Annotated[bool, MAY_CHANGE] = True
     """Compare the engine's log-probs and top-k lists with those of training, at every evaluation and for every rollout
     batch before it is trained on, and check over all batches that the engine samples as it reports; after the steps
-    on a batch, and before they are saved, compare all of its tokens. With `batch.ahead` the host's memory keeps a copy
+    on a batch, and before they are saved, compare all tokens of weights that the learner still has (none of a rollout
+    model that is trained with `batch.ahead`). With `batch.ahead` the host's memory keeps a copy
     of the weights that generate, of every model that is trained and generates."""
     max_non_finite_steps: Annotated[Count, MAY_CHANGE] = 10
     """Optimizer steps in a row with NaN or infinite gradients, each skipped and counted, after which the run stops."""

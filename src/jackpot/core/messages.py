@@ -70,7 +70,10 @@ def unpack(message: Tensor) -> Any:
             raise ValueError("it was altered on its way")
         return _unpacked(message[_ALIGNED:])
     except Exception as error:  # foreign bytes may raise anything
-        raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+        raise MessageError(
+            f"a message cannot be read: {type(error).__name__}: {error}; look at the connection, and type the same "
+            f"command again, which continues from the newest checkpoint"
+        ) from error
 
 
 def _checksum(message: Tensor) -> Tensor:

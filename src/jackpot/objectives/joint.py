@@ -228,7 +228,8 @@ def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tupl
         Those of the sampled tokens, [N] with gradient, and those at the lists' ids, [N, K] without.
     """
     ids, listed = batch.at_sampled(batch.response_ids), batch.at_sampled(batch.top_ids)
-    return support_log_probs(head, ids, listed, ~batch.at_sampled(batch.top_log_probs).isneginf(), temperature)
+    is_kept = batch.at_sampled(batch.top_log_probs) > -torch.inf  # not where there is none, which is NaN
+    return support_log_probs(head, ids, listed, is_kept, temperature)
 
 
 def on_support(

@@ -48,7 +48,7 @@ class Surrogate(NamedTuple):
 # A surrogate function computes S of every token from the arguments of `clipped_surrogate` and the response mask [B, T].
 # The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
 # reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
-# the correction, as `training.kappa_repair` requires. SG marks what carries no gradient.
+# the correction, as `training.kappa.KappaRepair` requires. SG marks what carries no gradient.
 
 
 def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:

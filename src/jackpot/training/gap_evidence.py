@@ -24,7 +24,9 @@ class GapEvidence:
     For a prompt let x be the mean |p_engine - p_training| of its responses' tokens in a range of depths, and L the
     largest that x may be on average: MAY_GROW times its mean in the batches before, also where shallower tokens have
     more, and at least what is always allowed. The bet (`Bets`) of the range is the factor (1 + x / L) / 2 for every
-    prompt, which has mean 1 at most. What a batch teaches is cut off at L.
+    prompt, which has mean 1 at most as long as L bounds the mean of x. What a batch teaches is cut off at L, and of the
+    first batches, which are not judged, at MAY_GROW times what is always allowed: an engine that was wrong before a
+    restart does not teach that this is usual.
     """
 
     def __init__(self) -> None:
@@ -55,8 +57,10 @@ class GapEvidence:
             share = self._bets.add(torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0).sum(0))
             if share >= 1.0:
                 raise EngineError(_what(int(self._bets.products.argmax()), means, usual, limits))
-            means = torch.minimum(means, limits)
+        else:
+            limits = torch.full_like(limits, MAY_GROW * always)
 
+        means = torch.minimum(means, limits)
         self._sums = MEMORY * self._sums + means.nansum(0)
         self._counts = MEMORY * self._counts + known.sum(0)
         return self._bets.share
@@ -70,7 +74,8 @@ def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
         f"responses they differ in probability by {gap:.2g} on average in this batch, and by {float(usual[depth]):.2g} "
         f"at such depths in the batches before; {float(limits[depth]):.2g} is allowed. No step on this batch is saved. "
         f"Likely causes: an engine that changes its settings or weights while it runs, or computes long responses "
-        f"otherwise than short ones"
+        f"otherwise than short ones. Start the engine anew and continue with the same command; where the gap is meant, "
+        f"set guard.check_engine=false"
     )
 
 

@@ -239,8 +239,8 @@ class JointLearner(Learner):
             results.append(replace(result, traces=rows_on_host(traced)) if trace else result)
             columns += traced
 
-        if not trace:  # the columns of all steps wait for the device once
-            results[0] = replace(results[0], traces=rows_on_host(columns))
+        if results and not trace:  # one wait for all columns; of a token those of its first step count
+            results[0] = replace(results[0], traces=rows_on_host(columns[::-1]))
         return results
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:

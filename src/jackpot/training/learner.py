@@ -21,8 +21,8 @@ class StepResult:
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
-    # By rollout uid: per-token columns [T] and [T, K]. `engine_gap`, |p_engine - p_training|, is among those of one
-    # step on a batch or more; it is NaN where training has no log-prob of the weights that sampled the token
+    # By rollout uid: per-token columns [T] and [T, K]. `engine_gap` is |p_engine - p_training|, NaN where training has
+    # no log-prob of the weights that sampled the token. Without a trace it is the only one, all in the first step
     traces: dict[str, dict[str, Tensor]]
 
 

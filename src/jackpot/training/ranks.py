@@ -162,7 +162,10 @@ class Ranks:
             dist.recv(head, rank, group=group)
         size, same = head.tolist()
         if size != ~same:
-            raise MessageError(f"rank {self.rank} got the size of no message: {size}")
+            raise MessageError(
+                f"rank {self.rank} got the size of no message, {size}; look at the connection, and type the same "
+                f"command again, which continues from the newest checkpoint"
+            )
         message = torch.empty(size, dtype=torch.uint8)
         for piece in message.split(_PIECE):
             dist.recv(piece, rank)

@@ -5,6 +5,7 @@ Its model is starter:text_policy, `logprobs=3`, `logprobs_mode="processed_logpro
 """
 
 import json
+import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -38,6 +39,15 @@ def test_the_first_entry_of_trl_is_not_always_the_sampled_token():
     sizes = set(map(len, entries))
     assert 0 < sum(first) < len(first)
     assert sizes == {TOP, TOP + 1}  # with the sampled token behind the top k, where it is not among them
+
+
+def test_what_a_server_writes_for_minus_infinity_is_none_of_the_support(adapter: ModuleType):
+    """JSON has no infinity, and vLLM's server writes -9999 for a token that top-k left out."""
+    listener = SimpleNamespace()
+    answer = [[3]], [[5]], [[[-0.2, -1.7, -9999.0]]], [[[5, 6, 7]]]
+    adapter.CorrectedGRPOTrainer._listen_to_vllm(listener, lambda **_: answer, 3)
+    _, log_probs = listener._lists.padded(1)
+    assert log_probs.tolist() == [[[pytest.approx(-0.2), pytest.approx(-1.7), -math.inf]]]
 
 
 def test_trl_gets_the_sampled_token_and_we_keep_the_top_k(adapter: ModuleType):

@@ -53,6 +53,7 @@ from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, Line
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.obrs import ZEstimate, known_z
+from jackpot.rollout.engines.vllm.protocol import MINUS_INFINITY
 from jackpot.training.objectives import policy_objective
 
 
@@ -82,6 +83,7 @@ class _Lists(NamedTuple):
                 f"must be [T, K], a row for every token of the completion, with one K for all"
             )
 
+        log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
         blank = torch.zeros(width, top)  # a row that all others are padded to
         ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
         return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
@@ -335,9 +337,10 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         self._in_loss = inputs
-        loss = super()._compute_loss(model, inputs)
-        self._in_loss = {}
-        return loss
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._in_loss = {}
 
     def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute what TRL's loss reads, with log-probs on what the sampler kept where the lists name that."""

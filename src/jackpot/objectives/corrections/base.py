@@ -141,7 +141,8 @@ class CorrectionFn(Protocol):
     "none"     never
     "prepass"  before the first backward pass
     "auto"     before it too, if that costs no forward pass; else afterwards: the correction is first applied to the
-               sums of another step, and the gradient is repaired when this step's are known (`training.kappa_repair`)
+               sums of another step, and the gradient is repaired when this step's are known
+               (`training.kappa.KappaRepair`)
 
     "auto" gives the gradient of "prepass" for any correction whose accept_mask does not depend on the sums. The repair
     is cheap where the weights are piecewise linear in `Correction.kappa`: only sequences with a token whose weight does

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jackpot.core.errors import JackpotError
-from jackpot.core.messages import pack, unpack
+from jackpot.core.messages import MessageError, pack, unpack
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.hosted import EngineHost, Link
 from jackpot.rollout.engines.pool import PeerLost
@@ -163,6 +163,8 @@ def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> N
         try:
             setup = unpack(receive())
             answer = EngineHost(make(setup), lambda: send(None)).answer
+        except MessageError:  # the link is damaged: the other side starts this process again
+            return
         except JackpotError as error:
             refusal = pack({"refused": str(error)})
             answer = lambda message: refusal  # noqa: E731

@@ -99,13 +99,16 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     safetensors 0.8 keeps two objects for each tensor that it reads, until the process ends.
 
     Raises:
-        OSError: there is no such file (any more).
+        OSError: there is no such file (any more), or it is damaged.
     """
-    with open(path, "rb") as file:
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    data = 8 + int(memory[:8].view(torch.int64))
-    head = json.loads(memory[8:data].numpy().tobytes())
-    head.pop("__metadata__", None)
-    for name, facts in head.items():
-        first, last = facts["data_offsets"]
-        yield name, memory[data:][first:last].view(_DTYPES[facts["dtype"]]).view(facts["shape"])
+    try:
+        with open(path, "rb") as file:
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        data = 8 + int(memory[:8].view(torch.int64))
+        head = json.loads(memory[8:data].numpy().tobytes())
+        head.pop("__metadata__", None)
+        for name, layout in head.items():
+            first, last = layout["data_offsets"]
+            yield name, memory[data:][first:last].view(_DTYPES[layout["dtype"]]).view(layout["shape"])
+    except (ValueError, LookupError, RuntimeError) as error:
+        raise OSError(f"{path} is no whole file of safetensors: {type(error).__name__}: {error}") from error

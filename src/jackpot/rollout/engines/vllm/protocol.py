@@ -83,7 +83,7 @@ def log_prob_params(request: LogProbRequest) -> dict[str, Any]:
 # The completions API
 
 _PREFIX = "token_id:"
-_MINUS_INFINITY = -9999.0  # as vLLM writes it in JSON
+MINUS_INFINITY = -9999.0  # as vLLM writes it in JSON
 _COMMON = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream": False}
 
 
@@ -165,7 +165,7 @@ def _only_choice(completion: Any, prompt: Sequence[int], uid: str) -> Any:
 
 
 def _log_prob(value: Any) -> float:
-    return checked_log_prob(value, _MINUS_INFINITY)
+    return checked_log_prob(value, MINUS_INFINITY)
 
 
 def _by_id(top: Mapping[str, Any]) -> dict[int, float]:
