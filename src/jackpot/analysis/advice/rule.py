@@ -23,7 +23,7 @@ COLUMNS = (
     "square",  # F^2
     "wrong",  # F_s times the total variation that the correction leaves
     "trained",  # F_s
-    "elsewhere",  # excess of the state's weight over R, the share of it in states that the policy visits less often
+    "elsewhere",  # max(0, h / E h - R): the part of a state's weight where the policy visits the state less often
     "overlap",  # Z at lam = 1: the probability that a draft is accepted
 )
 OVERLAP = COLUMNS.index("overlap")

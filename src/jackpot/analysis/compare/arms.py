@@ -157,7 +157,7 @@ def _evaluation_settings(config: Config) -> dict[str, Any]:
 def _stop_rule(plan: ComparisonPlan) -> StopRule:
     """Make the rule that stops a run when it has collapsed or used its budget.
 
-    A budget in sequences never stops a run: `with_budget` has made iterations of it.
+    No run stops early for a budget in sequences: `with_budget` has turned that budget into iterations.
     """
 
     def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:

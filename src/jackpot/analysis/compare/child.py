@@ -31,7 +31,7 @@ def train(run: ArmRun) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    # The process was started with the signals of its parent ignored.
+    # The fork server ignores these signals, and its children have inherited that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in TERMINATIONS:
         signal.signal(number, signal.SIG_DFL)
