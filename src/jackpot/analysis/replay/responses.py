@@ -34,10 +34,9 @@ class SavedResponse:
     sampled_mask: Tensor  # [T] bool, False at tokens that no model sampled, such as a tool's
     advantages: Tensor | None  # [T]
     rollout_log_probs: Tensor  # [T] by the engine
-    old_log_probs: (
-        Tensor | None
-    )  # [T] by the policy that received the batch; a copy of `log_probs` if the file lacks it
-    log_probs: Tensor | None  # [T] by the policy that is updated; a copy of `old_log_probs` if the file lacks it
+    # By the policy, when it received the batch and when it is updated. A file with only one of these has it for both.
+    old_log_probs: Tensor | None  # [T]
+    log_probs: Tensor | None  # [T]
     rollout_top_ids: Tensor | None  # [T, K] the engine's top-k list
     rollout_top_log_probs: Tensor | None  # [T, K]
     policy_top_ids: Tensor | None  # [T, K'] top-k list of the policy that is updated

@@ -13,10 +13,8 @@ from jackpot.training.objectives import policy_objective
 CLIP = 0.2  # PPO's clip if the run sets none, or the file is not of a run
 # Corrections whose factor on a token depends on other tokens of its response.
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
-WHOLE_SURROGATE = (
-    "gspo",
-    "gmpo",
-)  # surrogates of which that is true once the policy was updated on the batch
+# Surrogates of which the same is true once the policy was updated after it had received the batch.
+WHOLE_SURROGATE = ("gspo", "gmpo")
 PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _OTHER = {  # settings replayed in addition to the defaults
     "none": ({"proximal": "rollout"},),

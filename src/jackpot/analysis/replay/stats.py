@@ -181,7 +181,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
 
 def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[str, Tensor]:
-    """Return masks [B, T] of bands of position, and of the policy's entropy where its distribution is known, by name."""
+    """Return named masks [B, T] of bands of position, and of the policy's entropy where its distribution is known."""
     position = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
     bands = {f"position {name}": batch.mask & here for name, here in band_masks(position, POSITIONS).items()}
     if states is not None:
