@@ -175,7 +175,7 @@ class FTISCorrection(Strict):
 
 
 class DPPOCorrection(Strict):
-    """TIS that drops tokens whose update would lead further out of a total variation of max_tv (DPPO)."""
+    """TIS that drops tokens whose update would move the policy further than a total variation of max_tv (DPPO)."""
 
     name: Literal["dppo"] = "dppo"
     proximal: Proximal = "new"

@@ -109,7 +109,7 @@ def blocks(command: str) -> dict[str, Block]:
 
 
 def settings(*commands: str) -> dict[str, Setting]:
-    """Return every setting of these commands by its key, in the order of the classes."""
+    """Return every setting of some commands by the setting's key, in the order in which classes define them."""
     uses: dict[str, list[Use]] = {}
     for use in (one for command in commands for one in _walk(COMMANDS[command], "", command=command)):
         if isinstance(use, Use):
@@ -118,7 +118,7 @@ def settings(*commands: str) -> dict[str, Setting]:
 
 
 def own_settings(command: str) -> tuple[list[Setting], list[str]]:
-    """Split a command's settings in those that `jackpot train` does not have, and the first names of all others.
+    """Split a command's settings into those that `jackpot train` does not have, and the first names of the rest.
 
     Two settings count as the same where one class defines both, whatever their keys and defaults.
 

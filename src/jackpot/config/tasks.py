@@ -193,7 +193,7 @@ Rewards = Annotated[
 
 
 class VerdictConfig(Strict):
-    """The rule by which responses count as right: a number of theirs, such as the reward, reaches a threshold."""
+    """The rule by which a response counts as right: a number, such as the reward, reaches a threshold."""
 
     name: str
     """Number that decides: reward (the weighted sum), correct, format, or package.module:function."""

@@ -141,7 +141,7 @@ class JudgedCorrection:
 
     @property
     def worth(self) -> Estimate:
-        """Worth in rollouts of the policy's own."""
+        """Worth of a rollout with this correction, in rollouts of the policy's own."""
         return estimate(lambda sums: worth_of(sums).value, self.groups)
 
     @property
@@ -225,8 +225,9 @@ def of_share(share: float, groups: Tensor, costs: Costs) -> Generation:
         groups: [G, 7] sums of the correction that is applied to the rollout model's tokens.
         costs: costs of a token of the rollout model.
     """
-    flops, weights = (share * cost + 1.0 - share for cost in costs)
+    flops, weights = (share * cost + 1.0 - share for cost in costs)  # of a token, on average over both models
 
+    # What the progress of one on-policy rollout costs: the cost of a rollout over the worth of a rollout.
     def over(cost: float, is_any: bool = False) -> Estimate:
         def of(sums: Tensor) -> Tensor:
             found = worth_of(sums, share)

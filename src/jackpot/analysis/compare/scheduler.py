@@ -77,6 +77,7 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
             time.sleep(POLL_SECONDS)
 
             for one in list(running):
+                # In this order: of a run that has ended, the last lines are read too.
                 ended = not one.process.is_alive()
                 _follow(one, stop_rule, listen)
                 if ended:

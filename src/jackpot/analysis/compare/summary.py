@@ -84,11 +84,13 @@ class RunSummary:
         """
         if self.points[0].policy_accuracy >= accuracy:
             return self.points[0].spent
+
         for before, after in pairwise(self.points):
             if before.policy_accuracy < accuracy <= after.policy_accuracy:
                 part = (accuracy - before.policy_accuracy) / (after.policy_accuracy - before.policy_accuracy)
                 costs = zip(before.spent, after.spent, strict=True)
                 return Spent(*(start + part * (end - start) for start, end in costs))
+
         return None
 
     def to_json(self) -> str:
@@ -151,7 +153,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
 
 
 def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
-    """Return what one iteration spent, by cost; line 0 is only an evaluation and spent nothing."""
+    """Return the costs of one iteration by name; line 0 is only an evaluation and has none."""
     if line["iteration"] == 0:
         return {}
     return {

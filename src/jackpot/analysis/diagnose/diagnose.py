@@ -109,7 +109,7 @@ class _Judgement(NamedTuple):
 
 
 def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
-    """Judge a run by one rule: find since when the value has been beyond the limit, with no setting to explain it.
+    """Judge a run by one rule: find the first iteration since which the value is beyond the limit and unexplained.
 
     A value that is beyond the limit as soon as there are enough values counts as beyond it from the first one on.
     """

@@ -35,6 +35,8 @@ def by_rejection(limit: float) -> Explained:
         budget, lam = getattr(correction, "budget", None), getattr(correction, "lam", 1.0)
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
+
+        # At lam = 1 the acceptance would be at most lam times as large: still too low, and lam does not explain it.
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
     return of

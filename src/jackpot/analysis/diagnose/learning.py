@@ -122,7 +122,7 @@ def _rewards_rise(history: MetricHistory) -> bool:
 
 
 def below_start_unless_risen(history: MetricHistory, values: Values) -> float:
-    """Return the least healthy entropy: a tenth of the entropy at the start, a twentieth if the policy is better."""
+    """Return the limit of a healthy entropy: a tenth of that at the start, or a twentieth if the policy is better."""
     return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
 
 

@@ -202,8 +202,9 @@ def rounding(metric: str) -> OfRun:
 
     def of(history: MetricHistory, values: Values) -> float | None:
         config, engines = history.config, _engines_of(metric, history.config)
-        formats = unified_formats(config.engine)
 
+        # With quantized training an engine computes alike in the same formats, else if it is not quantized.
+        formats = unified_formats(config.engine)
         alike = [
             bool(formats) and unified_formats(one) == formats if config.trained_quantization else not is_quantized(one)
             for one in engines.values()
@@ -252,7 +253,7 @@ def clipped(history: MetricHistory, values: Values) -> float | None:
 
 
 def quantizing(metric: str) -> OfRun:
-    """Return the limit of a gap, mean |p_engine - p_training|, from which a quantized engine needs a correction."""
+    """Return the limit of a quantized engine's gap, mean |p_engine - p_training|, above which it needs a correction."""
     return lambda history, values: (
         QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config).values())) else None
     )

@@ -127,6 +127,7 @@ class AnswerFile:
         offsets = self._offsets()
         if missing := int((offsets < 0).sum()):
             raise CheckpointError(f"{self._lines} lacks {missing} of {offsets.size} responses; run the command again")
+
         about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
         schema = SCHEMA.with_metadata({**metadata, **about})
 

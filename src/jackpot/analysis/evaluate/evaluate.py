@@ -175,6 +175,8 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
             if file.done < one.size * config.k:
                 engine = engine or _make_engine(config, path, [one for one, _ in waiting], undo)
                 _ask(engine, tokenizer, one, file, config, listen)
+
+            # The table says what was asked of this set.
             asked = _decisive(record | {"data": {one.name: record["data"][one.name]}})
             file.finish(one.prompt, {"asked": json.dumps(asked)})
             _write_summary(folder, record)  # after every set: a kill loses no result

@@ -98,6 +98,7 @@ class MismatchSums:
         if not len(gap):
             return
 
+        # Sums in each band and column: of the values y, of the counts n, and of their products for standard errors.
         here, values = torch.stack([*masks.values()]), torch.stack([*columns.values()])
         y = torch.where(here[:, None], values, 0.0).sum(-1)
         n = here.sum(-1, keepdim=True).double().expand_as(y)
@@ -106,7 +107,7 @@ class MismatchSums:
         self._largest = torch.maximum(self._largest, torch.where(here, gap, -math.inf).amax(-1))
         self._bands, self._columns = [*masks], [*columns]
 
-        # What does not add up.
+        # What a sum does not hold: each response's numbers, and the tokens' for quantiles and the picture.
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )

@@ -20,7 +20,7 @@ _SMALLEST_MASS = 1e-6  # below it, 1 - sum p is rounding of float32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerScores:
-    """The scores of one response by the sampler that generated it."""
+    """The sampler's log-probs of one response, which the sampler generated."""
 
     uid: str
     sampled: Tensor  # [T] bool, False at a tool's tokens

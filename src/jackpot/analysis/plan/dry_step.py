@@ -120,7 +120,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 
 
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
-    """Make all models of training on the meta device, by role; those that are not trained are frozen.
+    """Make all models of training on the meta device, by role; untrained models are frozen.
 
     Models are fused only where the run is sure to be on a CPU: on a GPU they are not, and keep more for backward.
     """
@@ -225,7 +225,9 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     model's, and, where several responses share a prompt, an attention mask.
     """
     count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
+    # Sizes in bytes: an id, and a log-prob in each of three lists.
     held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
+
     if shape.prompts < shape.rows:
         columns = shape.prompt_tokens + shape.response_tokens
         held += [torch.empty(shape.rows, shape.response_tokens, columns) for _ in range(models)]
@@ -267,18 +269,20 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     layers = [output_layer(model) for model in models]
     weights = [layer.weight[: layer.out_features] for layer in layers]
 
+    # The tile that training takes on the device of the run.
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]), device_type)
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
 
+    # All rows of the output layers are run where their logits are kept for backward, else RUN_TILES tiles.
     whole = [
         replace(head_of(layer, states, cap), bias=None)
         for layer, states, cap in zip(layers, hidden, soft_caps, strict=True)
     ]
     if any(keeps_logits(whole, options)):
-        run = len(weights[0])  # then the logits are few
+        run = len(weights[0])
     else:
         options = replace(options, logits_memory=0)
 
@@ -288,6 +292,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     outputs, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
     values = tuple(value for value in outputs if value is not None)  # with the moments none is missing
 
+    # In backward the gradients of the rows that were not run take memory too.
     for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if part is not weight and part.requires_grad:
             own = values[2 * number : 2 * number + 2]

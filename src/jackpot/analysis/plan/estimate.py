@@ -142,7 +142,7 @@ def gpus_here() -> GpusConfig | None:
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs of the same engines on GPUs without a learner, where vLLM can take more of the memory.
+    """Return the needs that engines have on GPUs without a learner, where vLLM can take more of the memory.
 
     The shares of the memory that vLLM engines take are scaled to `ENGINES_SHARE` in all.
     """

@@ -96,7 +96,7 @@ def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
 
 
 def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleeping: bool = False) -> int:
-    """Return the bytes of the weights in transformers engines: that of rollouts, and a second one for evaluations.
+    """Return the bytes of the weights in transformers engines: the engine of rollouts and, if any, that of evaluations.
 
     Args:
         config: settings of the run.

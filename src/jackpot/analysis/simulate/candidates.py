@@ -251,10 +251,19 @@ def saved_responses(
 def pair_states(
     policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[StatePairs]:
-    """Yield both models' distributions at every sampled token, some tokens at a time, with these tokens [n, 1]."""
+    """Yield both models' distributions at every sampled token, n tokens at a time.
+
+    The `token_ids` of each part, [n, 1], are the sampled tokens.
+
+    Args:
+        policy, rollout_model: the two models, with equal rows in their output layers.
+        rollouts: responses of the rollout model.
+        temperature: temperature of both models' log-probs.
+    """
     for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
         sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
+
         ids = by_policy.token_ids[sampled][:, None]
         rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
@@ -290,6 +299,8 @@ def _candidate(
 
     mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
+
+    # Means over states; the six are those of `weight_moments`.
     acceptance = numbers.acceptance[:, RECIPE_LAM]
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
