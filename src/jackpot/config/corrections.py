@@ -302,7 +302,7 @@ WITH_PROXIMAL = {  # names in papers for one of our corrections at another proxi
 
 
 def refuse_with_proximal(value: Any) -> Any:
-    """Return a correction, as a recipe gives it, unless the paper's name for it is not ours.
+    """Refuse a correction by a name that only papers use (WITH_PROXIMAL); return any other value as it is.
 
     Args:
         value: name of the correction, or its block of settings.

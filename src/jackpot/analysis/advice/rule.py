@@ -108,6 +108,7 @@ def estimate(of: Callable[..., Tensor], *groups: Tensor) -> Estimate:
     if count < 2:
         return Estimate(float(of(*totals)), None)
 
+    # The jackknife: the function of all groups but one, for each group.
     without = of(*(total - rows for total, rows in zip(totals, used, strict=True)))
     spread = (without - without.mean()).square().sum() * (count - 1) / count
     return Estimate(float(of(*totals)), float(spread.sqrt()))
@@ -324,6 +325,8 @@ def judge(
         problem: a reason against any recommendation; None: there is none.
     """
     found, settings, generation, label = tuple(candidates), {}, (), None
+
+    # Where no correction is worth enough, the advice describes the best one.
     chosen = None if problem else choose(found)
     best = chosen or max((one for one in found if one.advisable), key=lambda one: one.of_tokens.value, default=None)
     if problem is None and best is None:

@@ -176,14 +176,14 @@ def longer(history: MetricHistory, values: Values) -> float | None:
 
 
 def cut_from_start(history: MetricHistory, values: Values) -> float | None:
-    """Return the limit of the share of cut responses, CUT, if more were cut from the start."""
+    """Return CUT, the limit of the share of cut responses, if the share was above CUT from the start."""
     return unless_cut_earn(history, values) if at_start(history, values) > CUT else None
 
 
 def unless_cut_earn(history: MetricHistory, values: Values) -> float | None:
-    """Return the limit of the share of cut responses, CUT, if cut responses earn nothing.
+    """Return CUT, the limit of the share of cut responses, if cut responses earn nothing.
 
-    It does not apply where more were cut from the start and the policy has become better nevertheless.
+    The limit does not apply if the share was above CUT from the start and the policy has become better nevertheless.
     """
     is_harmless = at_start(history, values) > CUT and _has_risen(history)
     return CUT if history.recent("saved/cut_earn") <= 0.0 and not is_harmless else None

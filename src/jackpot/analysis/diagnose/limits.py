@@ -60,7 +60,7 @@ class MetricHistory:
             over: name of a metric to divide by; None: no division.
             after_steps: optimizer steps of the run before the first value.
         """
-        if metric.startswith("events/"):
+        if metric.startswith("events/"):  # the running number of such events in the newest tenth of the iterations
             recent = self.iteration - max(LEAST, self.iteration // 10)
             those = [
                 event["iteration"]

@@ -147,6 +147,7 @@ def _give_memory(model: PreTrainedModel) -> None:
                 weight = torch.empty(parameter.shape, dtype=torch.float32)
                 made[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
+
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 

@@ -76,7 +76,7 @@ class Shard:
 
     @property
     def fits(self) -> bool:
-        """Return whether the GPU holds the peak and every engine fits."""
+        """Return whether the run fits: each GPU holds the peak, and every engine has room for a longest sequence."""
         return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
 
 

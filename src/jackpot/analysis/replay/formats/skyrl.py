@@ -57,6 +57,8 @@ def _batch(path: Path) -> dict[str, Tensor]:
     """Return the columns of a file's batch by name. Raises DamagedRecord, and whatever a damaged pickle raises."""
     with open_foreign(path) as file:
         content = _Unpickler(file).load()
+
+    # The pickle makes the batch by a call with two arguments, the second of which is the state.
     state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DamagedRecord("it holds no batch of SkyRL")
