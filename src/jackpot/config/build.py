@@ -62,7 +62,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay overrides over settings in turn. One that only names a block's class keeps earlier overrides of the block.
+    """Lay overrides over settings in turn. Naming a block's class keeps what earlier overrides set in the block.
 
     >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
     {'a': {'name': 'y', 'k': 1}}

@@ -260,26 +260,17 @@ class Config(Strict):
     """Processes of the run."""
 
     def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
-        """Return the models that generate rollouts in the iterations from `first` to `last`, both included.
-
-        Args:
-            first: the first iteration is 1.
-            last: None: `first` alone.
-        """
+        """Return the models that generate rollouts in the iterations from `first` to `last`, or in `first` alone."""
         model = self.rollout_model
         if model is None:
             return ("policy",)
-
         shares = [model.share_at(iteration) for iteration in range(first, (last or first) + 1)]
         roles: dict[Writer, bool] = {"policy": min(shares) < 1.0, "rollout_model": max(shares) > 0.0}
         return tuple(role for role, writes in roles.items() if writes)
 
     @property
     def writing_engines(self) -> dict[str, EngineConfig]:
-        """Return the settings of the engines that generate rollouts in the run, by their keys: `engine` or both.
-
-        The second key is `evaluation.engine`, which generates the policy's share of the rollouts too.
-        """
+        """Return the settings of the engines that generate rollouts, by key: `engine`, `evaluation.engine` or both."""
         engines = {"engine": self.engine, "evaluation.engine": self.evaluation.engine or self.engine}
         of_policy = "evaluation.engine" if self.rollout_model and self.evaluation.engine else "engine"
         writers = self.writers(1, self.iterations)
@@ -398,7 +389,6 @@ class Config(Strict):
         # The rollout model keeps its weights in the run, or at least in the iteration.
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
-
         policy = "evaluation.engine" if self.evaluation.engine else "engine"  # that of drafts
         can_stay = model is not None and not model.is_mixed
         remedies = ["use target: old", "normalizer: topk", *["rollout_model.update: iteration"] * can_stay]
@@ -479,12 +469,9 @@ class Config(Strict):
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
         fits = self.rollout_model and drafts[1] and engines[0].name == engines[1].name
-
-        # Keys that the errors name.
         places = ["engine", *["evaluation.engine"] * (self.evaluation.engine is not None)]
         without = " and ".join(f"{key}.draft=null" for key, draft in zip(places, drafts, strict=False) if draft)
         place = "sampling" if self.sampling.truncated else "evaluation.sampling"
-
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
         filtered = next((kind for kind in (self.sampling, self.evaluation_sampling) if kind.truncated), None)
 

@@ -32,7 +32,7 @@ def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address is one of this machine's loopback interface."""
+    """Return whether an address leads to this machine itself, by the loopback interface."""
     host = urlsplit(url).hostname or ""
     return host == "localhost" or re.fullmatch(r"127(\.\d+){3}|::1", host) is not None
 

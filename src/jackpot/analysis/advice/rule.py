@@ -42,11 +42,12 @@ Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
-    """What a rollout of another model is worth in rollouts of the policy's own, and the three means behind it.
+    """The worth of a rollout of another model, in rollouts of the policy's own, with the three means behind it.
 
-    All are tensors of one shape. The worth is effective (1 - 2 gap)^2 (1 - elsewhere)^2: the gain of the best step
-    along the corrected gradient, over that of an on-policy step, if noise dominates and a wrong token pushes as hard as
-    a right one (docs/replay.md).
+    All are tensors of one shape. The worth is effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md). Why: the best
+    step along an estimate g of the gradient G gains <E g, G>^2 / E|g|^2. Noise of single rollouts makes up nearly all
+    of E|g|^2, which is then proportional to E F^2. Of E g, the share 1 - elsewhere is in states that the policy visits.
+    There the share 1 - gap is on the policy's tokens, and the share gap is on others and pushes the other way.
     """
 
     effective: Tensor  # (E F)^2 / E F^2, the effective sample size as a share

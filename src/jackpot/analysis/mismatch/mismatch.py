@@ -87,7 +87,6 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
 
     names = short_names(sides)
     samplers, learners = names[: len(config.samplers)], names[len(config.samplers) :]
-
     pairs = []
     with ExitStack() as undo:
         sets = make_sets(config.benchmarks, tokenizer, config) if config.benchmarks else {}
@@ -102,7 +101,6 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
                 listen(f"{learner_name} scores the responses of {name}")
                 temperature = learner.temperature or config.sampling.temperature
                 read = _learner_scores(learner, rollouts, temperature, device, rows)
-
                 sums = MismatchSums()
                 for by, reading in zip(scores, read, strict=True):
                     sums.add(by.uid, token_mismatch(by, reading))

@@ -144,7 +144,7 @@ class Lengths:
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
 
-        # The longest of those that end by themselves; the limit, unless no response is endless.
+        # The longest response that ends by itself, and the limit if one of all responses is endless.
         harmonic = math.log(count) + 0.5772 + 1 / (2 * count) if count > 1 else 1.0
         ended = min(float(self.limit), max(self.mean, self.scale * harmonic))
         return self.limit - (self.limit - ended) * (1 - self.endless) ** count

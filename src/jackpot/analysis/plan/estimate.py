@@ -252,8 +252,8 @@ class Estimator:
     def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
         """Return the fewest hours of a run that generates batches while it trains on earlier ones.
 
-        Some GPUs generate and the others train; all splits are tried. If the policy generates, also with drafts of a
-        head. The GPUs that train must have room for weights, gradients and moments in float32; activations are not
+        Some GPUs generate and the others train; all splits are tried. If the policy generates, drafts of a head are
+        tried too. The GPUs that train must have room for weights, gradients and moments in float32; activations are not
         counted.
 
         Args:

@@ -46,8 +46,7 @@ def replay(
         path: a run folder, or a file or folder of saved rollouts.
         name: name of a format, or `auto`.
         names: names of corrections; empty: all.
-        model: path of a model, or a run folder with its best policy, that computes the policy's log-probs; None: the
-            saved log-probs are taken.
+        model: path of a model, or run folder of a best policy, that scores the responses; None: saved log-probs count.
         temperature: temperature at which `model` scores; None: the run's, or 1.
         every: one of `every` responses is replayed, which suffices for a run with many tokens.
         listen: function that is called with the number of responses read so far.
@@ -83,7 +82,6 @@ def replay(
     policy = f"{scorer.path}, read at temperature {scorer.temperature:g}" if scorer else policy
     weights = (f"{first} to {last}" if first != last else first) + (f" under {policy}" if scorer else "")
     is_copied = not (config or scorer) and float(measured.run["policy_max"].value) == 0.0
-
     return ReplayResult(
         path=path,
         format=dump.name,

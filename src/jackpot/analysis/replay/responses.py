@@ -19,7 +19,7 @@ _MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to f
 
 
 class DamagedRecord(DataError):
-    """A response whose columns do not fit each other. The replay leaves it out, and reports it."""
+    """The error of a response whose columns do not fit each other; the replay leaves the response out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

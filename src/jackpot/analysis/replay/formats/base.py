@@ -20,7 +20,7 @@ RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # yields (numb
 
 
 class IncompleteDump(DataError):
-    """A file without a column that every correction needs."""
+    """The error of a file without a column that every correction needs."""
 
     def __init__(self, lack: str, how: str) -> None:
         super().__init__(f"{lack}. No correction can be replayed without them.\n{how}")

@@ -66,7 +66,7 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
     if names.ends_sampled and present is None:
         end = int(kept[-1]) + 1 if len(kept) else begin
 
-    # Our columns: those of the library at the response's tokens.
+    # Our columns are the library's, cut to the response's tokens.
     positions = torch.arange(len(ids)) if present is None else present.nonzero().flatten()
     response = positions[(positions >= begin) & (positions < end)]
     columns = {
