@@ -1,4 +1,4 @@
-"""Builds the settings of a run from a recipe, an arm and overrides."""
+"""The settings of a run, built from a recipe, one of its arms and the user's overrides."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +12,18 @@ from jackpot.core.errors import ConfigError, unknown_name
 def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
     """Lay an arm's settings over the recipe's and the user's overrides over both, and validate the result.
 
+    Args:
+        recipe: a recipe as `load_recipe` reads it.
+        arm: name of one of the recipe's arms; None: the recipe alone.
+        overrides: nested mappings of settings; a later override wins over an earlier one.
+
     Raises:
-        ConfigError: an unknown arm, an unknown key (with the likely one), a wrong type, or numbers that do not fit.
+        ConfigError: an unknown arm, an unknown key (with the likely key), a wrong type, or settings that do not fit
+            together.
     """
     settings = {key: value for key, value in recipe.items() if key not in NOT_SETTINGS}
+
+    # A recipe is a file of the user's: `arms` may be anything.
     arms = recipe.get("arms") or {}
     if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
         raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")
@@ -23,4 +31,5 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
         if arm not in arms:
             raise ConfigError(unknown_name("arm", arm, arms))
         settings = merge(settings, arms[arm] or {})
+
     return validated(Config, lay(settings, overrides))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-# A cap, clip or limit. null is .inf, which JSON does not have: folders of runs say null.
+# A cap, clip or limit. JSON has no infinity, so a run folder says null where a recipe may say .inf.
 NULL_IS_INFINITE = BeforeValidator(lambda value: math.inf if value is None else value)
 Bound = Annotated[float, Field(gt=0.0), NULL_IS_INFINITE]
 NonNegative = Annotated[float, Field(ge=0.0, lt=float("inf"))]
@@ -18,7 +18,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]  # package.module:name
 
-Conflicts = list[tuple[Any, str]]  # whether settings are as they cannot be together, and what to say then
+Conflicts = list[tuple[Any, str]]  # pairs (a condition, the error where the condition holds)
 
 ONE_IS_ENOUGH = BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value)
 AnyNames = Annotated[tuple[str, ...], ONE_IS_ENOUGH, Field(strict=False)]  # a list in YAML
@@ -26,9 +26,9 @@ Names = Annotated[AnyNames, Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """A block of settings: frozen, without conversions of types, and unknown keys are refused.
+    """A block of settings: frozen, without conversion of types and without unknown keys.
 
-    The docstring below a field is its description, which `jackpot config KEY` prints.
+    The docstring below a field is the field's description, which `jackpot config KEY` prints.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -44,7 +44,7 @@ class Strict(BaseModel):
         return {name: value for name, value in given.items() if name not in cls.removed or value != cls.removed[name]}
 
     def conflicts(self) -> Conflicts:
-        """Return which settings of this block cannot be together: whether they are so, and what to say then."""
+        """Return the settings of this block that exclude each other: pairs (condition, error where it holds)."""
         return []
 
     @model_validator(mode="after")
@@ -57,15 +57,15 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Marks a block that is written as what differs from another block with the same settings."""
+    """Mark of a block in which a recipe writes only what differs from another block with the same settings."""
 
     key: str  # dotted key of the other block
-    own: tuple[str, ...] = ()  # names of settings that are not taken from there
+    own: tuple[str, ...] = ()  # names of settings that are not taken from the other block
 
 
 @dataclass(frozen=True, slots=True)
 class MayChange:
-    """Marks a setting that may have another value when a run continues: no number computed before came from it.
+    """Mark of a setting whose value may change when a run continues, since it decided no number computed so far.
 
     A change of device, memory or speed may still change later numbers by rounding.
     """
@@ -75,7 +75,7 @@ MAY_CHANGE = MayChange()
 
 
 def model_classes(annotation: Any) -> list[type[BaseModel]]:
-    """Return the classes of settings that a field's annotation allows, such as those of a union, each once."""
+    """Return the classes of settings that a field's annotation allows, each once; several where it is a union."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     parts = getattr(annotation, "__args__", ())
@@ -84,7 +84,14 @@ def model_classes(annotation: Any) -> list[type[BaseModel]]:
 
 @cache
 def fields_below(kind: type[BaseModel], above: str = "") -> tuple[tuple[str, FieldInfo], ...]:
-    """Return the dotted key of every setting and block below a class of settings, with its field."""
+    """Return (dotted key, field) of every setting and block below a class of settings.
+
+    A key that several classes of a union have comes once for each class.
+
+    Args:
+        kind: the class of settings.
+        above: text before every key: empty, or the key of the block with a dot at its end.
+    """
     fields: list[tuple[str, FieldInfo]] = []
     for name, field in kind.model_fields.items():
         fields.append((above + name, field))
@@ -94,7 +101,11 @@ def fields_below(kind: type[BaseModel], above: str = "") -> tuple[tuple[str, Fie
 
 
 def by_name(default: str) -> BeforeValidator:
-    """Let `correction: tis` stand for `correction: {name: tis}`, and a block without a name be the default one."""
+    """Make a validator that reads `correction: tis` as `correction: {name: tis}`, and gives nameless blocks a name.
+
+    Args:
+        default: the name that a block without a name gets.
+    """
 
     def named(value: Any) -> Any:
         if isinstance(value, str):

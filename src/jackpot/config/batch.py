@@ -16,7 +16,7 @@ class FilterGroupsConfig(Strict):
 
 
 class BatchConfig(Strict):
-    """Settings of an iteration's batches. They count sequences: prompts x group_size of them are a rollout batch."""
+    """Settings of an iteration's batches, counted in sequences: a rollout batch has prompts x group_size of them."""
 
     prompts: Count
     """Prompts of one iteration."""
@@ -59,9 +59,12 @@ class BatchConfig(Strict):
 
 
 def batches_in_reserve(ahead: int) -> int:
-    """Return how many rollout batches are begun and not trained on when the next ones begin: more than half of `ahead`.
+    """Return how many rollout batches wait for training when the next ones begin: 0, or just over half of `ahead`.
 
-    Then at most as many begin together, so the learner need not wait for the first of them while they share the
-    engines. With fewer in reserve it would, and with more each update of the weights would serve fewer batches.
+    At most as many batches begin together as wait, so the learner trains on those that wait while the new ones share
+    the engines. With fewer it would stand still; with more, each update of the weights would serve fewer batches.
+
+    Args:
+        ahead: the setting `batch.ahead`, iterations.
     """
     return ahead // 2 + 1 if ahead else 0

@@ -1,4 +1,7 @@
-"""Lays settings over each other and validates them, with errors that say what to do."""
+"""Merging and validation of nested settings: what a recipe, an arm and overrides say together, or what is wrong.
+
+Every error names the key, the value, what is allowed and, for a mistyped key, the likely one.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +15,7 @@ from jackpot.core.errors import ConfigError, unknown_name
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
-# Names that other trainers have for a setting (docs/frameworks.md), for those who type them here.
+# Names that other trainers have for our settings (docs/frameworks.md), for users who type those here.
 ELSEWHERE = {
     "max_steps": "iterations",
     "total_training_steps": "iterations",
@@ -34,7 +37,7 @@ ELSEWHERE = {
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `changes` over `base`, key by key and downwards. A change of `name` or `source` replaces its whole block.
+    """Lay `changes` over `base`, block by block. Where `name` or `source` of a block changes, the whole block is new.
 
     >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
     {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
@@ -42,20 +45,24 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
+
+        # Write a short form such as `correction: tis` out, where the other side is a block.
         if isinstance(old, Mapping) and isinstance(value, str) and (kind := _kind(old)):
             value = {kind: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
             old = {_kind(value) or "name": old}
+
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             kind = _kind(value)
             if kind is None or value[kind] == old.get(kind):
                 value = merge(old, value)
+
         merged[key] = value
     return merged
 
 
 def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay overrides over settings, one after the other; a choice of a block keeps what was set in it before.
+    """Lay overrides over settings in turn. Naming a block's class keeps what earlier overrides set in the block.
 
     >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
     {'a': {'name': 'y', 'k': 1}}
@@ -63,16 +70,19 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
     laid, before = dict(settings), []
     for key, value in (setting for override in overrides for setting in _settings(override)):
         laid = merge(laid, nest(key, value))
+
+        # The merge may have replaced a block, and lost what earlier overrides set in it: set that again.
         for earlier, set_to in before:
             below = earlier[len(key) :]
             if below and earlier[: len(key)] == key and not _sets(value, below):
                 laid = merge(laid, nest(earlier, set_to))
+
         before.append((key, value))
     return laid
 
 
 def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what an override sets, one by one, with the parts of its key; a block that is chosen with all in it."""
+    """Yield (parts of the key, value) of every setting in an override; a block with a name or source stays whole."""
     if not isinstance(override, Mapping) or not override or _kind(override):
         yield key, override
         return
@@ -81,7 +91,7 @@ def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _sets(value: Any, key: Sequence[str]) -> bool:
-    """Return whether a value decides what stands at a key in it: all but a name or a block that leaves the key out."""
+    """Return whether a value decides what stands at `key` below it: not if it is a name or a block without the key."""
     for part in key:
         if not isinstance(value, Mapping):
             return not isinstance(value, str)
@@ -92,19 +102,19 @@ def _sets(value: Any, key: Sequence[str]) -> bool:
 
 
 def _kind(block: Mapping[str, Any]) -> str | None:
-    """Return the key that chooses a block's class or source; a short form such as `correction: tis` gives only it."""
+    """Return which key, `name` or `source`, chooses what a block is; None where the block has neither."""
     return next((key for key in ("name", "source") if key in block), None)
 
 
 def nest(key: str | Sequence[str], value: Any) -> dict[str, Any]:
-    """Unfold a dotted key, or one in parts: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
+    """Nest a value below a dotted key, or below a key in parts: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
     for part in reversed(key.split(".") if isinstance(key, str) else key):
         value = {part: value}
     return value
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Fold blocks into dotted keys: `flat({"a": {"b": 1}})` is `{"a.b": 1}`; an empty block stays a value."""
+    """Flatten nested blocks to dotted keys: `flat({"a": {"b": 1}})` is `{"a.b": 1}`; an empty block stays a value."""
     folded: dict[str, Any] = {}
     for key, value in settings.items():
         is_block = isinstance(value, Mapping) and value
@@ -113,29 +123,35 @@ def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill every block of `Differences` from the other block, unless it names its class or source."""
+    """Fill each block that is marked `Differences` from the block it refers to, unless it has a name or a source."""
     marks = {key: mark for key, field in fields_below(kind) for mark in field.metadata if isinstance(mark, Differences)}
     for key, mark in marks.items():
         block, base = _at(settings, key), _at(settings, mark.key)
+
         if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base
             taken = {name: value for name, value in base.items() if name not in mark.own}
             settings = merge(settings, nest(key, merge(taken, block)))
+
     return settings
 
 
 def _at(settings: Any, key: str) -> Any:
-    """Return the value at a dotted key, or None where there is none."""
+    """Return the value at a dotted key; None where the settings have no such key."""
     for part in key.split("."):
         settings = settings.get(part) if isinstance(settings, Mapping) else None
     return settings
 
 
 def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """Validate settings as this class of them, after each block of `Differences` got what it leaves out.
+    """Make an instance of a class of settings from a nested mapping; blocks marked `Differences` are filled first.
+
+    Args:
+        kind: the class of settings.
+        settings: the nested mapping.
 
     Raises:
-        ConfigError: an unknown key (with the likely one), a wrong type, or numbers that do not fit.
+        ConfigError: an unknown key (with the likely key), a wrong type, or settings that do not fit together.
     """
     settings = _with_inherited(kind, settings)
     try:
@@ -147,14 +163,21 @@ def validated(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
 def _explanations(
     errors: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], kind: type[BaseModel]
 ) -> Iterator[str]:
-    """Yield a sentence for each key with errors; a value that is neither a number nor a name has two, and gets one."""
+    """Yield the sentences about all errors, key by key.
+
+    A setting that may be a number or a name has two errors of pydantic for one wrong value; they become one sentence.
+    """
     by_key: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
         by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
+
     for those in by_key.values():
-        those = [error for error in those if error["type"] == "value_error"] or those  # it knows which kind is meant
+        # Our own errors (value_error) know which class of a union is meant; the others of the same key do not.
+        those = [error for error in those if error["type"] == "value_error"] or those
+
         names = [error["ctx"]["expected"] for error in those if error["type"] == "literal_error"]
         others = [error for error in those if error["type"] != "literal_error"]
+
         if names and others:
             yield from (f"{_explain(error, settings, kind)}, or {' or '.join(names)}" for error in others)
         else:
@@ -162,24 +185,26 @@ def _explanations(
 
 
 def keys_of(kind: type[BaseModel]) -> list[str]:
-    """Return the dotted key of every setting and block of settings below a class of them, each once."""
+    """Return the dotted key of every setting and block below a class of settings, each key once."""
     return list(dict.fromkeys(key for key, _ in fields_below(kind)))
 
 
 def similar_settings(key: str, known: Sequence[str]) -> list[str]:
-    """Return the known keys with the last name of `key`, or that another trainer calls so: `lam` is OBRS's.
+    """Return up to three known keys that a mistyped `key` may mean.
 
-    Those of the policy and its objective stand first; of many only the first three are returned.
+    They are the setting that another trainer calls so, then all with the same last name; of these the settings of the
+    policy, the objective and the sampling come first: `lam` means OBRS's before the critic's.
     """
     name = key.rpartition(".")[2]
     called = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
     same = [other for other in known if other.rpartition(".")[2] == name]
+
     same.sort(key=lambda other: (other != name, not other.startswith(("objective.", "policy.", "sampling."))))
     return list(dict.fromkeys([*called, *same]))[:3]
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """Word one error of pydantic as a sentence that names the key, the value and what is allowed."""
+    """Turn one error of pydantic into a sentence that names the key, the value and what is allowed."""
     kind_of_error, loc, message = error["type"], error["loc"], error["msg"].removeprefix("Value error, ")
     is_missing = kind_of_error == "missing" and not isinstance(loc[-1], int)
     location, value = _location(loc[:-1] if is_missing else loc, settings)
@@ -214,7 +239,11 @@ def _block_expected(key: str, value: Any, names: Sequence[str]) -> str:
 
 
 def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Return pydantic's location without the tags of unions between its keys, and the value that stands there."""
+    """Return the keys on the way to an error, and the value there.
+
+    Pydantic's location also has parts that are no keys: the name of the class that a union chose, and the kind of type
+    that was tried.
+    """
     path: list[str] = []
     here: Any = settings
     for index, part in enumerate(loc):
@@ -222,23 +251,28 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
         if isinstance(items, Mapping) and part in items:
             here = items[part]
         elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
-            continue  # a union's tag
+            continue  # the name of the class that a union chose
         elif not str(part).isidentifier():
-            continue  # pydantic's name of a kind
+            continue  # pydantic's name of a type that was tried
+
         path.append(str(part))
     return path, here
 
 
 def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[BaseModel]) -> list[str]:
-    """Return the names of the settings in the block at `path`, of the class that the block's `name` chooses."""
+    """Return the names of the settings that the block at `path` may have, by the class that its `name` chooses."""
     classes: list[type[BaseModel]] = [kind]
     here: Any = settings
     for part in path:
         is_list = isinstance(here, list | tuple)
         here = here[int(part)] if is_list else here.get(part) if isinstance(here, Mapping) else None
+
         fields = [cls.model_fields[part] for cls in classes if part in cls.model_fields]  # none for a place in a list
         classes = [cls for field in fields for cls in model_classes(field.annotation)] or classes
+
+        # Of a union only the class that the block names counts, if its name is known.
         name = here.get("name") if isinstance(here, Mapping) else here
         named = [cls for cls in classes if "name" in cls.model_fields and cls.model_fields["name"].default == name]
         classes = named or classes
+
     return sorted({name for cls in classes for name in cls.model_fields})

@@ -1,4 +1,7 @@
-"""Compares the settings in a folder with those of a command that would continue what stands there."""
+"""Comparison of the settings in a folder with those of a command that is to continue the run or evaluation there.
+
+A change of settings that decided numbers already computed is refused; one marked with `MAY_CHANGE` is allowed.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +15,7 @@ from jackpot.config.config import Config
 
 
 class Change(NamedTuple):
-    """Names a setting whose value differs between a folder and a command; None: there is no such setting."""
+    """A setting whose value differs between a folder and a command; a value of None may mean: no such setting."""
 
     key: str
     old: Any  # in the folder, as JSON has it
@@ -23,7 +26,13 @@ class Change(NamedTuple):
 
 
 def changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
-    """Yield the settings that differ between two mappings of them, by their dotted keys."""
+    """Yield every setting that differs between two nested mappings of settings, in the order of the keys.
+
+    Args:
+        old: the mapping in the folder.
+        new: the mapping of the command.
+        key: dotted key at which both mappings stand; empty: at the top.
+    """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted(old.keys() | new.keys()):
             yield from changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
@@ -33,22 +42,22 @@ def changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
 
 @cache
 def changeable(kind: type[BaseModel]) -> frozenset[str]:
-    """Return the dotted keys of the settings below a class of them that are marked with `MAY_CHANGE`."""
+    """Return the dotted keys of all settings below a class of settings that are marked with `MAY_CHANGE`."""
     return frozenset(key for key, field in fields_below(kind) if MAY_CHANGE in field.metadata)
 
 
 def fixed_changes(kind: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Return the changes of settings that decide numbers which were computed before."""
+    """Return the changes that cannot be allowed: those of settings without the mark `MAY_CHANGE`."""
     return [change for change in changes(old, new) if change.key not in changeable(kind)]
 
 
 def settings_of(config: BaseModel) -> dict[str, Any]:
-    """Return all settings as they are written to YAML and JSON."""
+    """Return all settings as plain values, as YAML and JSON files have them."""
     return json.loads(config.model_dump_json())
 
 
 def falling_rates(config: Config) -> list[str]:
-    """Name the models whose learning rate at a step depends on the number of iterations."""
+    """Return the keys of the schedules that depend on the number of iterations, such as `policy.optimizer.schedule`."""
     models = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
     optimizers = {role: settings.optimizer for role, settings in models.items() if settings}
     return [f"{role}.optimizer.schedule" for role, one in optimizers.items() if one and one.schedule != "constant"]

@@ -134,17 +134,17 @@ class RolloutModelConfig(Strict):
     """Direction of the distillation: forward is KL(policy || rollout model), reverse is KL(rollout model || policy)."""
 
     def share_at(self, iteration: int) -> float:
-        """Return the share of the rollouts of an iteration, counted from 1, that the rollout model generates."""
+        """Return the share of an iteration's rollouts that the rollout model generates; the first iteration is 1."""
         return self.share.at(iteration) if isinstance(self.share, ShareSchedule) else self.share
 
     def is_used(self, iteration: int) -> bool:
-        """Return whether the rollout model generates rollouts in an iteration or in a later one."""
+        """Return whether the rollout model generates rollouts in this iteration or in a later one."""
         end = self.share.end if isinstance(self.share, ShareSchedule) else self.share
         return end > 0.0 or self.share_at(iteration) > 0.0
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether the policy generates rollouts too in the course of the run."""
+        """Return whether, beside the rollout model, the policy generates rollouts in some iterations."""
         return self.share != 1.0
 
     def conflicts(self) -> Conflicts:
@@ -260,7 +260,7 @@ class Config(Strict):
     """Processes of the run."""
 
     def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
-        """Return the models that generate rollouts in an iteration, or in any of several up to `last`."""
+        """Return the models that generate rollouts in the iterations from `first` to `last`, or in `first` alone."""
         model = self.rollout_model
         if model is None:
             return ("policy",)
@@ -270,7 +270,7 @@ class Config(Strict):
 
     @property
     def writing_engines(self) -> dict[str, EngineConfig]:
-        """Return the engines that generate rollouts in the course of the run, by the settings that describe them."""
+        """Return the settings of the engines that generate rollouts, by key: `engine`, `evaluation.engine` or both."""
         engines = {"engine": self.engine, "evaluation.engine": self.evaluation.engine or self.engine}
         of_policy = "evaluation.engine" if self.rollout_model and self.evaluation.engine else "engine"
         writers = self.writers(1, self.iterations)
@@ -278,22 +278,22 @@ class Config(Strict):
 
     @property
     def evaluation_sampling(self) -> Sampling:
-        """Return how responses of evaluations are sampled."""
+        """Return the sampling of evaluations: that of training with the changes of `evaluation.sampling`."""
         return self.sampling.model_copy(update=self.evaluation.sampling.model_dump(exclude_none=True))
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether there is a rollout model and the policy generates rollouts too in the course of the run."""
+        """Return whether the run has a rollout model, and the policy generates rollouts too in some iterations."""
         return self.rollout_model is not None and self.rollout_model.is_mixed
 
     def uses_rollout_model(self, iteration: int) -> bool:
-        """Return whether there is a rollout model with anything left to do in an iteration."""
+        """Return whether a rollout model has anything left to do in an iteration: generate, draft, or be trained."""
         model = self.rollout_model
         follows = self.policy.optimizer is None or self.draft is not None
         return model is not None and (follows or model.is_used(iteration))
 
     def model_paths(self, checkpoint: Path | None = None) -> dict[Role, str]:
-        """Return where each trained model is read from: the paths in the settings, or the folders of a checkpoint."""
+        """Return the path of policy and rollout model by role: in the settings, or below the folder of a checkpoint."""
         paths: dict[Role, str] = {"policy": self.policy.path}
         if self.rollout_model is not None:
             paths["rollout_model"] = self.rollout_model.path
@@ -301,35 +301,34 @@ class Config(Strict):
 
     @property
     def shares_gpus(self) -> bool:
-        """Return whether engine processes are on the GPUs of the ranks, and sleep while these train."""
+        """Return whether engine processes share the GPUs of the ranks and sleep while the ranks train."""
         placed = self.evaluation.engine if is_remote(self.engine) else self.engine
         return self.placement.engine_processes > 0 and placed is not None and sleeps(placed)
 
     @property
     def compute_dtype(self) -> Dtype:
-        """Return the number format of what training computes outside of quantized linear layers."""
+        """Return the number format in which training computes everything but quantized linear layers."""
         return self.engine.dtype if self.precision in ("fp8", "int8") else self.precision
 
     @property
     def trained_quantization(self) -> Quantization | None:
-        """Return the quantization of the engine whose codes training computes with; None where it does not."""
+        """Return the quantization with whose codes training computes, which is the engine's; None: with no codes."""
         return self.engine.quantization if self.precision in TRAINED_QUANTIZATION else None
 
     @property
     def number_formats(self) -> str | None:
-        """Name the number formats of linear layers and of keys and values in training; None where none is
-        quantized."""
+        """Name the number formats of linear layers and of keys and values in training; None without quantization."""
         return number_formats(self.engine) if self.trained_quantization else None
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric of KL(sampler || policy); from sampled tokens where an engine of the rollouts quantizes."""
+        """Return the metric of KL(sampler || policy): the one of sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
     @property
     def draft(self) -> DraftConfig | None:
-        """Return how the rollout model drafts what the policy generates; None where it does not."""
+        """Return the settings by which the rollout model drafts tokens for the policy; None where it drafts none."""
         return getattr(self.evaluation.engine or self.engine, "draft", None) if self.rollout_model else None
 
     def conflicts(self) -> Conflicts:
@@ -374,6 +373,7 @@ class Config(Strict):
             ),
         ]
         for key, engine in engines.items():
+            # `engine` has the codes of its precision, and every other engine the codes of `engine`.
             codes = None if key == "engine" else self.engine.quantization
             conflicts += trained_conflicts(key, engine, self.precision, codes)
         return conflicts
@@ -385,6 +385,8 @@ class Config(Strict):
 
         lam = self.draft.lam if self.draft else 1.0
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
+
+        # The rollout model keeps its weights in the run, or at least in the iteration.
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
         policy = "evaluation.engine" if self.evaluation.engine else "engine"  # that of drafts
@@ -421,7 +423,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_groups(self) -> Conflicts:
-        """Refuse groups and a critic of which the advantage makes nothing."""
+        """Refuse groups of one response, and a critic, where the advantage has no use for them."""
         advantage, is_single = self.objective.advantage, self.batch.group_size == 1
         given = "critic is null" if self.critic is None else "there is a critic"
 
@@ -443,7 +445,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_frozen_policy(self) -> Conflicts:
-        """Refuse a frozen policy where nothing else is trained, or where a setting is for its training."""
+        """Refuse a frozen policy where nothing else is trained, or where a setting is for training the policy."""
         is_frozen, correction = self.policy.optimizer is None, self.objective.correction.name
         said = "policy.optimizer is null, so the policy is frozen, but"
 
@@ -463,7 +465,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_engines(self) -> Conflicts:
-        """Refuse engines that cannot serve both models, or not with these drafts and filters."""
+        """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
         fits = self.rollout_model and drafts[1] and engines[0].name == engines[1].name
@@ -500,7 +502,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_engine_processes(self) -> Conflicts:
-        """Refuse engines that cannot be where they are placed, or sleep when they have to generate."""
+        """Refuse engines that cannot run where they are placed, or that sleep when they have to generate."""
         engines, number = [self.engine, self.evaluation.engine or self.engine], self.placement.engine_processes
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
 
@@ -535,7 +537,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_baseline(self) -> Conflicts:
-        """Refuse to compare rewards within what each model generated of a group, where that would change nothing."""
+        """Refuse `objective.baseline: model` where comparing each model's responses apart would change nothing."""
         model, advantage = self.rollout_model, self.objective.advantage
         shares = [model.share_at(number) for number in range(1, self.iterations + 1)] if model else []
 
@@ -569,7 +571,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_acceptance(self) -> Conflicts:
-        """Refuse to hold an acceptance that is constant, out of reach, or of no token in an iteration."""
+        """Refuse to control an acceptance that is constant, out of reach, or without a token in some iteration."""
         control = self.rollout_model and self.rollout_model.distill_control
         if not control or control.metric != "acceptance":
             return []

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from jackpot.config.base import Bound, Conflicts, Finite, ImportPath, NonNegative, Strict, by_name
 from jackpot.objectives.constants import LAM, Kappa
 
-KAPPA_TOLERANCE = 1e-3  # also of a correction of one's own, which has no such setting
+KAPPA_TOLERANCE = 1e-3  # default; also that of a user's own correction, which has no such setting
 AnyProximal = Annotated[
     Literal["old", "new", "rollout"],
     Field(
@@ -175,7 +175,7 @@ class FTISCorrection(Strict):
 
 
 class DPPOCorrection(Strict):
-    """TIS that drops tokens whose update would lead further out of a total variation of max_tv (DPPO)."""
+    """TIS that drops tokens whose update would move the policy further than a total variation of max_tv (DPPO)."""
 
     name: Literal["dppo"] = "dppo"
     proximal: Proximal = "new"
@@ -295,17 +295,20 @@ class CustomCorrection(TargetCorrection):
     """Settings: arguments of the function that are no tensors, or those that the class is constructed with."""
 
 
-WITH_PROXIMAL = {  # what papers name apart and is a correction with another proximal point
+WITH_PROXIMAL = {  # names in papers for one of our corrections at another proximal point
     "ppo_is": {"name": "none", "proximal": "rollout"},
     "tis_adjusted": {"name": "tis", "proximal": "new"},
 }
 
 
 def refuse_with_proximal(value: Any) -> Any:
-    """Return a correction's name or its block of settings.
+    """Refuse a correction by a name that only papers use (WITH_PROXIMAL); return any other value as it is.
+
+    Args:
+        value: name of the correction, or its block of settings.
 
     Raises:
-        ValueError: the name is one of WITH_PROXIMAL.
+        ValueError: the name is one of WITH_PROXIMAL; the message has the settings to write instead.
     """
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str) and name in WITH_PROXIMAL:

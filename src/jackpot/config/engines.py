@@ -10,7 +10,7 @@ from jackpot.config.base import MAY_CHANGE, Bound, Conflicts, Count, Names, Stri
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
-# The quantization of an engine with whose codes training computes, by the precision of training.
+# By the precision of training: the quantization of the engine that training shares codes with.
 TRAINED_QUANTIZATION: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
 
 
@@ -18,20 +18,21 @@ _ADDRESS = re.compile(r"https?://([^][\s/?#@:]+|\[[^][\s/@]+\])(:(?P<port>\d*))?
 
 
 def _check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the servers' addresses; refuse one that is given twice, has a path, or holds a password."""
+    """Return the servers' addresses; refuse an address that is given twice, has a path, or holds a password."""
     for url in urls:
         match = _ADDRESS.fullmatch(url)
         if match is None or not 0 < int(match["port"] or 80) <= 65_535:
             raise ValueError(
                 f"{url!r} is not the address of a server; give it as http://HOST:PORT, without a path, user or password"
             )
+
     if len({url.rstrip("/") for url in urls}) < len(urls):
         raise ValueError(f"{', '.join(urls)} has a server more than once; name each server once")
     return urls
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether an address leads to this machine by its loopback interface."""
+    """Return whether an address leads to this machine itself, by the loopback interface."""
     host = urlsplit(url).hostname or ""
     return host == "localhost" or re.fullmatch(r"127(\.\d+){3}|::1", host) is not None
 
@@ -135,7 +136,7 @@ class VLLMEngineConfig(_Engine):
 
 
 class ServerEngineConfig(_Engine):
-    """The settings that every engine of servers has, which the user starts."""
+    """The settings of every engine that consists of servers, which the user starts."""
 
     urls: Annotated[Names, AfterValidator(_check_urls), MAY_CHANGE]
     """Addresses of the servers, such as http://127.0.0.1:8000."""
@@ -203,7 +204,7 @@ class SGLangServerEngineConfig(ServerEngineConfig):
 
 
 def is_remote(engine: "EngineConfig") -> bool:
-    """Return whether servers generate, which the user has started."""
+    """Return whether the engine consists of servers that the user starts."""
     return isinstance(engine, ServerEngineConfig)
 
 
@@ -213,7 +214,7 @@ def sleeps(engine: "EngineConfig") -> bool:
 
 
 def is_quantized(engine: _Engine) -> bool:
-    """Return whether the engine computes with other numbers than weights, keys and values in its dtype."""
+    """Return whether the engine has quantized linear layers or a quantized cache of keys and values."""
     return bool(engine.quantization or engine.kv_cache_dtype)
 
 
@@ -223,18 +224,23 @@ def number_formats(engine: "EngineConfig") -> str:
 
 
 def cache_format(engine: "EngineConfig", device: str) -> str | None:
-    """Name the number format of an engine's cached keys and values, None for that of its activations.
+    """Name the number format of an engine's cached keys and values; None: the engine's `dtype`.
 
-    vLLM truncates them to FP8 on a CPU, where all others, and vLLM on a GPU, round to the nearest (docs/precision.md).
+    On a CPU vLLM truncates to FP8. All other engines, and vLLM on a GPU, round to the nearest (docs/precision.md).
+
+    Args:
+        engine: settings of the engine.
+        device: kind of device that the engine runs on, such as cpu.
     """
     truncates = isinstance(engine, VLLMEngineConfig) and device == "cpu" and engine.kv_cache_dtype == "fp8"
     return "fp8, truncated by vLLM on a CPU" if truncates else engine.kv_cache_dtype
 
 
 def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
-    """Return the formats in which an engine and training compute bit-identical tokens: `number_formats` and `dtype`.
+    """Return the formats in which an engine and training compute bit-identical log-probs: `number_formats` and `dtype`.
 
-    None for engines without quantized activations, and for other kernels.
+    Two sides with equal formats compute alike. None for an engine without quantized activations, or with other kernels
+    than training.
     """
     if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
         return None
@@ -250,17 +256,18 @@ EngineConfig = Annotated[
 
 
 def server_urls(engine: EngineConfig | None) -> set[str]:
-    """Return the addresses of an engine's servers; none for an engine without servers."""
+    """Return the addresses of an engine's servers, without slashes at the end; empty for an engine without servers."""
     return {url.rstrip("/") for url in engine.urls} if isinstance(engine, ServerEngineConfig) else set()
 
 
 def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantization: Quantization | None) -> Conflicts:
-    """Return what is wrong with an engine of rollouts whose codes are not those that training computes with.
+    """Return what keeps an engine from computing with the same codes as training at precision fp8 or int8.
 
     Args:
-        key: the setting that describes it.
-        precision: of training, a key of `TRAINED_QUANTIZATION`.
-        quantization: whose codes these are; None: those of this engine.
+        key: the setting that describes the engine, `engine` or `evaluation.engine`.
+        engine: settings of the engine.
+        precision: precision of training, a key of `TRAINED_QUANTIZATION`.
+        quantization: the quantization that the engine must have; None: the one that fits `precision`.
     """
     wanted = quantization or TRAINED_QUANTIZATION[precision]
     advice = f"{key}=transformers " if engine.name == "sglang_server" else ""

@@ -1,4 +1,7 @@
-"""Names default folders after commands, so that two commands with different overrides never share one."""
+"""Names of default folders, made of a command's recipe, arm and overrides.
+
+Two commands with different overrides never get the same folder.
+"""
 
 import hashlib
 import re
@@ -9,11 +12,17 @@ from jackpot.config.reference import blocks, settings
 
 LONGEST = 80  # longest text of all overrides in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
-_FIRST = ("objective.", "policy.")  # blocks whose settings have the short names, where others end the same
+_FIRST = ("objective.", "policy.")  # of settings with the same last name, those in these blocks may be called by it
 
 
 def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int, more: str | None = None) -> Path:
-    """Return the default folder of a run, runs/RECIPE-ARM-OVERRIDES-MORE-seedN."""
+    """Return the default folder of a run, runs/RECIPE-ARM-OVERRIDES-MORE-seedN.
+
+    Args:
+        recipe: name of a recipe, or the path of its file, of which the folder has the stem.
+        arm, more: parts of the name; None: left out.
+        overrides: settings as key=value; `seed` is left out of them, for `seed` has its own part.
+    """
     labels = [arm, *override_labels(overrides, without=["seed"]), more]
     return Path("runs") / "-".join(filter(None, [Path(recipe).stem, *labels, f"seed{seed}"]))
 
@@ -21,30 +30,32 @@ def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int
 def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """Return the parts of a folder's name that stand for overrides, in the order of their keys.
 
-    A number stands behind the setting's last name, `lam2.0`; other values behind `=`. Where that is too long, or a
-    value has characters that do not belong in a name, a hash of all overrides follows what fits.
+    A number stands right behind the setting's shortest name, `lam2.0`; other values behind `=`. Where the name gets
+    too long, or a value has characters that do not belong in a name, a hash of all overrides follows what fits.
 
     >>> override_labels(["objective.correction.lam=2.0", "rollout_model.clip_low=0.1", "seed=1"], without=["seed"])
     ['lam2.0', 'rollout_model.clip_low0.1']
 
     Args:
         overrides: settings as key=value; of two with the same key the last one counts.
-        without: keys that have a place of their own in the name.
+        without: keys that are left out.
     """
     given = dict(text.split("=", 1) for text in overrides)
     given = {key: value for key, value in sorted(given.items()) if key not in without}
-    known = [*settings("train"), *blocks("train")] if given else []
+    known = [*settings("train"), *blocks("train")] if given else []  # the long list of keys only where it is needed
+
     labels = [_label(key, value, known) for key, value in given.items()]
     plain = [label for label, value in zip(labels, given.values(), strict=True) if _is_number(value) or _WORD(value)]
     fits = [label for number, label in enumerate(plain) if len("-".join(plain[: number + 1])) <= LONGEST]
     if fits == labels:
         return labels
+
     digest = hashlib.sha256("\n".join(f"{key}={value}" for key, value in given.items()).encode()).hexdigest()
     return [*fits, digest[:10]]
 
 
 def _label(key: str, value: str, known: Sequence[str]) -> str:
-    """Join the shortest name of a setting that is its own, and its value."""
+    """Join a setting's value to its name: the shortest end of its key that no other setting of `known` claims."""
     parts = key.split(".")
     names = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
     name = next((name for name in names if _owner(name, known) == key), key)
@@ -56,7 +67,7 @@ def _is_number(value: str) -> bool:
 
 
 def _owner(name: str, known: Sequence[str]) -> str | None:
-    """Return the key that the last parts of a key stand for; None where they could stand for several."""
+    """Return the key that `name`, the end of a key, stands for; None where it could stand for several keys."""
     if name in known:
         return name
     ending = [key for key in known if key.endswith(f".{name}")]

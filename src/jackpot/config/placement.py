@@ -1,4 +1,4 @@
-"""Settings of the processes of a run: how many, what starts them, and how long they wait for each other."""
+"""Settings of a run's processes: how many there are, what starts them, and how long they wait for each other."""
 
 from typing import Annotated, Literal
 
@@ -38,7 +38,7 @@ class PlacementConfig(Strict):
 
     @property
     def engine_processes(self) -> int:
-        """Return the processes that generate; 0 where they are not decided yet (`config.processes`)."""
+        """Return the number of processes that generate; 0 also while `auto` is undecided (`config.processes`)."""
         return 0 if self.engines == "auto" else self.engines
 
     def conflicts(self) -> Conflicts:

@@ -1,4 +1,4 @@
-"""Decides which processes of a run generate where the settings leave it open (`placement.engines: auto`)."""
+"""The decision which processes of a run generate, where the settings leave it open (`placement.engines: auto`)."""
 
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
@@ -7,15 +7,16 @@ from jackpot.core.errors import ConfigError
 
 
 def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | None = None) -> Config:
-    """Return the settings with `placement.engines` and every `enable_sleep_mode` decided that are auto.
+    """Replace `placement.engines: auto` and every `enable_sleep_mode: auto` by values, and return the new settings.
 
-    Several ranks on GPUs, or with vLLM, get an engine process beside each rank of rank 0's machine. On a GPU it sleeps
-    while they train, unless it generates then, too.
+    Several ranks on GPUs, or with vLLM, get one engine process beside each rank of rank 0's machine. On a GPU the
+    engine process sleeps while the ranks train, unless it has to generate meanwhile.
 
     Args:
-        ranks: processes that train.
-        on_gpu: whether they train on GPUs.
-        local_ranks: those on the machine where engine processes start; None: all.
+        config: settings of the run; they are returned as they are where `placement.engines` is a number.
+        ranks: number of processes that train.
+        on_gpu: whether the ranks train on GPUs.
+        local_ranks: number of ranks on the machine where engine processes start; None: all.
 
     Raises:
         ConfigError: other settings do not fit what was decided.
@@ -30,8 +31,11 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
 
     settings = config.model_dump(mode="json")
     settings["placement"]["engines"] = (local_ranks or ranks) if is_beside else 0
+
+    # With a rollout model there are two engines, and of two vLLM engines in a process only one can sleep: the second
+    # engine needs settings of its own.
     if is_asleep and config.rollout_model and config.evaluation.engine is None:
-        settings["evaluation"]["engine"] = dict(settings["engine"])  # of two engines with vLLM one can sleep
+        settings["evaluation"]["engine"] = dict(settings["engine"])
 
     chosen = [settings["engine"], settings["evaluation"]["engine"] or {}]
     open_modes = [engine for engine in chosen if engine.get("enable_sleep_mode") == "auto"]
@@ -44,13 +48,14 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Refuse engines with which several ranks cannot train.
+    """Refuse a vLLM engine in the process of rank 0 where several ranks train.
 
     Args:
-        ranks: processes that train.
+        config: settings with `placement.engines` decided.
+        ranks: number of processes that train.
 
     Raises:
-        ConfigError: an engine of vLLM in the process of rank 0.
+        ConfigError: an engine is vLLM, and no engine process holds it.
     """
     engines = (config.engine, config.evaluation.engine)
     if ranks > 1 and config.placement.engines == 0 and any(isinstance(one, VLLMEngineConfig) for one in engines):

@@ -1,4 +1,4 @@
-"""The parts of a recipe that no run depends on: the GPUs it is meant for, and the numbers that a paper published."""
+"""The parts of a recipe that no run depends on: the GPUs it is meant for, and the numbers that its paper published."""
 
 from typing import Annotated, Literal, get_args
 
@@ -26,10 +26,10 @@ class GpusConfig(Strict):
 
 
 def parse_gpus(text: str) -> GpusConfig:
-    """Read GPUs as a person writes them: 4xH100.
+    """Parse a number and kind of GPUs as a person writes them: 4xH100.
 
     Raises:
-        ConfigError: it is not a number of GPUs of a known kind.
+        ConfigError: the text is not a number, an x and a known kind.
     """
     count, _, kind = text.partition("x")
     try:
@@ -57,7 +57,7 @@ class PublishedRow(Strict):
 
 
 class PublishedTable(Strict):
-    """Rows of one table of one paper that this recipe is about. Accuracies are in percent."""
+    """Rows of one table of one paper, which a recipe repeats. Accuracies are in percent."""
 
     paper: Paper
     """Short name of the paper."""
@@ -80,7 +80,7 @@ class PublishedTable(Strict):
 
 
 class RecipeNotes(Strict):
-    """The parts of a recipe that are neither settings nor arms. No run depends on them."""
+    """The parts of a recipe that are neither settings nor arms. No run depends on these notes."""
 
     gpus: GpusConfig | None = None
     """Machine that the recipe is meant for; null: any."""

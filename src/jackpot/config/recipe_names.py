@@ -1,4 +1,4 @@
-"""Names the recipes of the package without reading them: `jackpot --help` lists them."""
+"""The names of the package's recipes, found without reading any recipe, for `jackpot --help`."""
 
 from pathlib import Path
 

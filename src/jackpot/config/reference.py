@@ -1,6 +1,6 @@
-"""Reads the classes of settings: every key with its values, its default, its meaning and who uses it.
+"""The reference of all settings, read from their classes: each key's values, default, meaning and commands.
 
-`jackpot config` prints what this module finds, and docs/settings.md is made of it.
+`jackpot config` prints it, and `tools/reference_pages.py` writes docs/settings.md from it.
 """
 
 import re
@@ -30,15 +30,15 @@ _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """Describes a key in one class of settings, of one command."""
+    """A key in one class of settings of one command; several classes may have the same key, such as all engines."""
 
     key: str
     command: str  # train, eval or mismatch
     variant: str = ""  # the choice that the key belongs to, such as vllm; empty: none
     chosen: str = ""  # the block that the choice is made for, such as engine; empty: none
-    choices: int = 0  # number of names that the block can have
+    choices: int = 0  # number of names that the block `chosen` can have
     origin: tuple[str, str]  # the class that defines the setting, and its name there
-    same_as: str = ""  # the block whose settings the key has, which it says the differences from; empty: none
+    same_as: str = ""  # the block that the key states differences from (`Differences`); empty: none
     values: str  # type and allowed values
     default: str  # default as YAML; "required" where there is none
     meaning: str  # docstring of the setting
@@ -47,64 +47,69 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Describes a key of the settings by its uses in all classes that have it."""
+    """A key of the settings with its uses in all classes that have the key."""
 
     key: str
     uses: tuple[Use, ...]
 
     def summary(self, of: str) -> str:
-        """Join what the uses have in one of their fields; where they differ, each with its variants or commands.
+        """Join the texts that the uses have in one field of `Use`, each with the variants or commands that have it.
 
-        The text of more than half of the uses stands first, without names.
+        A text that more than half of the uses share stands first, without names.
+
+        Args:
+            of: name of the field: values, default or meaning.
         """
         named: dict[str, list[str]] = {}
         for use in self.uses:
             named.setdefault(getattr(use, of), []).append(use.variant or f"jackpot {use.command}")
+
         usual = [text for text, names in named.items() if 2 * len(names) > len(self.uses)]
         rest = {text: ", ".join(dict.fromkeys(names)) for text, names in named.items() if text not in usual}
+
         if of == "meaning":
             return " ".join([*usual, *(f"{names}: {text}" for text, names in rest.items())])
         return "; ".join([*usual, *(f"{text} ({names})" for text, names in rest.items())])
 
     @property
     def resume(self) -> str:
-        """Say whether the setting may change when a run or an evaluation continues; empty where nothing does."""
+        """Say whether the setting may change when a run or evaluation continues; empty for commands that never do."""
         continued = [use.may_change for use in self.uses if use.command in CONTINUED]
         return ("may change" if any(continued) else "must stay the same") if continued else ""
 
     @property
     def users(self) -> str:
-        """Say which commands use the setting, and with which choices where it belongs to some of them only."""
+        """Say which commands use the setting, and with which choices of a block, if not with all."""
         commands = ", ".join(f"jackpot {name}" for name in dict.fromkeys(use.command for use in self.uses))
         return f"{commands}, with {self.variants}" if self.variants else commands
 
     @property
     def variants(self) -> str:
-        """Name the choices that the setting belongs to, such as `engine=vllm`; empty where all of them have it."""
+        """Name the choices that the setting belongs to, such as `engine=vllm`; empty where all choices have it."""
         names = list(dict.fromkeys(use.variant for use in self.uses if use.variant))
         return f"{self.uses[0].chosen}={_either(names)}" if len(names) < self.uses[0].choices else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Describes a key with settings below it."""
+    """A key with settings below it."""
 
     key: str
     command: str  # train, eval or mismatch
-    default: str  # null or required as of a setting, or the name of the default choice, or empty
+    default: str  # null, required, the name of the default choice, or empty
     meaning: str  # docstring of the field, or of the class for a whole command
     variants: tuple[tuple[str, str], ...]  # allowed names and what each is; empty where there is nothing to choose
 
 
 def blocks(command: str) -> dict[str, Block]:
-    """Return every block of a command's settings by its key, the whole with an empty key first."""
+    """Return every block of a command's settings by its key; the first, with an empty key, stands for all settings."""
     whole = Block(key="", command=command, default="", meaning=_paragraph(COMMANDS[command]), variants=())
     walked = _walk(COMMANDS[command], "", command=command)
     return {block.key: block for block in [whole, *walked] if isinstance(block, Block)}
 
 
 def settings(*commands: str) -> dict[str, Setting]:
-    """Return every setting of these commands by its key, in the order of the classes."""
+    """Return every setting of some commands by the setting's key, in the order in which classes define them."""
     uses: dict[str, list[Use]] = {}
     for use in (one for command in commands for one in _walk(COMMANDS[command], "", command=command)):
         if isinstance(use, Use):
@@ -113,9 +118,12 @@ def settings(*commands: str) -> dict[str, Setting]:
 
 
 def own_settings(command: str) -> tuple[list[Setting], list[str]]:
-    """Return the settings of a command that `jackpot train` has not, and the first names of those that it has too.
+    """Split a command's settings into those that `jackpot train` does not have, and the first names of the rest.
 
-    A setting is the same where the same class defines it, at another key or with another default than the rest.
+    Two settings count as the same where one class defines both, whatever their keys and defaults.
+
+    Returns:
+        The command's own settings, and the first parts of the keys of those that `jackpot train` has too.
     """
     known = {use.origin for setting in settings("train").values() for use in setting.uses}
     own, shared = [], []
@@ -128,27 +136,33 @@ def own_settings(command: str) -> tuple[list[Setting], list[str]]:
 
 
 def find(key: str) -> tuple[list[Block], list[Setting]]:
-    """Return the block with this key in each command that has one, and the setting with this key or those below it.
+    """Find a key: the blocks that have it, one for each command, and the settings at or below it.
 
-    A key in a block that says what differs from another one is found in the other.
+    A key below a block of `Differences` is looked up in the block that the differences are from.
+
+    Args:
+        key: a dotted key; a number in it stands for a place in a list.
 
     Raises:
-        ConfigError: no such key, with the nearest ones.
+        ConfigError: no such key; the message has the nearest keys.
     """
     wanted = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
     found = [block for command in COMMANDS if (block := blocks(command).get(wanted)) and wanted not in ("", *known)]
+
     if found or wanted in known:
         below = (f"{wanted}.", f"{wanted}[].")
         return found, [setting for name, setting in known.items() if name == wanted or name.startswith(below)]
+
     for setting in known.values():
         if (other := setting.uses[0].same_as) and wanted.startswith(f"{setting.key}."):
             return find(other + wanted.removeprefix(setting.key))
+
     raise ConfigError(f"unknown setting {key!r}{_near(wanted, list(known))} jackpot config lists all of them")
 
 
 def _near(key: str, known: Sequence[str]) -> str:
-    """Return a guess of what an unknown key means: keys of the same last name, or that are spelled alike."""
+    """Say which known keys an unknown key may mean: keys with the same last name, or that are spelled alike."""
     near = similar_settings(key, known) or get_close_matches(key, known, n=5)
     if not near:
         names = get_close_matches(key.rpartition(".")[2], {other.rpartition(".")[2] for other in known}, n=2)
@@ -157,25 +171,29 @@ def _near(key: str, known: Sequence[str]) -> str:
 
 
 def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | Use]:
-    """Yield the blocks, the settings that choose their classes, and the settings below a class of settings.
+    """Yield every block and every setting below a class of settings, in the order of its fields.
 
     Args:
-        above: what stands before the names of these settings in their keys.
-        shared: what every use of the class has in common: the command, and the choice that the class is of.
+        kind: the class of settings.
+        above: text before every key: empty, or the key of the block with a dot at its end.
+        shared: fields of `Use` that are the same below the whole class: `command`, `variant`, `chosen`, `choices`.
     """
     for name, field in kind.model_fields.items():
         key, classes, meaning = above + name, model_classes(field.annotation), _one_line(field.description)
         definer = next(cls.__name__ for cls in kind.__mro__ if name in get_annotations(cls))
         use = partial(Use, **shared, default=_default(field), meaning=meaning, may_change=MAY_CHANGE in field.metadata)
+
+        # The field itself, unless it can only be a block.
         same_as = next((mark.key for mark in field.metadata if isinstance(mark, Differences)), "")
         values = [f"settings of {same_as}"] if same_as else _values(field.annotation, field.metadata)
-        is_choice = name == "name" and not field.is_required()  # of this class: a setting of the block
+        is_choice = name == "name" and not field.is_required()  # the name that chooses this class: listed once, below
         if not is_choice and not {*values} <= {_BLOCK, "null"}:
             plain = [text for text in values if not classes or text != "null"]
             yield use(key=key, origin=(definer, name), same_as=same_as, values=_either(list(dict.fromkeys(plain))))
         if not classes or same_as:
             continue
 
+        # The block, the name that chooses its class where there are several, and the fields of each class.
         names = [cls.model_fields["name"].default for cls in classes] if len(classes) > 1 else []
         variants = tuple(zip(names, map(_paragraph, classes), strict=False))
         yield Block(key=key, command=shared["command"], default=_default(field), meaning=meaning, variants=variants)
@@ -197,7 +215,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
-    """Say in words what each alternative of an annotation allows, with the bounds in its metadata."""
+    """Say in words what each alternative of a field's annotation allows, with the bounds in the metadata."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [item for mark in parts[1:] for item in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
@@ -226,7 +244,7 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
 
 
 def _bounds(mark: Any) -> Iterator[tuple[float, str]]:
-    """Yield the bounds in one piece of metadata, each with its sign."""
+    """Yield the bounds in one piece of pydantic's metadata as (bound, comparison sign)."""
     return ((getattr(mark, name), sign) for name, sign in _SIGNS.items() if getattr(mark, name, None) is not None)
 
 
@@ -239,7 +257,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as it is written in YAML; of a block the name that chooses it."""
+    """Return a value as YAML has it; for a block, the name that chooses its class."""
     if isinstance(value, BaseModel):
         return getattr(value, "name", "")
     if value is None or isinstance(value, bool):

@@ -10,7 +10,7 @@ from jackpot.objectives.constants import TEMPERATURE
 
 
 class Sampling(Strict):
-    """Settings of an engine's sampling. The engine's log-probs are of the distribution after all of these."""
+    """Settings of an engine's sampling. The engine's log-probs are those after temperature, top-p and top-k."""
 
     temperature: Finite = TEMPERATURE
     """Temperature of sampling. Every model's log-probs in training use the same one."""
@@ -30,17 +30,17 @@ class Sampling(Strict):
 
     @property
     def truncated(self) -> bool:
-        """Return whether a filter gives probability zero to tokens that the model would sample."""
+        """Return whether top-p or top-k gives probability zero to tokens that the model would sample."""
         return self.top_p < 1.0 or self.top_k > 0
 
     @property
     def lists_support(self) -> bool:
-        """Return whether the engine's list names all tokens of a position that could have been sampled, several."""
+        """Return whether the engine's top-k list has every token that could have been sampled, and more than one."""
         return 1 < self.top_k <= self.num_top_log_probs
 
     @property
     def described(self) -> str:
-        """Return how answers are sampled, such as `sampled at temperature 0.6, top-p 0.95`, or `greedy`."""
+        """Return the sampling in words, such as `sampled at temperature 0.6, top-p 0.95`, or `greedy`."""
         if self.top_k == 1:
             return "greedy"
         parts = [f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []
@@ -92,5 +92,5 @@ class EvaluationConfig(Strict):
 
     @property
     def benchmark_names(self) -> tuple[str, ...]:
-        """Return the names and paths of the further sets."""
+        """Return the names and paths of the `benchmarks`."""
         return tuple(benchmark.name for benchmark in self.benchmarks)

@@ -1,4 +1,4 @@
-"""Settings of what changes in the course of a run: the rollout model's share, and the weight of its distillation."""
+"""Settings of two numbers that change in a run: the rollout model's share, and the weight of its distillation."""
 
 import math
 from typing import Annotated, Literal
@@ -13,8 +13,8 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class DistillControlConfig(Strict):
     """Settings of a controller that adapts the weight of the distillation to hold a metric at a target.
 
-    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is how far the
-    metric is from its target, relative to it, at most 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
+    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is the metric's
+    distance from `target` over `target`, cut at 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
     """
 
     metric: Literal["kl", "acceptance"] = "kl"
@@ -66,12 +66,13 @@ class ShareSchedule(Strict):
         ]
 
     def at(self, iteration: int) -> float:
-        """Return the share of an iteration, counted from 1."""
+        """Return the share in an iteration; the first iteration is 1."""
         if iteration <= self.hold:
             return self.start
         last = self.hold + 1 if self.until is None else self.until
         if iteration >= last:
             return self.end
+
         done = (iteration - self.hold) / (last - self.hold)
         done = done if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * done)
         return self.start + (self.end - self.start) * done

@@ -22,7 +22,7 @@ from jackpot.config.base import (
 )
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-ROW_NUMBER = "row"  # the value of columns.uid that makes ids of row numbers
+ROW_NUMBER = "row"  # the value of `columns.uid` with which the number of a row is the problem's id
 
 
 class ArithmeticConfig(Strict):
@@ -103,7 +103,7 @@ class AnswersConfig(Strict):
 
 
 def _by_regex(value: Any) -> Any:
-    """Let `answers: boxed` stand for `answers: {name: boxed}`, and a block with a regex need no name."""
+    """Expand `answers: boxed` to `answers: {name: boxed}`, and give a block with a `regex` the name regex."""
     if isinstance(value, str):
         return {"name": value}
     has_regex = isinstance(value, Mapping) and value.get("regex") is not None
@@ -138,7 +138,7 @@ class DataConfig(Strict):
 
 
 def _by_source(value: Any) -> Any:
-    """Let `train: gsm8k` stand for `train: {source: gsm8k}`; `merge` writes short forms out with `name`."""
+    """Expand `train: gsm8k` to `train: {source: gsm8k}`, also where `merge` has expanded it to `{name: gsm8k}`."""
     if isinstance(value, str):
         return {"source": value}
     if isinstance(value, Mapping) and "name" in value and "source" not in value:
@@ -193,7 +193,7 @@ Rewards = Annotated[
 
 
 class VerdictConfig(Strict):
-    """Which responses count as right: those whose number reaches a threshold."""
+    """The rule by which a response counts as right: a number, such as the reward, reaches a threshold."""
 
     name: str
     """Number that decides: reward (the weighted sum), correct, format, or package.module:function."""
@@ -202,7 +202,7 @@ class VerdictConfig(Strict):
 
 
 def _verdict(value: Any) -> Any:
-    """Let `verdict: correct` stand for `{name: correct}`, and `verdict: 0.5` for a threshold on the reward."""
+    """Expand `verdict: correct` to `{name: correct}`, and `verdict: 0.5` to that threshold on the reward."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = {"threshold": value}
     elif isinstance(value, str):
@@ -211,7 +211,7 @@ def _verdict(value: Any) -> Any:
 
 
 class QuestionConfig(Strict):
-    """How a problem with one final answer is put to a model, and how the response is verified and rewarded."""
+    """Settings of how a problem with one final answer is put to a model, and how the response is rewarded."""
 
     template: Literal["chat", "base", "plain"] = "chat"
     """Form of the prompt: the tokenizer's chat template, plain text for base models, or the problem alone."""
@@ -251,7 +251,7 @@ class QuestionConfig(Strict):
 
     @property
     def decides(self) -> VerdictConfig | None:
-        """Return the verdict, with null resolved; None where no response counts as right or wrong."""
+        """Return the verdict with its default filled in; None where no response counts as right or wrong."""
         is_verified = any(reward.name == "correct" for reward in self.rewards)
         return self.verdict or (VerdictConfig(name="correct") if is_verified else None)
 
@@ -270,7 +270,7 @@ class MathConfig(QuestionConfig):
     leaves of the context and of batch.micro_batch_tokens, which is the limit of larger numbers too."""
 
     def sources(self, split: Literal["train", "test"]) -> Sequence[DataConfig]:
-        """Return the sources of a split, one or more."""
+        """Return the sources of a split, one or more, as a sequence in every case."""
         given = getattr(self, split)
         return given if isinstance(given, tuple) else (given,)
 

@@ -1,4 +1,4 @@
-"""Settings of `jackpot eval` and `jackpot mismatch`, and of the sets of problems that a model is measured on."""
+"""Settings of `jackpot eval` and `jackpot mismatch`, and of the sets of problems that both measure a model on."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ from jackpot.config.tasks import (
 
 
 class SetsConfig(Strict):
-    """Settings of the sets of problems: how these are generated or put to a model, and how responses are rewarded."""
+    """Settings of sets of problems: how problems are generated or put to a model, and how responses are rewarded."""
 
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     """Problems of the set `arithmetic`."""
@@ -71,14 +71,14 @@ class BenchmarksConfig(SetsConfig):
     """CPU threads of torch; auto: the cores that are free when the evaluation starts."""
 
 
-ENDLESS = 512  # problems that are taken of a set which generates as many as it is asked for
+ENDLESS = 512  # default number of problems of a generated set, which has no end of its own
 
 
 def sets_of(task: TaskConfig) -> SetsConfig:
-    """Return settings with which benchmarks are put to a model as the problems of its run's task were.
+    """Return settings that put benchmarks to a model just as training with `task` put its problems.
 
-    Files among the benchmarks are read with the columns of `task.test`. A custom task says nothing of benchmarks, so
-    they have the defaults.
+    Files among the benchmarks are read with the columns of `task.test`. For a task that says nothing of benchmarks,
+    such as a custom one, all settings are the defaults.
     """
     if task.name not in SetsConfig.model_fields:
         return SetsConfig()
@@ -121,7 +121,7 @@ class LearnerConfig(SideConfig):
 
 
 class MismatchSampling(Sampling):
-    """Settings with which samplers generate responses."""
+    """Settings of the sampling with which samplers generate responses."""
 
     num_top_log_probs: Literal[0] = 0
     """Most probable tokens whose log-probs are returned: `top_log_probs` of the measurement decides."""

@@ -1,4 +1,4 @@
-"""What a token of the rollout model costs beside one of the policy, from the shapes of both models."""
+"""What a token of the rollout model costs, as a share of a token of the policy, from the shapes of both models."""
 
 from transformers import PreTrainedModel
 
@@ -9,7 +9,7 @@ from jackpot.models.cost import forward_cost
 
 
 def relative_costs(policy: PreTrainedModel, rollout_model: PreTrainedModel) -> Costs:
-    """Compare two models, which may be on the meta device."""
+    """Return what a token of the rollout model costs over a token of the policy; models may be on the meta device."""
     models = (rollout_model, policy)
     flops = [forward_cost(model).per_token for model in models]
     weights = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
@@ -17,10 +17,10 @@ def relative_costs(policy: PreTrainedModel, rollout_model: PreTrainedModel) -> C
 
 
 def costs_of_run(config: Config) -> Costs | None:
-    """Compare the models of a run; None where it has no rollout model.
+    """Return `relative_costs` of the two models of a run; None for a run without a rollout model.
 
     Raises:
-        ModelError: one of its models is not there any more.
+        ModelError: one of the run's models is not there any more.
     """
     if config.rollout_model is None:
         return None

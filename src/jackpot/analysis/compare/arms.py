@@ -24,7 +24,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonPlan:
-    """Says what a comparison measures: the budget of each run, the accuracy to which costs count, and the baseline."""
+    """A plan of what a comparison measures: each run's budget, the accuracy up to which costs count, the baseline."""
 
     unit: str = "sequences"  # unit of the budget, one of UNITS
     budget: float | None = None  # budget of each run, in `unit`; None: what the recipe's iterations spend
@@ -46,12 +46,14 @@ def run_arms(
     Args:
         configs: resolved settings by (arm, seed), with seed, threads and iterations in them.
         overrides: settings that the user gave as key=value.
-        folder: holds the run folders.
-        at_once: number of runs at the same time; None takes as many as the cores allow.
-        listen: called at every new line of a run's metrics, and at its end.
+        folder: the folder above the run folders.
+        plan: what the comparison measures.
+        at_once: number of runs at the same time; None: as many as the cores allow.
+        listen: function that is called at every new line of a run's metrics, and at the end of the run.
 
     Raises:
-        ConfigError: arms that cannot be compared, a plan that does not fit them, or a budget below one rollout batch.
+        ConfigError: arms that cannot be compared, a plan that does not fit the arms, or a budget below one rollout
+            batch.
         CheckpointError: the folder holds runs with other settings.
         TrainingError: some runs failed; raised after all others have ended, with the end of each failed run's log.
     """
@@ -72,12 +74,17 @@ def run_arms(
         )
 
     summaries = [summarize(run.folder, run.arm) for run in runs]
+
     write_whole(folder / "summaries.jsonl", "".join(f"{one.to_json()}\n" for one in summaries).encode())
     return compare(summaries, plan.unit, plan.budget, plan.accuracy, plan.baseline), summaries
 
 
 def check_plan(plan: ComparisonPlan, arms: Sequence[str]) -> None:
-    """Refuse a plan that could not be carried out after the runs. Raises ConfigError."""
+    """Refuse, before any run, a plan that could not be carried out after the runs.
+
+    Raises:
+        ConfigError: an unknown unit or baseline, or an accuracy or budget out of range.
+    """
     if plan.unit not in UNITS:
         raise ConfigError(f"unit {plan.unit!r} was given; budgets are in {', '.join(UNITS)}")
     if plan.baseline is not None and plan.baseline not in arms:
@@ -89,7 +96,7 @@ def check_plan(plan: ComparisonPlan, arms: Sequence[str]) -> None:
 
 
 def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[ArmRun]:
-    """Describe one run for each (arm, seed), seed by seed, so that the first seed can be compared early.
+    """Make the list of runs, one for each (arm, seed), seed by seed, so that the first seed can be compared early.
 
     Raises:
         ConfigError: arms that cannot be compared, since their evaluations differ.
@@ -113,7 +120,7 @@ def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[A
 
 
 def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> dict[tuple[str, int], Config]:
-    """Set the iterations of each run to what a budget of `sequences` responses allows.
+    """Return the settings with the number of iterations that a budget of `sequences` responses a run allows.
 
     Raises:
         ConfigError: the budget is below one rollout batch of some arm.
@@ -130,7 +137,7 @@ def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> 
 
 
 def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
-    """Return the arms whose evaluation differs from that of the first one, each with the setting that differs."""
+    """Return the arms whose evaluations differ from those of the first arm, each with a setting that differs."""
     (first, _), reference = next(iter(configs.items()))
     wanted = _evaluation_settings(reference)
     return {
@@ -148,9 +155,9 @@ def _evaluation_settings(config: Config) -> dict[str, Any]:
 
 
 def _stop_rule(plan: ComparisonPlan) -> StopRule:
-    """Make the rule that stops a run that has collapsed, or used its budget.
+    """Make the rule that stops a run when it has collapsed or used its budget.
 
-    A budget in sequences already stands in the run's iterations.
+    No run stops early for a budget in sequences: `with_budget` has turned that budget into iterations.
     """
 
     def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:

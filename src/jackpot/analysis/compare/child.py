@@ -1,4 +1,7 @@
-"""Trains one run of a comparison; only the processes that `process.py` starts import this file, and with it torch."""
+"""The part of a comparison that runs in child processes, one for each run: it trains.
+
+Only the processes that `process.py` starts import this file, so that no other process has to import torch.
+"""
 
 import os
 import signal
@@ -19,15 +22,21 @@ from jackpot.training.interrupt import TERMINATIONS
 
 
 def train(run: ArmRun) -> None:
-    """Train, with all that is printed in the log."""
+    """Train or continue one run, with all output of the process in the run's log.
+
+    The exit code is 2 after an error of ours, which the log ends with.
+    """
     os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
     with run.log.open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+
+    # The fork server ignores these signals, and its children have inherited that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in TERMINATIONS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
+
     transformers.utils.logging.disable_progress_bar()
 
     def show(line: dict[str, Any]) -> None:
@@ -41,7 +50,7 @@ def train(run: ArmRun) -> None:
 
 
 def runs_at_once(configs: Sequence[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run."""
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads."""
     if any(pick_device(config.device).type == "cuda" for config in configs):
         return 1
     return max(1, free_cores() // max(pick_threads(config.threads) for config in configs))

@@ -1,4 +1,4 @@
-"""Compares arms at equal budget, from the summaries of their runs."""
+"""The comparison of arms at equal budget, computed from the summaries of their runs."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
-UNITS = {  # of a budget, and what each counts
+UNITS = {  # units of a budget, with what each counts
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
     "flops": "rollout FLOPs",
@@ -21,16 +21,16 @@ UNITS = {  # of a budget, and what each counts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Holds the difference of an arm to the baseline, paired by seed, which cancels the chance that both arms share."""
+    """The accuracy of an arm minus the baseline's, seed by seed, which cancels the chance that both arms share."""
 
-    spread: Sample
+    spread: Sample  # the difference of every seed
     higher: int  # number of seeds on which the arm is above the baseline
-    lower: int  # on which it is below
-    noise: float | None  # standard error by the evaluations' problems alone, as if each arm had its own; None: unknown
+    lower: int  # number of seeds on which the arm is below the baseline
+    noise: float | None  # standard error of the mean from the choice of evaluation problems alone; None: unknown
 
     @property
     def error(self) -> float | None:
-        """Return the standard error of the mean; of fewer than `FEW_SEEDS` seeds not less than `noise`."""
+        """Return the standard error of the mean difference; with fewer than `FEW_SEEDS` seeds, at least `noise`."""
         if self.seeds >= FEW_SEEDS:
             return self.spread.error
         return max(filter(None, (self.spread.error, self.noise)), default=None)
@@ -43,31 +43,31 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostToAccuracy:
-    """What runs had spent when their policy reached an accuracy (`RunSummary.spent_until`), as medians over the runs.
+    """What an arm's runs had spent when their policy reached an accuracy, as medians over the runs.
 
-    A run that never reaches it counts as infinite; an infinite median is None.
+    A run that never reaches the accuracy counts as infinite (`RunSummary.spent_until`); an infinite median is None.
     """
 
     reached: int  # number of runs that reach the accuracy
     of: int  # number of all runs
-    flops: float | None  # of generating the rollouts
-    all_flops: float | None  # of rollouts and training
-    cpu_seconds: float | None
-    seconds: float | None
+    flops: float | None  # FLOPs of generating the rollouts
+    all_flops: float | None  # FLOPs of rollouts and training
+    cpu_seconds: float | None  # processor time, seconds
+    seconds: float | None  # wall-clock time, seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmRow:
-    """Holds the results of one arm. Accuracies at the budget are those of the last evaluation within it.
+    """The results of one arm. Accuracies at the budget are those of the last evaluation within the budget.
 
-    They are mean rewards where `Comparison.measure` says so.
+    All accuracies are mean rewards where `Comparison.measure` is reward.
     """
 
     arm: str
     seeds: tuple[int, ...]
-    before: Sample
-    after: Sample
-    rollout_model_after: Sample | None  # None where the policy generates its own rollouts
+    before: Sample  # the policy's accuracy before training, of every seed
+    after: Sample  # the policy's accuracy at the budget, of every seed
+    rollout_model_after: Sample | None  # the rollout model's at the budget; None where the policy generates alone
     difference: Difference | None  # None for the baseline, or without a seed in common
     cost: CostToAccuracy | None  # None without an accuracy to count to
     collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
@@ -76,15 +76,15 @@ class ArmRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Holds the results of all arms, compared at one budget and one accuracy."""
+    """The results of all arms, compared at one budget and one accuracy."""
 
     unit: str  # one of UNITS
-    budget: float
-    baseline: str
-    accuracy: float | None  # accuracy to which costs are counted; None where no run rose above the starts
+    budget: float  # in `unit`
+    baseline: str  # name of the arm that others are compared with
+    accuracy: float | None  # accuracy up to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
     best: str  # arm of the highest mean at the budget
-    ahead: Mapping[str, Difference | None]  # the best arm minus each other one; None without a seed in common
+    ahead: Mapping[str, Difference | None]  # the best arm minus each other arm; None without a seed in common
     measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
     sampling: str = "sampled"  # how the answers were sampled
 
@@ -99,15 +99,15 @@ def compare(
     """Compare arms at equal budget.
 
     Args:
-        runs: at least one; arms keep the order in which they come.
-        unit: one of UNITS, in which the budget is.
-        budget: None takes the most that every run which did not collapse has spent.
-        accuracy: accuracy to which costs are counted; None takes the highest that all those runs reached which did not
-            collapse and rose above every run's start by more than the noise of two evaluations.
-        baseline: the arm that others are compared with; None takes the first.
+        runs: summaries of one run or more; arms keep the order in which they come.
+        unit: unit of the budget, one of UNITS.
+        budget: budget of each run; None: the most that every run has spent, without those that collapsed.
+        accuracy: accuracy up to which costs are counted; None: the highest that all runs reached, of those that did
+            not collapse and that rose above every run's start by more than the noise of two evaluations.
+        baseline: name of the arm that others are compared with; None: the first.
 
     Raises:
-        ConfigError: no run, an unknown baseline, a budget below what the first evaluation after training needs, or
+        ConfigError: no run, an unknown baseline, a budget below what the first evaluation after training needs,
             accuracies of some runs and mean rewards of others, or answers that were sampled in different ways.
     """
     if not runs:
@@ -130,6 +130,7 @@ def compare(
     _check_budget(runs, unit, budget)
     accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
 
+    # The evaluation at the budget, by arm and seed.
     at = {arm: {run.seed: _at(run, unit, budget) for run in those} for arm, those in arms.items()}
     rows = tuple(
         _row(arm, those, unit, budget, accuracy, None if arm == baseline else at[baseline])
@@ -150,10 +151,10 @@ def compare(
 
 
 def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
-    """Return the lowest of the best accuracies of the runs that rose; None where none did.
+    """Return the highest accuracy that all runs reached which rose above the start; None where no run rose.
 
-    At an accuracy that some run began with, arms would have got there at no cost; so it must lie above all starts, by
-    two standard errors of a difference: the best of many evaluations of a flat run is a little above its start.
+    An accuracy that some run began with would cost that run nothing, so the result lies above all starts. It does by
+    two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.
     """
     start = max(run.points[0].policy_accuracy for run in runs)
     goal = start + max(_noise(run, start) for run in runs)
@@ -169,7 +170,7 @@ def _noise(run: RunSummary, start: float) -> float:
 
 
 def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
-    """Refuse a budget within which some run has no evaluation but that of the start."""
+    """Refuse a budget within which some run has no other evaluation than the one before training."""
     at, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
     if budget < at:
         raise ConfigError(
@@ -179,12 +180,12 @@ def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
 
 
 def spent_on(point: EvaluationPoint, unit: str) -> float:
-    """Return how much of a unit had been spent at an evaluation."""
+    """Return what a run had spent at an evaluation, in one of UNITS."""
     return getattr(point, unit)
 
 
 def _at(run: RunSummary, unit: str, budget: float) -> EvaluationPoint:
-    """Return the last evaluation within the budget, up to rounding."""
+    """Return the last evaluation of a run within the budget; the tolerance is for rounding."""
     return [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + 1e-9)][-1]
 
 
@@ -221,6 +222,7 @@ def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, Evaluation
     if spread is None:
         return None
 
+    # Standard errors of both arms at every common seed; runs of old versions may lack them.
     both = [points[seed].policy_accuracy_stderr for seed in at if seed in base for points in (at, base)]
     errors = [error for error in both if error is not None]
     return Difference(
@@ -232,7 +234,7 @@ def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, Evaluation
 
 
 def _is_short(run: RunSummary, unit: str, budget: float) -> bool:
-    """Return whether another iteration of the usual size would still have been within the budget."""
+    """Return whether a run ended so early that one more iteration of its usual size would have fit the budget."""
     spent, iterations = spent_on(run.last, unit), max(1, run.last.iteration)
     return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + 1e-9)
 

@@ -1,4 +1,7 @@
-"""Starts processes of a comparison. Only these import what trains (`child.py`), and on Linux once for all of them."""
+"""The processes of a comparison: one for each training run, so that torch is never imported in this process.
+
+On Linux the processes are forked from a server that imports torch once for all of them.
+"""
 
 import multiprocessing
 import signal
@@ -23,7 +26,7 @@ CHILD = "jackpot.analysis.compare.child"  # by name: this process does not impor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmRun:
-    """Describes one training run of a comparison: its arm, seed, settings and files."""
+    """One training run of a comparison: its arm, seed, settings and files."""
 
     arm: str
     seed: int
@@ -33,15 +36,15 @@ class ArmRun:
 
     @property
     def name(self) -> str:
-        """Return the name of the run in messages: arm and seed."""
+        """Return the run's name in messages: arm and seed."""
         return f"{self.arm}, seed {self.seed}"
 
 
 def start_process(run: ArmRun) -> BaseProcess:
-    """Start or continue a training run in a process of its own.
+    """Start or continue a training run in a new process.
 
-    SIGTERM stops the run after its iteration, with a checkpoint; so does the end of this process, however it ends.
-    The exit code is 0, or 2 after an error whose text stands at the end of the log.
+    SIGTERM stops the run after the current iteration, with a checkpoint; so does the end of this process, however this
+    process ends. The exit code is 0, or 2 after an error whose text stands at the end of the log.
     """
     run.log.parent.mkdir(parents=True, exist_ok=True)
     child = _context().Process(target=_call, args=("train", run), name=run.name)
@@ -51,7 +54,12 @@ def start_process(run: ArmRun) -> BaseProcess:
 
 
 def call_in_process(function: str, *arguments: Any) -> Any:
-    """Call a function of `child.py` in a process of its own, and return or raise what it returns or raises."""
+    """Call a function of `child.py` in a new process, and return its result or raise its error.
+
+    Args:
+        function: name of the function.
+        arguments: its arguments, which can be pickled.
+    """
     with _empty_main_module(), ProcessPoolExecutor(1, _context()) as pool:
         return pool.submit(_call, function, *arguments).result()
 
@@ -61,12 +69,11 @@ def _call(function: str, *arguments: Any) -> Any:
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """Return what starts processes.
+    """Return the context of multiprocessing that starts processes: a fork server on Linux, else spawn.
 
-    Elsewhere than on Linux a process cannot be forked safely once torch is imported, so each run imports it anew.
-    On Linux they are forked from a server, so that torch and transformers are imported once: neither in this process
-    nor once a run. The server does nothing but import: it runs no tensor operation and opens no GPU, either of which
-    would break a process forked after it.
+    The fork server imports torch and transformers once for all runs. It does nothing but import: after a tensor
+    operation or the opening of a GPU, processes forked from it would break. On other systems no process can be forked
+    safely once torch is imported, so each run imports torch anew.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -80,7 +87,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 @contextmanager
 def _ignored_signals() -> Iterator[None]:
-    """Ignore Ctrl-C and terminations in the body; a process started there inherits this.
+    """Ignore Ctrl-C and terminations in the body; a process that the body starts goes on ignoring them.
 
     The fork server shares the terminal with its parent. A signal sent to both would end the server, and with it the
     parent's knowledge of how runs end.
@@ -95,7 +102,7 @@ def _ignored_signals() -> Iterator[None]:
 
 @contextmanager
 def _empty_main_module() -> Iterator[None]:
-    """Hide the main module from multiprocessing, which would import it, often the command line, in every child."""
+    """Hide the main module, often the command line, from multiprocessing, which would import it in every child."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

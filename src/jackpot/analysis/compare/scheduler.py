@@ -1,4 +1,7 @@
-"""Runs many training runs at once, follows their metrics, and stops those that need not go on."""
+"""The scheduler of a comparison: it starts training runs, several at once, and follows their metrics.
+
+A run that a rule ends early is stopped with a checkpoint; a run that fails does not stop the others.
+"""
 
 import signal
 import time
@@ -31,7 +34,7 @@ class _Running:
 
 
 def runs_at_once(configs: Iterable[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over threads of a run.
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads.
 
     Raises:
         ConfigError: a run asks for a GPU and there is none.
@@ -42,11 +45,19 @@ def runs_at_once(configs: Iterable[Config]) -> int:
 def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: ArmListener) -> dict[ArmRun, str]:
     """Run or continue all unfinished runs in their order, at most `at_once` of them at the same time.
 
-    A run that the stop rule ends gets SIGTERM and stops with a checkpoint. Ctrl-C and SIGTERM stop all runs that way.
+    A run that the stop rule ends gets SIGTERM and stops with a checkpoint; Ctrl-C and SIGTERM to this process stop all
+    runs that way.
+
+    Args:
+        runs: all runs of the comparison; finished ones are reported to `listen` and not started.
+        at_once: number of runs at the same time.
+        stop_rule: function that says why a run should stop; it is asked after every evaluation.
+        listen: function that is called at every new line of a run's metrics, and at the end of the run.
 
     Returns:
         The runs that failed, each with the end of its log. A failed run does not stop the others.
     """
+    # Runs that are done already are only reported.
     waiting: list[ArmRun] = []
     for run in runs:
         lines, events = _read(run)
@@ -66,6 +77,7 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
             time.sleep(POLL_SECONDS)
 
             for one in list(running):
+                # In this order: of a run that has ended, the last lines are read too.
                 ended = not one.process.is_alive()
                 _follow(one, stop_rule, listen)
                 if ended:
@@ -78,15 +90,16 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
 
 
 def _read(run: ArmRun) -> tuple[Lines, Lines]:
-    """Read metrics and events of a run."""
+    """Read the lines of metrics.jsonl and of events.jsonl of a run."""
     folder = RunFolder(run.folder)
     return folder.read("metrics.jsonl"), folder.read("events.jsonl")
 
 
 def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> str | None:
-    """Return why a run need not be started; None where it must.
+    """Return why a run need not be started; None where it has to be.
 
-    A finished run has the line of its last iteration, which follows its evaluation, and then the checkpoint of it.
+    A finished run has the metrics of its last iteration, which are written after the last evaluation, and the last
+    checkpoint, which is written after them.
     """
     if not lines:
         return None
@@ -96,23 +109,26 @@ def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> s
 
 
 def _own_end(one: _Running) -> str | None:
-    """Say whether a run ended by its last iteration or by a guard of its own; None where it failed."""
+    """Say how a run ended that was not stopped from here: done, or stopped by one of its guards; None: it failed."""
     lines, events = _read(one.run)
     if stopped := next((event for event in events if event["event"] == "stopped"), None):
         return f"stopped itself: {stopped['why']}"
+
     is_whole = bool(lines) and lines[-1]["iteration"] >= one.run.config.iterations
     return "done" if is_whole and not one.process.exitcode else None
 
 
 def _follow(one: _Running, stop_rule: StopRule, listen: ArmListener) -> None:
-    """Read new metrics of a run, and apply the stop rule after each new evaluation."""
+    """Read the new metrics of a run, report them, and apply the stop rule after a new evaluation."""
     path = one.run.folder / "metrics.jsonl"
     state = path.stat() if path.exists() else None
     if state is None or one.seen == (state.st_size, state.st_mtime_ns):
         return
+
     one.seen = (state.st_size, state.st_mtime_ns)
     one.lines, events = _read(one.run)
     listen(one.run, one.lines, "")
+
     newest = max((line["iteration"] for line in one.lines if measure_of(line)), default=-1)
     if one.stopped is None and newest > one.evaluated:
         one.evaluated = newest
@@ -128,7 +144,10 @@ def _end_of_log(run: ArmRun) -> str:
 
 @contextmanager
 def _stops_all(running: list[_Running]) -> Iterator[None]:
-    """Send SIGTERM to every run still going when the body ends, and wait for its checkpoint; Ctrl-C then kills them."""
+    """Send SIGTERM to every run that still goes on when the body ends, and wait for the checkpoints.
+
+    Ctrl-C during that wait kills the runs.
+    """
 
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -140,6 +159,7 @@ def _stops_all(running: list[_Running]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
         for one in running:
             if one.stopped is None:
                 one.process.terminate()

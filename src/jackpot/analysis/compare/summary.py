@@ -1,4 +1,4 @@
-"""Summarizes a run: what it had spent and how accurate its models were at every evaluation."""
+"""The summary of a run: what the run had spent, and how accurate its models were, at every evaluation."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,33 +16,33 @@ from jackpot.training.run_folder.environment import Environment
 from jackpot.training.run_folder.folder import Measure, RunFolder, measure_of, run_config
 
 Lines = Sequence[Mapping[str, Any]]
-PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose time counts; evaluations are left out
+PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose time counts: all but evaluations
 
 
 class Spent(NamedTuple):
-    """The costs of a run until some moment, without its evaluations."""
+    """What a run had spent at some moment, without its evaluations."""
 
     iterations: float
-    flops: float  # of generating the rollouts
-    all_flops: float  # of generating them and of training both models
-    cpu_seconds: float
-    seconds: float
+    flops: float  # FLOPs of generating the rollouts
+    all_flops: float  # FLOPs of generating the rollouts and of training both models
+    cpu_seconds: float  # processor time of the run's own process, seconds
+    seconds: float  # wall-clock time, seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationPoint:
-    """Holds one evaluation and the costs until then; means are over the iterations since the previous evaluation."""
+    """An evaluation of a run with the costs until then; means are over the iterations since the previous evaluation."""
 
     iteration: int
-    sequences: float  # generated responses, those that group filtering drops too
+    sequences: float  # generated responses, also those that group filtering dropped
     tokens: float  # generated response tokens
-    flops: float  # FLOPs of generating them
+    flops: float  # FLOPs of generating the responses
     training_flops: float  # FLOPs of training policy and rollout model
     seconds: float  # wall-clock time without evaluations, seconds
     cpu_seconds: float  # processor time of the run's own process without evaluations, seconds
     policy_accuracy: float  # or the policy's mean reward, as `RunSummary.measure` says
-    rollout_model_accuracy: float | None  # the same; None where the policy generates its own rollouts
-    acceptance: float | None  # mean of a(x) at the correction's lam
+    rollout_model_accuracy: float | None  # or its mean reward; None where the policy generates its own rollouts
+    acceptance: float | None  # mean acceptance a(x) at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats per token
     policy_accuracy_stderr: float | None = None  # standard error over problems; None in runs that did not log it
 
@@ -54,7 +54,7 @@ class EvaluationPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """Holds the evaluations, settings and environment of one seed of one arm."""
+    """The evaluations, settings and environment of one seed of one arm."""
 
     arm: str
     seed: int
@@ -78,17 +78,19 @@ class RunSummary:
         return self.collapse is not None or self.last.iteration >= self.iterations
 
     def spent_until(self, accuracy: float) -> Spent | None:
-        """Return what the run had spent when its policy first reached an accuracy; None where it never did.
+        """Return what the run had spent when its policy first reached an accuracy; None where the policy never did.
 
-        Between two evaluations accuracy and costs count as rising along a line.
+        Between two evaluations, accuracy and costs are taken to rise along straight lines.
         """
         if self.points[0].policy_accuracy >= accuracy:
             return self.points[0].spent
+
         for before, after in pairwise(self.points):
             if before.policy_accuracy < accuracy <= after.policy_accuracy:
                 part = (accuracy - before.policy_accuracy) / (after.policy_accuracy - before.policy_accuracy)
                 costs = zip(before.spent, after.spent, strict=True)
                 return Spent(*(start + part * (end - start) for start, end in costs))
+
         return None
 
     def to_json(self) -> str:
@@ -97,7 +99,11 @@ class RunSummary:
 
 
 def summarize(run: Path, arm: str) -> RunSummary:
-    """Summarize a run folder, finished or not.
+    """Summarize the run in a folder, finished or not.
+
+    Args:
+        run: the run folder.
+        arm: name of the run's arm.
 
     Raises:
         CheckpointError: the folder has no run, or the run has no evaluation yet.
@@ -123,7 +129,7 @@ def summarize(run: Path, arm: str) -> RunSummary:
 
 
 def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
-    """Yield one point for every evaluation."""
+    """Yield one point for every evaluation in the lines of metrics.jsonl, in their order."""
     costs = ("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds")
     spent: dict[str, float] = dict.fromkeys(costs, 0.0)
     since: list[Mapping[str, Any]] = []
@@ -131,6 +137,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
     for line in lines:
         for name, value in _spent(line, config).items():
             spent[name] += value
+
         since.append(line)
         if measure := measure_of(line):
             yield EvaluationPoint(
@@ -146,7 +153,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
 
 
 def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
-    """Return what one iteration spent; line 0 is an evaluation alone and spent nothing."""
+    """Return the costs of one iteration by name; line 0 is only an evaluation and has none."""
     if line["iteration"] == 0:
         return {}
     return {

@@ -1,6 +1,6 @@
-"""Lists what can be wrong beside the learning itself, as a table: machine and engine, prompts, rewards and settings.
+"""The first half of the table of rules: signs of what is wrong with machine, engine, prompts, rewards or settings.
 
-The rules are in causal order: an earlier finding can cause a later one, and those of `rules.py` come after all these.
+The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow these.
 """
 
 from collections.abc import Mapping
@@ -70,18 +70,18 @@ MORE_TOP = "raise sampling.num_top_log_probs"
 FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
 ENGINE_GAP = "mismatch/engine_gap"
-GAPS = {
+GAPS = {  # metrics of the mean |p_engine - p_training|, and whose engine each is about
     ENGINE_GAP: "rollout model",
     "eval/rollout_model_engine_gap": "rollout model",
     "eval/policy_engine_gap": "policy",
 }
-WORSE = (  # metric, who is worse, its aggregate, which settings explain that
+WORSE = (  # metric, what a fall means, how values are aggregated, which settings explain a fall
     (EVALUATED[0], "the policy answers fewer held-out problems", latest, unexplained),
     (EVALUATED[1], "the policy earns less on held-out problems", latest, unexplained),
     (REWARDS, "the rollouts earn less", fmean, by_share),
 )
 NOTHING = "the run has learned nothing"
-SAME = {
+SAME = {  # metrics that show learning, and how an explanation names each
     EVALUATED[0]: "the policy's accuracy is",
     EVALUATED[1]: "the policy's reward is",
     REWARDS: "the rollouts' rewards are",

@@ -1,4 +1,4 @@
-"""Decides whether and when a run has collapsed."""
+"""The decision whether and when a run has collapsed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collapse:
-    """Says when and why a run collapsed."""
+    """The collapse of a run: when, how far the policy fell, and why."""
 
     iteration: int  # iteration of the first low evaluation, or at which the run stopped itself
     accuracy: float  # accuracy of the policy in that evaluation
@@ -23,14 +23,14 @@ class Collapse:
 
     @property
     def sentence(self) -> str:
-        """Return why the run collapsed, and its first sign."""
+        """Return why the run collapsed and, if there was one, the first sign of it."""
         return self.why + (f"; first sign: {self.first_sign}" if self.first_sign else "")
 
 
 def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
-    """Return when and why a run collapsed; None where it did not.
+    """Return when and why a run collapsed; None for a run that did not collapse.
 
-    A run has collapsed where its evaluations say so (`fall_of`), or where a guard stopped the run.
+    A run has collapsed if its evaluations fell too far (`fall_of`), or if one of its guards stopped it.
 
     Args:
         lines: records of metrics.jsonl, in their order.
@@ -39,6 +39,7 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
     """
     evaluated = evaluations(lines)
     stopped = next((event for event in events if event["event"] == "stopped"), None)
+
     if fall := fall_of(evaluated, problems_of(lines, config)):
         iteration, accuracy, best, why = fall.iteration, fall.accuracy, fall.best, fall.why
     elif stopped:
@@ -46,12 +47,13 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
         best, why = max((accuracy for _, accuracy in evaluated), default=0.0), f"stopped itself: {stopped['why']}"
     else:
         return None
+
     first_sign = _first_sign(lines, events, config)
     return Collapse(iteration=iteration, accuracy=accuracy, best=best, first_sign=first_sign, why=why)
 
 
 def _first_sign(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> str:
-    """Name the finding that began first and its first iteration."""
+    """Return the metric of the finding that began first, and since which iteration; empty without a finding."""
     findings = diagnose(lines, events, config).findings
     first = min(findings, key=lambda finding: finding.since, default=None)
     return f"{first.metric} since {first.since}" if first else ""

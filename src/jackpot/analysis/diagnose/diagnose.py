@@ -1,4 +1,4 @@
-"""Finds what is wrong with a run, since when and by which metric, by applying `RULES` to metrics.jsonl.
+"""The diagnosis of a run: what is wrong, since when and by which metric. It applies all `RULES` to metrics.jsonl.
 
 Status: supported.
 """
@@ -20,7 +20,7 @@ _SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Describes a metric beyond its limit. Values are aggregated over a window as the rule says."""
+    """A metric beyond its limit. Each value is an aggregate over a window of iterations, as the rule says."""
 
     group: Group
     metric: str
@@ -37,19 +37,19 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """Holds the verdict on a run, the metrics that are beyond their limits, and which signs were looked at."""
+    """The verdict on a run, with the metrics that are beyond their limits, and which signs were looked at."""
 
     verdict: Literal["no finding", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
     iteration: int  # the newest iteration in the metrics
     findings: tuple[Finding, ...]  # causes before their symptoms
     looked_at: tuple[str, ...]  # metrics that a rule judged
-    not_looked_at: dict[str, str]  # the others, and why no rule judged them
-    explained: dict[str, str]  # metrics beyond their limits without a finding, and the settings that explain them
+    not_looked_at: dict[str, str]  # metrics that no rule judged, each with the reason
+    explained: dict[str, str]  # metrics that are no finding although beyond a limit, and the settings that explain them
     summary: str  # one paragraph
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """Say which signs were looked at and which were not, a sentence each."""
+        """Say in one sentence which signs were looked at, and in one for each reason which were not."""
         reasons = dict.fromkeys(self.not_looked_at.values())
         unseen = (
             f"Not looked at, {reason}: {', '.join(name for name, why in self.not_looked_at.items() if why == reason)}."
@@ -70,15 +70,16 @@ def diagnose(
         lines: records of metrics.jsonl, in their order.
         events: records of events.jsonl.
         config: settings of the run.
-        saved: of `read_saved`.
+        saved: signs from saved rollouts, as `read_saved` returns them.
     """
     history = MetricHistory(lines, events, config, saved)
     judged = [(rule.name, _judge(rule, history)) for rule in RULES]
 
-    first: dict[str, Finding] = {}  # of each metric
+    first: dict[str, Finding] = {}  # the first finding about each metric
     for name, judgement in judged:
         if judgement.finding:
             first.setdefault(name, judgement.finding)
+
     findings = tuple(first.values())
     looked_at = tuple(dict.fromkeys(name for name, judgement in judged if not judgement.unseen))
     verdict = "unhealthy" if findings else "no finding" if history.iteration >= LEAST else "too early"
@@ -100,17 +101,17 @@ def diagnose(
 
 
 class _Judgement(NamedTuple):
-    """Holds what a rule says of a run: a finding, or why there is none; neither where the value keeps its limit."""
+    """The judgement of a rule on a run: a finding, or why there is none. All is empty where the limit is kept."""
 
     finding: Finding | None = None
-    explained: str = ""  # the settings that explain that the value is beyond its limit
+    explained: str = ""  # the settings that explain a value beyond the limit
     unseen: str = ""  # why the rule could not judge
 
 
 def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
-    """Go back from the newest value to the first one from which all are beyond the limit and unexplained.
+    """Judge a run by one rule: find the first iteration since which the value is beyond the limit and unexplained.
 
-    A limit that is exceeded as soon as there are enough values counts as exceeded from the first value on.
+    A value that is beyond the limit as soon as there are enough values counts as beyond it from the first one on.
     """
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]
@@ -119,6 +120,7 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
         return _Judgement()
     if len(values) < least:
         return _Judgement(unseen="for want of iterations" if values else "without a value in this run")
+
     low, high = rule.limits(history, values)
     if low == -math.inf and high == math.inf:
         return _Judgement(unseen="for its limit does not apply")
@@ -157,14 +159,14 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
 
 
 def _remedies(suggestion: str, config: Config) -> str:
-    """Leave out the remedies that name a setting which the run does not have; all stay where none would be left."""
+    """Drop the remedies that name settings which the run does not have; if none were left, keep all."""
     remedies = suggestion.split("; ")
     left = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
     return "; ".join(left or remedies)
 
 
 def _has(config: Config, path: str) -> bool:
-    """Return whether the run has the setting: no block that contains it is null or of another kind."""
+    """Return whether the run has the setting at a dotted path: no block on the way is null or of another kind."""
     *blocks, name = path.split(".")
     block: Any = config
     for each in blocks:
@@ -173,7 +175,7 @@ def _has(config: Config, path: str) -> bool:
 
 
 def _details(rule: Rule, history: MetricHistory) -> str:
-    """Return what events and settings say behind a rule's explanation."""
+    """Return what events and settings add to a rule's explanation; "" for most rules."""
     details = {
         ENGINE_GAP: history.computed_differently,
         "events/stopped": lambda: history.newest("stopped", "why") + history.computed_differently(),
@@ -193,7 +195,7 @@ def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, 
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:
-    """Say what is wrong since when, how it shows, what to do first and then, and what to look at, a line each."""
+    """Say about the first finding, in a line each: what is wrong, its sign, the remedies, and what to look at."""
     cause, *further = findings
     first, *others = cause.suggestion.split("; ")
     number = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"

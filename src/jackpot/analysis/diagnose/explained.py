@@ -1,7 +1,7 @@
-"""Says where the settings of a run explain a sign, which then is no finding.
+"""Settings that explain why a metric is beyond its limit, so that it is no sign of anything wrong.
 
-Each function takes the settings and the value of a metric that is beyond its limit, and returns the settings that
-explain it, or "" where they do not: then the value is worse than the settings alone make it.
+Each function takes a run's settings and the value of a metric. It returns the settings that explain such a value as
+text, or "" where no setting does.
 """
 
 import math
@@ -12,34 +12,41 @@ from jackpot.config.corrections import PolicyCorrection, RolloutModelCorrection
 
 Explained = Callable[[Config, float], str]
 
-# corrections that drop tokens or responses, on purpose; and those of a rollout model whose mean weight is not 1
+# Corrections that drop tokens or responses on purpose.
 _DROPPING = ("icepop", "drop", "ipo", "seq_mask", "geo_mask", "prefix", "f_tis", "dppo")
+# Corrections of the rollout model whose weights do not average to 1, even with equal weights of engine and training.
 _NOT_A_RATIO = ("icepop", "drop", "ipo", "seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix")
 
 
 def unexplained(config: Config, value: float) -> str:
-    """Return "": no setting explains the metric."""
+    """Return "", for a metric that no setting explains."""
     return ""
 
 
 def by_rejection(limit: float) -> Explained:
-    """Explain that tokens are rejected by `lam`, which divides the acceptance by lam at most, or by `budget`."""
+    """Explain a low acceptance by `budget`, or by a `lam` above 1, which divides the acceptance by lam at most.
+
+    Args:
+        limit: limit of the acceptance at lam = 1.
+    """
 
     def of(config: Config, value: float) -> str:
         correction = config.objective.correction
         budget, lam = getattr(correction, "budget", None), getattr(correction, "lam", 1.0)
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
+
+        # At lam = 1 the acceptance would be at most lam times as large: still too low, and lam does not explain it.
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
     return of
 
 
 def by_cap(*names: str) -> Explained:
-    """Explain that tokens are at a cap that is at most 1, or dropped by a correction whose purpose that is.
+    """Explain many tokens at a cap: the cap is 1 or less, or the correction is made to drop tokens.
 
     Args:
-        names: of the setting that is the cap, which differ between corrections.
+        names: names that the cap's setting has in different corrections.
     """
 
     def of(config: Config, value: float) -> str:
@@ -53,12 +60,12 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain that the policy's clip bounds the mismatch too."""
+    """Explain a clip of the policy's ratio that acts often or never: with `proximal: rollout` it clips the mismatch."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain that the clip of the rollout model bounds the mismatch too."""
+    """Explain a clip of the rollout model's ratio that acts often: with `proximal: rollout` it clips the mismatch."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
@@ -68,10 +75,9 @@ def _by_proximal(setting: str, correction: PolicyCorrection | RolloutModelCorrec
 
 
 def by_capped_weights(config: Config, value: float) -> str:
-    """Explain that ratios are large: the correction caps the weights, or has none.
+    """Explain large ratios of policy to engine: they do no harm where the correction caps the weights or has none.
 
-    PPO's clip caps no ratio above 1 of a negative advantage, so it does not count where its ratio is taken from the
-    engine.
+    With `proximal: rollout` they do harm, for PPO's clip does not cap a ratio above 1 at a negative advantage.
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
@@ -81,20 +87,20 @@ def by_capped_weights(config: Config, value: float) -> str:
 
 
 def by_truncation(config: Config, value: float) -> str:
-    """Explain that the engine's probabilities are larger: top-p or top-k take a part of the others."""
+    """Explain that the engine's probabilities are above training's: top-p or top-k moved other tokens' mass to them."""
     sampling = config.sampling
     return f"sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.truncated else ""
 
 
 def by_unused_z(config: Config, value: float) -> str:
-    """Explain that Z is uncertain: the correction does not use it."""
+    """Explain an uncertain Z: the correction does not use Z."""
     correction = config.objective.correction
     uses_z = correction.name == "custom" or hasattr(correction, "normalizer") or "topk" in vars(correction).values()
     return "" if uses_z else f"objective.correction={correction.name}"
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain that the rollout model's weights do not average to 1: its correction, stale rollouts or truncation."""
+    """Explain a mean weight of the rollout model that is not 1: by its correction, stale rollouts or truncation."""
     correction = config.rollout_model.correction if config.rollout_model else None
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"
@@ -102,17 +108,17 @@ def by_weights_of_rollout_model(config: Config, value: float) -> str:
 
 
 def by_filter(config: Config, value: float) -> str:
-    """Explain that tokens are no fair sample: groups are chosen by their rewards."""
+    """Explain that tokens are no fair sample of the engine's distribution: groups were chosen by their rewards."""
     return "batch.filter_groups" if config.batch.filter_groups else ""
 
 
 def by_single_responses(config: Config, value: float) -> str:
-    """Explain that most groups are all right or all wrong: a group is one response."""
+    """Explain that most groups are all right or all wrong: a group has one response."""
     return "batch.group_size=1" if config.batch.group_size == 1 and value < 1.0 else ""
 
 
 def by_one_loss(config: Config, value: float) -> str:
-    """Explain that one of the rollout model's losses is far larger: the weight of the other is 0."""
+    """Explain that one of the rollout model's two losses dominates: the weight of the other loss is 0."""
     model = config.rollout_model
     if model is None:
         return "rollout_model=null"
@@ -121,11 +127,11 @@ def by_one_loss(config: Config, value: float) -> str:
 
 
 def by_frozen_rollouts(config: Config, value: float) -> str:
-    """Explain that the rollouts earn no more: the model that generates them is not trained."""
+    """Explain that the rollouts' rewards do not rise: the model that generates the rollouts is not trained."""
     model = config.rollout_model
     return "rollout_model.optimizer=null" if model and model.optimizer is None else by_share(config, value)
 
 
 def by_share(config: Config, value: float) -> str:
-    """Explain that the rollouts' rewards change: another model generates a growing part of them."""
+    """Explain that the rollouts' rewards change: the share of each model in the rollouts may change."""
     return "rollout_model.share" if config.is_mixed else ""

@@ -1,4 +1,4 @@
-"""Defines what a rule about a metric is, and the limits that depend on the run."""
+"""Rules about metrics: the class `Rule`, the history of metrics that it reads, and limits that depend on the run."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from jackpot.training.limits import LARGEST_GAPS, problems_of, two_errors
 
 LEAST = 5  # fewest values of a metric for a median
 AVERAGED = 20  # iterations over which acceptance and Z are compared
-SURE = 4.0  # standard errors beyond which a difference is no chance
-ROUNDING = 1e-6  # of acceptance and Z in float32
+SURE = 4.0  # standard errors beyond which a difference is not by chance
+ROUNDING = 1e-6  # rounding of acceptance and Z in float32
 MOVED = 5e-3  # KL(p_old || p_new) of a mean step with which some ratios have left a clip of 0.2
 SMALL_KL = 0.2  # KL(policy || rollout model) below which the policy cannot have a tenth of its mass on unseen tokens
 
@@ -25,15 +25,18 @@ _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
 
 
 class MetricHistory:
-    """Gives the values of a metric over a run, from the lines of metrics.jsonl, events.jsonl and saved rollouts.
+    """The values of all metrics over a run, from the lines of metrics.jsonl, events.jsonl and saved rollouts.
 
-    Four metrics are derived: `mismatch/prefix_ess` is the prefix ESS at the positions in the middle of a mean
-    response; `obrs/acceptance_error` is |acceptance - Z| over what chance and the bounds of Z allow (`_with_error`);
+    Four metrics are derived here: `mismatch/prefix_ess` is the prefix ESS in the middle of a mean response;
+    `obrs/acceptance_error` is |acceptance - Z| over what chance and the bounds of Z allow (`_with_error`);
     `seconds/slowest` is how many times its median the slowest phase so far took (`_with_slowest`); `events/NAME` counts
     the events of that name in the newest tenth of the iterations.
 
     Args:
-        saved: of `read_saved`.
+        lines: records of metrics.jsonl, in their order.
+        events: records of events.jsonl.
+        config: settings of the run.
+        saved: signs from saved rollouts, as `read_saved` returns them.
     """
 
     def __init__(
@@ -47,11 +50,17 @@ class MetricHistory:
         derived = _with_slowest(_with_error([dict(line) | _prefix_ess(line) for line in lines]), events)
         self._lines = [*derived, *map(dict, saved)]
         self._events = events
-        self.iteration: int = lines[-1]["iteration"] if lines else 0  # the newest
+        self.iteration: int = lines[-1]["iteration"] if lines else 0  # newest iteration
 
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
-        """Return a metric where it is not null, divided by the metric `over`, from `after_steps` optimizer steps on."""
-        if metric.startswith("events/"):
+        """Return the values of a metric, as (iteration, value), without iterations that do not have it.
+
+        Args:
+            metric: name of the metric.
+            over: name of a metric to divide by; None: no division.
+            after_steps: optimizer steps of the run before the first value.
+        """
+        if metric.startswith("events/"):  # the running number of such events in the newest tenth of the iterations
             recent = self.iteration - max(LEAST, self.iteration // 10)
             those = [
                 event["iteration"]
@@ -70,39 +79,48 @@ class MetricHistory:
         ]
 
     def largest_gap(self, metric: str, model: Writer, engine: EngineConfig) -> float:
-        """Return the mean |p_engine - p_training| that the guard allowed a model's engine at the newest start.
+        """Return the largest mean |p_engine - p_training| that the guard allowed a model's engine at the newest start.
 
-        Where it did not check that model's engine, nor one of the same settings, it is that of both dtypes on a GPU;
-        so too in evaluations of a policy whose rollouts may be relaxed drafts, for the answers there are exact.
+        A default takes its place where the guard checked neither that engine nor one with the same settings: the gap
+        that the dtypes of engine and training allow on a GPU. It does so in evaluations too, where the limit of the
+        rollouts is for inexact drafts (`draft.lam` below 1) and evaluations use exact ones.
+
+        Args:
+            metric: name of the gap.
+            model: the model that the engine holds.
+            engine: settings of the engine.
         """
         of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[self.config.compute_dtype])
         draft = self.config.draft
         if draft and draft.lam < 1.0 and metric == "eval/policy_engine_gap":
             return of_dtypes
+
         checks = [event for event in self._events if "allowed" in event]
         own = [event for event in checks if event.get("model", model) == model]
         alike = checks if self.config.evaluation.engine is None else []
         return [of_dtypes, *(event["allowed"] for event in own or alike)][-1]
 
     def computed_differently(self) -> str:
-        """Say behind a sentence which layers the engine and training compute differently, as the newest start found
-        them; "" where there are none."""
+        """Return a sentence, to follow another, about the layers that engine and training compute differently.
+
+        It is from the newest start of the run, and "" where there are no such layers.
+        """
         found = [event["layers"] for event in self._events if event["event"] == "computed_differently"] or [[]]
         named = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in found[-1]]
         return f". They compute differently: {'; '.join(named)}" if named else ""
 
     def newest(self, name: str, key: str) -> str:
-        """Give what the newest event of a name says under a key, behind a sentence; "" without one."""
+        """Return what the newest event of a name says under a key, as ": text" to follow a sentence; "" without one."""
         found = [event[key] for event in self._events if event["event"] == name and key in event]
         return f": {found[-1]}" if found else ""
 
     def recent(self, metric: str) -> float:
-        """Return the median of the newest values of a metric; 0 without one."""
+        """Return the median of a metric's newest window of values; 0 for a metric without values."""
         values = [value for _, value in self.series(metric)]
         return median(values[-self.window(values) :]) if values else 0.0
 
     def window(self, values: Sequence[float]) -> int:
-        """Return how many values a rule aggregates: a tenth of them, and at least LEAST."""
+        """Return how many of `values` a rule aggregates at a time: a tenth, and at least LEAST."""
         return max(LEAST, len(values) // 10)
 
 
@@ -114,10 +132,10 @@ def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _with_error(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add `obrs/acceptance_error` to the lines that have acceptance and Z, from the LEASTth on.
+    """Add the metric `obrs/acceptance_error` to the lines that have acceptance and Z, from the LEASTth of them on.
 
     It is |mean of acceptance - Z| over the newest AVERAGED iterations, divided by SURE standard errors of that mean
-    plus the mean distance of the bounds of Z: above 1, sampled tokens and top-k lists are not of one distribution.
+    plus the mean distance of the bounds of Z. Above 1, sampled tokens and top-k lists are not of one distribution.
     """
     names = ("obrs/acceptance_minus_z", "obrs/acceptance_minus_z_stderr", "obrs/z_bound_width")
     there = [line for line in lines if all(line.get(name) is not None for name in names)]
@@ -130,15 +148,17 @@ def _with_error(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add `seconds/slowest` to the lines: the most times its median that a phase took so far, in one iteration.
+    """Add the metric `seconds/slowest` to the lines: how many times its median the slowest phase so far took.
 
-    It counts where that cost more than DELAY seconds and DELAYED median iterations, and not where all phases were slow,
-    as on a busy machine. The first iterations of a start, in which the engine is checked thoroughly, warm up.
+    A slow phase counts if it cost more than DELAY seconds and DELAYED median iterations beyond its median, and not if
+    all phases were slow, as on a busy machine. The first iteration of every start is left out, since the engine is
+    checked thoroughly in it.
     """
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
     timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]
     usual = {phase: median([line.get(f"seconds/{phase}") or 0.0 for line in timed] or [0.0]) for phase in PHASES}
     total, slowest = sum(usual.values()), 1.0
+
     for line in timed:
         took = {phase: line.get(f"seconds/{phase}") or 0.0 for phase in PHASES}
         for phase, seconds in usual.items():
@@ -149,9 +169,9 @@ def _with_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any
     return lines
 
 
-PHASES = ("rollout", "score", "check", "train", "sync")  # whose time is alike in all iterations
-DELAY, DELAYED, TICK = 5.0, 3.0, 1e-3  # seconds, median iterations; least median of a phase
-QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training|; below it no correction mattered, docs/precision.md
+PHASES = ("rollout", "score", "check", "train", "sync")  # phases that take about equally long in all iterations
+DELAY, DELAYED, TICK = 5.0, 3.0, 1e-3  # least delay in seconds and in median iterations; least median of a phase, s
+QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
 
 Group = Literal["bug", "data", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
@@ -160,28 +180,30 @@ Limit = float | OfRun
 
 
 def latest(values: Values) -> float:
-    """Return the last value of the window."""
+    """Return the newest value of a window."""
     return values[-1]
 
 
 def increase(values: Values) -> float:
-    """Return the increase of a running total across the window (last minus first value)."""
+    """Return the increase of a running total across a window: the last value minus the first."""
     return values[-1] - values[0]
 
 
 def spread(values: Values) -> float:
-    """Return the difference between the largest and the smallest value of the window."""
+    """Return the difference between the largest and the smallest value of a window."""
     return max(values) - min(values)
 
 
 def rounding(metric: str) -> OfRun:
-    """Return the limit of a gap, mean |p_engine - p_training|, that rounding explains.
+    """Return the limit of a gap, mean |p_engine - p_training|, up to which rounding explains it.
 
-    It does not apply where engine and training are not quantized alike.
+    The limit does not apply where engine and training are quantized differently.
     """
 
     def of(history: MetricHistory, values: Values) -> float | None:
         config, engines = history.config, _engines_of(metric, history.config)
+
+        # With quantized training an engine computes alike in the same formats, else if it is not quantized.
         formats = unified_formats(config.engine)
         alike = [
             bool(formats) and unified_formats(one) == formats if config.trained_quantization else not is_quantized(one)
@@ -193,7 +215,7 @@ def rounding(metric: str) -> OfRun:
 
 
 def since_later(limit: OfRun) -> OfRun:
-    """Return the limit where the first value keeps it, so that what is beyond it began later; else None."""
+    """Return a limit that applies only if the first value kept it, so that what is wrong began later."""
 
     def of(history: MetricHistory, values: Values) -> float | None:
         most = limit(history, values)
@@ -203,35 +225,35 @@ def since_later(limit: OfRun) -> OfRun:
 
 
 def unless_back(kind: str) -> OfRun:
-    """Return how often an engine may be lost: twice, and no oftener than it came back."""
+    """Return the limit of how often an engine may be lost: as often as it came back, and at most twice."""
     return lambda history, values: min(2.0, float(len(history.series(f"events/{kind}_back"))))
 
 
 def is_uncorrected(config: Config) -> bool:
-    """Return whether nothing corrects the rollouts of another model."""
+    """Return whether the rollouts are another model's and no correction is applied to them."""
     return config.rollout_model is not None and config.objective.correction.name == "none"
 
 
 def is_loose(config: Config) -> bool:
-    """Return whether nothing keeps the rollout model near the policy."""
+    """Return whether nothing keeps the rollout model near the policy: it is frozen, or not distilled."""
     model = config.rollout_model
     return model is not None and (model.optimizer is None or model.distill_weight == 0.0)
 
 
 def where(applies: Callable[[Config], bool], limit: OfRun) -> OfRun:
-    """Return the limit where it applies to the settings; else None."""
+    """Return a limit that applies only to runs with certain settings."""
     return lambda history, values: limit(history, values) if applies(history.config) else None
 
 
 def clipped(history: MetricHistory, values: Values) -> float | None:
-    """Return the least share of tokens that a clip takes, where the policy moves far within an iteration."""
+    """Return a limit just above 0 for the share of clipped tokens, if the policy moves far within an iteration."""
     objective = history.config.objective
     has_clip = objective.clip_low is not None and objective.clip_high is not None and objective.surrogate != "oapl"
     return math.ulp(1.0) if has_clip and history.recent("policy/approx_kl_k3") > MOVED else None
 
 
 def quantizing(metric: str) -> OfRun:
-    """Return the limit of a gap, mean |p_engine - p_training|, from which a quantized engine needs a correction."""
+    """Return the limit of a quantized engine's gap, mean |p_engine - p_training|, above which it needs a correction."""
     return lambda history, values: (
         QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config).values())) else None
     )
@@ -253,10 +275,10 @@ def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
 
 
 def near_1(distance: float) -> OfRun:
-    """Return a limit of the mean ratio, `distance` from 1 and at least SURE standard errors.
+    """Return a limit of the mean ratio of policy to engine, `distance` from 1 and at least SURE standard errors away.
 
-    It applies where the models are close (SMALL_KL). Elsewhere much of the policy's probability can be on tokens that
-    are hardly ever sampled, and then the ratios of those that are sum to less than 1.
+    The limit applies where the models are close (SMALL_KL). Elsewhere much of the policy's probability can be on tokens
+    that are hardly ever sampled, and the mean ratio of the sampled tokens is then below 1 in a sound run.
     """
 
     def of(history: MetricHistory, values: Values) -> float | None:
@@ -268,24 +290,24 @@ def near_1(distance: float) -> OfRun:
 
 
 def above_start(least: float, factor: float) -> OfRun:
-    """Return the limit `factor` times the metric at the start, at least `least`."""
+    """Return a limit for a metric: `factor` times the metric at the start, but at least `least`."""
     return lambda history, values: max(least, factor * at_start(history, values))
 
 
 def below_start(most: float, factor: float) -> OfRun:
-    """Return the limit `factor` times the metric at the start, at most `most`."""
+    """Return a limit for a metric: `factor` times the metric at the start, but at most `most`."""
     return lambda history, values: min(most, factor * at_start(history, values))
 
 
 def above_first_alone(history: MetricHistory, values: Values) -> float | None:
-    """Return the first accuracy plus two standard errors where the policy has fallen as much, else None."""
+    """Return the rollout model's first accuracy plus two standard errors, if the policy has fallen by as much."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
     has_fallen = policy[-1] < policy[0] - two_errors(history.problems, policy[0])
     return values[0] + two_errors(history.problems, values[0]) if has_fallen else None
 
 
 def all_rounds(history: MetricHistory, values: Values) -> float | None:
-    """Return the most generation batches of group filtering minus 1; None where groups are not filtered."""
+    """Return the limit of the generation batches: one less than group filtering may use; None without filtering."""
     dynamic = history.config.batch.filter_groups
     return dynamic.max_num_gen_batches - 1 if dynamic else None
 
@@ -297,7 +319,7 @@ def at_start(history: MetricHistory, values: Values) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Names a metric and its limits: a run is unhealthy where the aggregated metric is below `low` or above `high`."""
+    """A metric with its limits: a run is unhealthy where the aggregated metric is below `low` or above `high`."""
 
     group: Group
     metric: str
@@ -314,7 +336,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Return the name of the quantity: the metric, or the ratio of two."""
+        """Return the name of what the rule limits: a metric, or the ratio of two metrics."""
         return f"{self.metric} / {self.over}" if self.over else self.metric
 
     @property
@@ -323,6 +345,6 @@ class Rule:
         return self.aggregate in (median, fmean, spread)
 
     def limits(self, history: MetricHistory, values: Values) -> tuple[float, float]:
-        """Return the low and the high limit for these values of the metric."""
+        """Return the low and the high limit for these values of the metric; infinite where a limit does not apply."""
         low, high = (limit(history, values) if callable(limit) else limit for limit in (self.low, self.high))
         return -math.inf if low is None else low, math.inf if high is None else high

@@ -1,6 +1,6 @@
-"""Lists when a metric is unhealthy: the limits of docs/metrics.md as a table.
+"""The whole table of rules: when a metric is unhealthy, why, and what to do. docs/metrics.md has the limits.
 
-The rules are in causal order: an earlier finding can cause a later one.
+The rules are in causal order, so that an earlier finding can cause a later one.
 """
 
 from statistics import fmean

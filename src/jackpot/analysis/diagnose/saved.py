@@ -1,6 +1,6 @@
-"""Reads signs from saved rollouts that are no metrics: what prompts, responses and rewards say when they are compared.
+"""Signs from saved rollouts that no metric has: what prompts, responses and rewards show when they are compared.
 
-Each becomes a number of its iteration under a name that begins with `saved/`.
+Each sign is a number for an iteration, under a name that begins with `saved/`.
 """
 
 import re
@@ -29,17 +29,14 @@ _COLUMNS = (
     "tokens",
     "prompt_uid",
 )
-_END = re.compile(r"<(/s>|eos|\|?(im_)?end|\|?eot)")  # how tokens begin that end a response
+_END = re.compile(r"<(/s>|eos|\|?(im_)?end|\|?eot)")  # beginning of a token that ends a response
 
 
 def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
-    """Return a line for each file of saved rollouts of a run folder; none without files.
-
-    Files that cannot be read are left out.
-    """
+    """Return the signs in a run's saved rollouts: for each readable file its iteration and its signs by name."""
     files, _ = list_rollout_files(run)
     held_out = _held_out(run)
-    answers: dict[Any, set[str]] = defaultdict(set)  # to each prompt, of the held-out problems and of all files
+    answers: dict[Any, set[str]] = defaultdict(set)  # all answers to a prompt, by its text and by its token ids
     for text, answer in held_out:
         answers[text].add(answer)
 
@@ -53,14 +50,16 @@ def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
 
 
 def _held_out(run: Path) -> set[tuple[str, str]]:
-    """Return problem and answer of the newest evaluation of the policy, where problems have answers."""
+    """Return (problem, answer) for the problems of the policy's newest evaluation that have an answer."""
     files = sorted((run / "eval").glob("iteration-*-policy.jsonl"))
     if not files:
         return set()
+
     try:
         rows = [parse_json(line, dict) for line in read_foreign(files[-1], inside=run).splitlines()]
     except (OSError, ValueError):
         return set()
+
     asked = [(row.get("prompt"), row.get("answer")) for row in rows]
     return {
         (prompt, answer) for prompt, answer in asked if isinstance(prompt, str) and answer and isinstance(answer, str)
@@ -70,10 +69,16 @@ def _held_out(run: Path) -> set[tuple[str, str]]:
 def _of_prompts(
     table: pa.Table, held_out: set[tuple[str, str]], answers: dict[Any, set[str]]
 ) -> dict[str, float | None]:
-    """Compare prompts with each other and with the held-out problems, and add to the answers of each."""
+    """Return the signs from comparing prompts with each other and with held-out problems; update `answers`.
+
+    Args:
+        table: one file of saved rollouts.
+        held_out: (problem, answer) of the held-out problems.
+        answers: all answers to a prompt seen so far; those of this file are added.
+    """
     rows = table.select(["prompt_uid", "prompt", "answer", "prompt_ids"]).to_pylist()
     asked = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
-    if not all(answer for _, answer, _ in asked.values()):  # of an environment, whose state is no text
+    if not all(answer for _, answer, _ in asked.values()):  # an environment: its state is not in the text
         return {}
 
     for text, answer, ids in asked.values():
@@ -90,7 +95,7 @@ def _of_prompts(
 
 
 def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
-    """Say how alike the responses are, and how they end."""
+    """Return the signs from how alike responses are, and from how they end."""
     rows = table.select(["response", "token_ids", "tokens"]).to_pylist()
     stops = set(config.sampling.stop_token_ids)
     found = {
@@ -103,10 +108,11 @@ def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
 
 
 def _of_rewards(table: pa.Table) -> dict[str, float]:
-    """Compare rewards with verdicts, with lengths, and with those of responses that were cut."""
+    """Return the signs from comparing rewards with verdicts and with lengths, and from the rewards of cut responses."""
     rewards, columns = table.column("reward").to_numpy(), table.select(["correct", "finish", "token_ids"]).to_pydict()
     right, wrong = (np.array([one is verdict for one in columns["correct"]]) for verdict in (True, False))
     cut, lengths = np.array(columns["finish"]) == "length", np.array([*map(len, columns["token_ids"])])
+
     found, width = {}, float(np.ptp(rewards))
     if width and np.ptp(lengths):
         found["saved/length_reward"] = float(np.corrcoef(rewards, lengths)[0, 1])

@@ -1,11 +1,11 @@
-"""Stores the scored responses of an evaluation on the disk.
+"""The scored responses of an evaluation on the disk.
 
     NAME.jsonl      until the set is complete: one line for each response, appended as soon as it is scored
     NAME.parquet    then: one row for each response, ordered by problem and sample; the lines are removed
 
-A kill loses only responses that were not scored yet. It can tear the last line, whose response is then generated again,
-and never the table, which is renamed into place when its last byte is on the disk. Neither file is ever held in memory
-as a whole.
+A kill loses only responses that were not scored yet. It can tear the last line, whose response is then generated again.
+It cannot tear the table, which is renamed into place when its last byte is on the disk. Neither file is ever held in
+memory as a whole.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from jackpot.rollout.pass_at_k import ResponseOutcomes
 SCHEMA_VERSION = 1
 SCHEMA = pa.schema(
     {
-        "uid": pa.string(),  # of the problem
+        "uid": pa.string(),  # id of the problem
         "sample": pa.int32(),  # from 0 to k - 1
         "prompt": pa.string(),
         "answer": pa.string(),  # reference answer of the problem
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
         "reward_error": pa.string(),  # timeout, crash or invalid; null where scoring succeeded
     }
 )
-_FIELDS: dict[str, tuple[type, ...]] = {  # of a line of NAME.jsonl
+_FIELDS: dict[str, tuple[type, ...]] = {  # fields of a line of NAME.jsonl, with their types
     "number": (int,),  # index of the problem
     "sample": (int,),
     "response": (str,),
@@ -60,13 +60,19 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """Stores `k` scored responses to each problem of a set; opening it finds those of earlier processes."""
+    """The file of a set with `k` scored responses to each problem, those of earlier processes included."""
 
     def __init__(self, folder: Path, name: str, problems: int, k: int) -> None:
-        """Open the file of a set, and find the responses in it.
+        """Open the file of a set, and find the responses that are in it already.
+
+        Args:
+            folder: folder of the evaluation.
+            name: name of the set.
+            problems: number of problems.
+            k: number of responses to each problem.
 
         Raises:
-            CheckpointError: the table exists and its number of rows is not problems x k.
+            CheckpointError: the table exists and its number of rows is not problems x k, or it cannot be read.
         """
         self.path, self._lines = folder / f"{name}.parquet", folder / f"{name}.jsonl"
         self._shape = (problems, k)
@@ -75,12 +81,13 @@ class AnswerFile:
             self._lines.unlink(missing_ok=True)  # an earlier process was killed after writing the table
         elif self._lines.exists():
             os.truncate(self._lines, _whole_size(self._lines))
+
         self._missing = self._offsets() < 0
         self._appended = AppendedFile(self._lines)
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the table exists, which holds all responses."""
+        """Return whether the set is complete, which is when the table exists."""
         return self.path.is_file()
 
     @property
@@ -94,10 +101,10 @@ class AnswerFile:
             yield int(number), int(sample)
 
     def add(self, answers: Iterable[tuple[int, int, ScoredResponse]]) -> None:
-        """Append scored responses with their problem number and sample.
+        """Append scored responses, each as (problem number, sample, response).
 
         Raises:
-            CheckpointError: the disk does not take them; earlier lines stay whole.
+            CheckpointError: the disk does not take the lines; earlier lines stay whole.
         """
         record = b"".join(json.dumps(_line(*one), allow_nan=False).encode() + b"\n" for one in answers)
         try:
@@ -111,8 +118,8 @@ class AnswerFile:
         """Write the table and remove the lines.
 
         Args:
-            prompt: returns the prompt of a problem by its number.
-            metadata: stored in the file together with `schema_version` and `k`.
+            prompt: function that returns the prompt of a problem by its number.
+            metadata: texts that are stored in the file, beside `schema_version` and `k`.
 
         Raises:
             CheckpointError: responses are missing, or the disk does not take the table.
@@ -120,6 +127,7 @@ class AnswerFile:
         offsets = self._offsets()
         if missing := int((offsets < 0).sum()):
             raise CheckpointError(f"{self._lines} lacks {missing} of {offsets.size} responses; run the command again")
+
         about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
         schema = SCHEMA.with_metadata({**metadata, **about})
 
@@ -139,7 +147,10 @@ class AnswerFile:
         self._lines.unlink(missing_ok=True)
 
     def _offsets(self) -> NDArray[np.int64]:
-        """Return the byte at which the line of each response begins, [problems, k]; -1 where there is none."""
+        """Return the byte at which the line of each response begins, [problems, k]; -1 for a missing response.
+
+        All are 0 for a complete set, whose responses are in the table.
+        """
         offsets = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
         unreadable = 0
         for offset, text in _lines(self._lines):
@@ -148,6 +159,7 @@ class AnswerFile:
                 offsets[which] = offset
             else:
                 unreadable += 1
+
         if unreadable:
             _log.warning("%s: %d lines cannot be read; their responses are generated again", self._lines, unreadable)
         return offsets
@@ -183,7 +195,7 @@ class AnswerFile:
 
 
 def read_outcomes(path: Path) -> ResponseOutcomes:
-    """Read the outcomes of the responses in a table.
+    """Read the outcomes of the responses in the table of a set, [problems, k] each.
 
     Raises:
         CheckpointError: the table does not exist or has another schema version.
@@ -227,7 +239,7 @@ def _line(number: int, sample: int, answered: ScoredResponse) -> dict[str, Any]:
 
 
 def _whole_size(path: Path) -> int:
-    """Return the number of bytes up to the end of the last whole line."""
+    """Return the size of a file up to the end of its last whole line, bytes."""
     size = 0
     for offset, text in _lines(path):
         size = offset + len(text) if text.endswith(b"\n") else size
@@ -235,7 +247,7 @@ def _whole_size(path: Path) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield every line and the byte at which it begins; nothing where the file does not exist."""
+    """Yield (first byte, text) of every line of a file; nothing where the file does not exist."""
     if path.exists():
         offset = 0
         with path.open("rb") as file:
@@ -245,13 +257,14 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _which(text: bytes) -> tuple[int, int]:
-    """Return problem number and sample of a line; (-1, -1) where its fields are not exactly `_FIELDS`."""
+    """Return problem number and sample of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return -1, -1
     if not isinstance(line, dict) or line.keys() != _FIELDS.keys():
         return -1, -1
+
     fits = all(type(line[name]) in types for name, types in _FIELDS.items()) and isfinite(line["reward"])
     return (line["number"], line["sample"]) if fits else (-1, -1)
 
@@ -270,6 +283,7 @@ def model_digest(path: str | Path) -> str:
     source = Path(resolve_path(path))
     if not source.is_dir():
         return f"commit {load_config(path)._commit_hash}"
+
     whole = hashlib.sha256()
     for file in sorted(one for one in source.iterdir() if one.suffix in _DIGESTED):
         with file.open("rb") as content:

@@ -1,11 +1,11 @@
-"""Evaluates a model on named sets of problems and stores all responses: `jackpot eval`.
+"""`jackpot eval`: a model answers named sets of problems, and all responses are stored.
 
     config.yaml      settings, and the digests of model and problems; .lock is held by the process that evaluates
     NAME.parquet     every response to one set; NAME.jsonl until the set is complete (answers.py)
     summary.json     the results of every complete set
 
-The same command continues an evaluation. Settings that decide the responses may not change meanwhile; those marked with
-`MAY_CHANGE` may, and sets may be added.
+The same command continues an evaluation. Settings that decide the responses may not change meanwhile; settings with the
+mark `MAY_CHANGE` may, and sets may be added.
 
 Status: supported.
 """
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationProgress:
-    """Reports the progress of one set. Responses count when they are scored."""
+    """The progress of one set. A response counts when it is scored."""
 
     benchmark: str
     done: int  # responses so far, those of earlier processes too
@@ -70,22 +70,22 @@ ProgressListener = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkResult:
-    """Holds the results of one complete set."""
+    """The results of one complete set."""
 
     benchmark: str
     summary: EvaluationSummary
-    table: Path
+    table: Path  # file with all responses
     was_done: bool  # whether an earlier process completed the set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Set:
-    """Holds one set of problems, opened for an evaluation."""
+    """A set of problems, opened for an evaluation."""
 
     name: str
     task: Task
-    size: int
-    digest: str  # of uid, prompt and answer of every problem
+    size: int  # number of problems
+    digest: str  # digest of uid, prompt and answer of every problem
     longest: tuple[int, str]  # tokens and uid of the longest prompt
 
     def prompt(self, number: int) -> Prompt:
@@ -94,9 +94,13 @@ class _Set:
 
 
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
-    """Build the settings of an evaluation from `changes`.
+    """Build the settings of an evaluation.
 
-    For the model of a run, sampling, template and the engine's dtype are by default those of the run.
+    For the model of a run, the run's settings are the defaults of sampling, template, rewards and the engine's dtype.
+
+    Args:
+        model: path of a model, or the folder of a run.
+        changes: settings that differ from the defaults, as nested mappings; a later one wins.
 
     Raises:
         ConfigError: settings do not exist or do not fit.
@@ -121,6 +125,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     config = validated(BenchmarksConfig, settings)
     check_sets([one for one in config.benchmarks if one != OWN])
 
+    # The task matters to the set of the run's own problems alone.
     if OWN not in config.benchmarks:
         return config.model_copy(update={"task": None})
     if config.task is None:
@@ -132,13 +137,18 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
 
 
 def evaluation_tasks(config: BenchmarksConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Task]:
-    """Make one task for each set of an evaluation, by the name under which its results stand."""
+    """Make one task for each set of an evaluation, by the name under which the results of the set stand."""
     tasks = make_sets([one for one in config.benchmarks if one != OWN], tokenizer, config)
     return tasks | ({OWN: make_task(config.task, tokenizer)} if config.task and OWN in config.benchmarks else {})
 
 
 def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListener) -> list[BenchmarkResult]:
     """Generate and score the responses that are missing in `folder`, and summarize every set.
+
+    Args:
+        config: settings of the evaluation.
+        folder: folder of the evaluation, new or of an earlier process.
+        listen: function that is called with the progress whenever responses are scored.
 
     Raises:
         CheckpointError: the folder is in use or holds an evaluation with other settings, or the disk is full.
@@ -165,9 +175,11 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
             if file.done < one.size * config.k:
                 engine = engine or _make_engine(config, path, [one for one, _ in waiting], undo)
                 _ask(engine, tokenizer, one, file, config, listen)
+
+            # The table says what was asked of this set.
             asked = _decisive(record | {"data": {one.name: record["data"][one.name]}})
             file.finish(one.prompt, {"asked": json.dumps(asked)})
-            _write_summary(folder, record)
+            _write_summary(folder, record)  # after every set: a kill loses no result
 
         summaries = _write_summary(folder, record)
     new = {one.name for one, _ in waiting}
@@ -179,23 +191,32 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
 
 
 def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
-    """Read every prompt of a set once, for its digest and its longest prompt; `wanted` limits the problems."""
+    """Read every prompt of a set once, for the digest and the longest prompt.
+
+    Args:
+        name: name of the set.
+        task: task with the problems of the set.
+        wanted: most problems that are taken; None: all, and ENDLESS of a generated set.
+    """
     available = task.size("test")
     size = wanted or available or ENDLESS
     size = size if available is None else min(size, available)
+
     whole, longest = sha256(), (0, "")
     for number in range(size):
         prompt = task.prompt("test", number)
         whole.update(json.dumps([prompt.uid, prompt.answers, prompt.text, prompt.token_ids]).encode())
         longest = max(longest, (len(prompt.token_ids), prompt.uid))
+
     return _Set(name=name, task=task, size=size, digest=f"sha256 {whole.hexdigest()}", longest=longest)
 
 
 def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo: ExitStack) -> Engine:
-    """Make the engine, and refuse at once a prompt for which its context has no room."""
+    """Make the engine, and refuse the sets at once if the longest prompt leaves no room in the engine's context."""
     torch.set_num_threads(pick_threads(config.threads))
     engine = make_engine(config.engine, path, pick_device(config.device), Version(0, 0))
     undo.callback(engine.close)
+
     context = engine.capabilities.max_model_len
     for one in sets:
         tokens, uid = one.longest
@@ -215,7 +236,7 @@ def _ask(
     config: BenchmarksConfig,
     listen: ProgressListener,
 ) -> None:
-    """Generate and score every response that is not in the file yet."""
+    """Generate, score and store every response of a set that is not in the file yet."""
     under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (problem number, sample)
     done, fresh, tokens, began = file.done, 0, 0, time.monotonic()
 
@@ -248,10 +269,16 @@ def _ask(
 
 
 def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Sequence[_Set]) -> dict[str, Any]:
-    """Write config.yaml, after comparing it with the one of an earlier process.
+    """Write config.yaml, after comparing its content with the one of an earlier process, and return the content.
+
+    Args:
+        folder: folder of the evaluation.
+        config: settings of the evaluation.
+        digest: digest of the model.
+        sets: sets of this evaluation; those of earlier ones are kept in the record.
 
     Raises:
-        CheckpointError: settings differ; the message lists them.
+        CheckpointError: settings differ; the message lists the differences.
     """
     path = folder / "config.yaml"
     asked = json.loads(config.model_dump_json())
@@ -280,7 +307,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     """Read the config.yaml of an earlier process; None in a folder without an evaluation.
 
     Raises:
-        CheckpointError: it cannot be read, it is not of an evaluation, or there are responses without it.
+        CheckpointError: the file cannot be read or is not of an evaluation, or there are responses and no such file.
     """
     if not path.is_file():
         names = (f"{name}{ending}" for name in SETS for ending in (".parquet", ".jsonl"))
@@ -305,17 +332,18 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings and digests that decide the responses to the sets of `data`, and their scores."""
-    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all below them
+    """Select the settings and digests of a record that decide responses and scores."""
+    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all settings below them
     free += () if OWN in record["data"] else ("task.",)
     kept = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return kept | {key: record[key] for key in _KEYS}
 
 
 def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:
-    """Write summary.json and return the summary of every complete set of the folder."""
+    """Write summary.json, and return the summaries of all complete sets in the folder, by name."""
     tables = {name: folder / f"{name}.parquet" for name in record["data"]}
     summaries = {name: summarize(read_outcomes(table)) for name, table in tables.items() if table.is_file()}
+
     interval = {"level": CONFIDENCE, "method": "Wilson, over problems, with Student's t"}
     content = {
         "schema_version": SCHEMA_VERSION,

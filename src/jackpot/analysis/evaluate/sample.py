@@ -1,4 +1,4 @@
-"""Samples responses of both models of a run, before and after training."""
+"""`jackpot sample`: responses of both models of a run to held-out problems, before and after training."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from jackpot.training.run_folder.folder import run_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledResponse:
-    """Holds a response of one model to a held-out problem, its reward, and whether it is correct."""
+    """A response of one model to a held-out problem, with its reward, and whether it is correct."""
 
     role: Role
-    after: bool  # True: the model of the newest checkpoint; False: the one that the run began with
+    after: bool  # True: from the model in the newest checkpoint; False: from the model that the run began with
     response: str
     reward: float
     correct: bool | None  # None where the task has no verdict
@@ -29,6 +29,14 @@ class SampledResponse:
 
 def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, list[SampledResponse]]]:
     """Sample responses to the first held-out problems from the models at the start and at the newest whole checkpoint.
+
+    Args:
+        run: the run folder.
+        problems: number of problems.
+        seed: seed of the sampling.
+
+    Returns:
+        Each problem with the responses to it: of every model, before and after.
 
     Raises:
         CheckpointError: the folder has no run, no checkpoint yet, or only corrupt ones.

@@ -1,7 +1,7 @@
-"""The learner's side of a comparison: the scores that a model of transformers gives to an engine's responses.
+"""The learner's side of a comparison: the scores that a transformers model gives to an engine's responses.
 
-The model runs over whole responses in one forward pass, as training does. Any settings of the transformers engine
-serve: dtype, attention, quantized linear layers, an FP8 cache. Log-probs are taken in float64 from float32 logits.
+The model reads whole responses in one forward pass, as in training, with any settings of the transformers engine:
+dtype, attention, quantized linear layers, an FP8 cache. Log-probs are taken in float64 from float32 logits.
 
 Shapes: `T` response tokens, `K` tokens whose sampler's probability is known.
 """
@@ -29,23 +29,29 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerScores:
-    """The learner's log-probs of one response; an engine that scores single tokens gives no more than `log_probs`."""
+    """The scores of one response by the learner, whose distribution is q; nats.
+
+    An engine that scores single tokens gives `log_probs` alone, and the others are None.
+    """
 
     log_probs: Tensor  # [T] log q of the response's tokens
     top_log_probs: Tensor | None = None  # [T, K] log q at the sampler's `top_ids`
-    lowest: Tensor | None = None  # [T] the smallest log q outside `top_ids`; inf where nothing is outside
-    entropy: Tensor | None = None  # [T] of q over the whole vocabulary
+    lowest: Tensor | None = None  # [T] smallest log q outside of `top_ids`; inf where no token is outside
+    entropy: Tensor | None = None  # [T] entropy of q over the whole vocabulary
     most_probable: Tensor | None = None  # [T] int64, the token of the largest q
-    experts: Tensor | None = None  # [T, layers, experts of a token] int64; None where there are none, or not known
+    experts: Tensor | None = None  # [T, layers, experts of a token] int64; None: no mixture of experts, or not known
 
 
 def learner_model(
     settings: TransformersEngineConfig, path: str, device: torch.device, rows: int | None = None
 ) -> PreTrainedModel:
-    """Load the model as the transformers engine with these settings holds it.
+    """Load a model just as the transformers engine with these settings holds it.
 
     Args:
-        rows: of the output layer that are read; None: all.
+        settings: settings of the engine.
+        path: path of the model.
+        device: device that the model is loaded to.
+        rows: number of rows of the output layer that are read; None: all.
 
     Raises:
         ModelError, EngineError: as `load_model`, `set_engine_attention`, `ModelWeights`.
@@ -62,12 +68,15 @@ def learner_model(
 def learner_scores(
     model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float, autocast: torch.dtype | None = None
 ) -> Iterator[LearnerScores]:
-    """Yield the model's scores of each rollout, in their order, at the `top_ids` that the rollout has.
+    """Yield the model's scores of each rollout, in the rollouts' order, at the rollout's `top_ids`.
 
     A mixture of experts runs over one rollout at a time, so that its experts are recorded token by token.
 
     Args:
-        autocast: dtype of backbone and head, as `precision` in training; None: the weights' own dtype.
+        model: the learner.
+        rollouts: responses with the sampler's top-k lists.
+        temperature: temperature of the learner's log-probs.
+        autocast: dtype of backbone and head, as with `precision` in training; None: the weights' own dtype.
     """
     is_dense = not expert_layers(model)
     batches = pack(rollouts, FORWARD_TOKENS, rollout_lengths) if is_dense else ([rollout] for rollout in rollouts)
@@ -94,8 +103,17 @@ def learner_scores(
 
 
 def _columns(log_probs: Tensor, tokens: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
-    """Return, of log-probs [n, V], those of the tokens [n], at the top ids [n, K], the smallest elsewhere [n], the
-    entropy [n] and the most probable token [n]."""
+    """Read the columns of `LearnerScores` from the learner's log-probs at n tokens.
+
+    Args:
+        log_probs: [n, V] log q.
+        tokens: [n] the response's tokens.
+        top_ids: [n, K] tokens of the sampler's list.
+
+    Returns:
+        log q of the tokens [n], log q at the top ids [n, K], the smallest log q elsewhere [n], the entropy [n], and the
+        most probable token [n].
+    """
     entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
     lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)
     of_tokens = log_probs.gather(1, tokens[:, None])[:, 0]

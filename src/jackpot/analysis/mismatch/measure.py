@@ -1,7 +1,7 @@
-"""Sums the gaps between sampler and learner over responses, and turns the sums into the numbers of a comparison.
+"""Sums of the gaps between sampler and learner over responses, and the numbers of a comparison that follow from them.
 
-Of each token its log-ratio and its two probabilities are kept (16 bytes), for quantiles and the picture; the rest are
-sums, and a few numbers of each response.
+For quantiles and the picture, the log-ratio and the two probabilities of each token are kept, 16 bytes. All else is
+sums and a few numbers for each response.
 """
 
 import math
@@ -20,7 +20,7 @@ from jackpot.core.statistics import Estimate, Sample
 ENTROPY_BANDS = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HIGH_GAP = 0.5  # gap above which the TIS post counts a response
-FAR = 2.0  # ratio above which, or below whose inverse, a token is counted
+FAR = 2.0  # ratio q/p above which a token counts as far; below 1 / FAR too
 DRAWN_TOKENS = 2_000  # tokens kept for the picture
 
 
@@ -36,10 +36,10 @@ class ResponseGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBand:
-    """The numbers of tokens in one band of lengths of their response, of positions or of entropies."""
+    """The numbers of all tokens in one band of response length, of position or of entropy, as in `MismatchNumbers`."""
 
     name: str
-    tokens: int
+    tokens: int  # number of tokens
     gap: Estimate
     max_gap: float
     k1: Estimate
@@ -49,8 +49,10 @@ class TokenBand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchNumbers:
-    """The mismatch between sampler and learner. Means are over sampled tokens unless noted, with errors clustered by
-    response."""
+    """The mismatch between a sampler, with probabilities p, and a learner, with probabilities q.
+
+    Means are over sampled tokens unless noted, with standard errors clustered by response. KLs are in nats.
+    """
 
     responses: int
     tokens: int
@@ -64,27 +66,27 @@ class MismatchNumbers:
     other_experts: Estimate | None  # share of tokens sent to other experts in any layer; None if unknown
     k1: Estimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
     k3: Estimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
-    kl: tuple[Estimate, Estimate] | None  # KL of whole distributions between two bounds; None if unknown
-    kl_is_exact: bool
-    variation: tuple[Estimate, Estimate] | None  # total variation, which is the share OBRS rejects at lam = 1
+    kl: tuple[Estimate, Estimate] | None  # lower and upper bound of KL(sampler || learner); None if unknown
+    kl_is_exact: bool  # whether the two bounds are equal
+    variation: tuple[Estimate, Estimate] | None  # bounds of the total variation, the share OBRS rejects at lam = 1
     ratio: Estimate  # mean q/p: the learner's mass on tokens that the sampler can draw; 1 where it can draw all
     quantiles: dict[str, float]  # of q/p
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
-    bands: dict[str, tuple[TokenBand, ...]]  # of length, position and the learner's entropy; none where it is unknown
-    each: tuple[ResponseGap, ...]
+    bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and entropy of the learner if it is known
+    each: tuple[ResponseGap, ...]  # every response
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
 
 class MismatchSums:
-    """Sums the gaps of responses, in any order, and returns the numbers of all."""
+    """Sums of the gaps of all responses, added in any order."""
 
     def __init__(self) -> None:
         self._sums: ClusteredMean | None = None  # [bands, columns]
-        self._largest = torch.tensor(-math.inf)  # gap in each band
-        self._bands: list[tuple[str, str]] = []  # kind and name
-        self._columns: list[str] = []
+        self._largest = torch.tensor(-math.inf)  # [bands] largest gap
+        self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
+        self._columns: list[str] = []  # names of the columns
         self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []
         self._pairs: list[Tensor] = []
@@ -96,6 +98,7 @@ class MismatchSums:
         if not len(gap):
             return
 
+        # Sums in each band and column: of the values y, of the counts n, and of their products for standard errors.
         here, values = torch.stack([*masks.values()]), torch.stack([*columns.values()])
         y = torch.where(here[:, None], values, 0.0).sum(-1)
         n = here.sum(-1, keepdim=True).double().expand_as(y)
@@ -104,6 +107,7 @@ class MismatchSums:
         self._largest = torch.maximum(self._largest, torch.where(here, gap, -math.inf).amax(-1))
         self._bands, self._columns = [*masks], [*columns]
 
+        # What a sum does not hold: each response's numbers, and the tokens' for quantiles and the picture.
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )
@@ -121,13 +125,16 @@ class MismatchSums:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
         means, ratios = self._means(0), torch.cat(self._log_ratios)
+
         largest, typical = (
             Sample(tuple(getattr(one, name) for one in self._responses)).estimate for name in ("max_gap", "mean_gap")
         )
+
         bands: dict[str, tuple[TokenBand, ...]] = {}
         for row, (kind, name) in enumerate(self._bands):
             if row and (band := self._band(row, name)):
                 bands[kind] = (*bands.get(kind, ()), band)
+
         return MismatchNumbers(
             responses=len(self._responses),
             tokens=len(ratios),
@@ -155,7 +162,7 @@ class MismatchSums:
         )
 
     def _means(self, row: int) -> dict[str, Estimate]:
-        """Return the mean of every column in a band; none in a band without tokens."""
+        """Return the mean of every column in a band, by name; empty for a band without tokens."""
         sums = self._sums
         assert sums is not None  # there is a response
         parts = [getattr(sums, part.name)[row] for part in fields(sums)]
@@ -163,7 +170,7 @@ class MismatchSums:
         return {name: mean for name, mean in every.items() if mean}
 
     def _band(self, row: int, name: str) -> TokenBand | None:
-        """Return the numbers of a band; None where it has no tokens."""
+        """Return the numbers of a band; None for a band without tokens."""
         means = self._means(row)
         if not means:
             return None
@@ -179,18 +186,19 @@ class MismatchSums:
 
 
 def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimate] | None:
-    """Return the means of a lower and of an upper bound; None where they are unknown."""
+    """Return the means of a quantity's lower and upper bound; None where the bounds are unknown."""
     return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
 
 
 def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
-    """Return which tokens lie in each band, [N] bool, by its kind and name; the first one has all."""
+    """Return which tokens lie in each band, [N] bool, by the band's kind and name; the first band has all tokens."""
     kinds: dict[str, tuple[Tensor, Sequence[float]]]
     kinds = {"length": (torch.full_like(tokens.position, len(tokens.gap)), POSITIONS)}
     kinds["position"] = (tokens.position, POSITIONS)
     masks = {("all", ""): torch.ones(len(tokens.gap), dtype=torch.bool)}
     if tokens.entropy is not None:
         kinds["entropy"] = (tokens.entropy.clamp(min=0.0), ENTROPY_BANDS)  # rounding can leave a little less than 0
+
     return masks | {
         (kind, name): here
         for kind, (values, starts) in kinds.items()
@@ -199,7 +207,7 @@ def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
 
 
 def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
-    """Return the columns to average, [N] each."""
+    """Return the quantities to average over tokens, [N] each, by name."""
     ratio = tokens.log_ratio.exp()
     columns = {
         "gap": tokens.gap,
@@ -216,14 +224,14 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """Return quantiles of the ratio: the smallest value that at least this share of the tokens does not exceed."""
+    """Return the quantiles of the ratio by share: the smallest ratio that this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
     indices = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
     return {f"{share:g}": math.exp(float(ordered[index])) for share, index in zip(QUANTILES, indices, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
-    """Pick at most DRAWN_TOKENS rows of [N, 2] at equal distances, and always the row with the largest gap."""
+    """Pick at most DRAWN_TOKENS rows (p, q) of [N, 2] at equal distances, always with the row of the largest gap."""
     step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})

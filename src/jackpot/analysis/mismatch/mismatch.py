@@ -42,32 +42,33 @@ MismatchListener = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchPair:
-    """One learner compared with one sampler, on the sampler's responses."""
+    """A learner compared with a sampler, on the sampler's responses."""
 
-    name: str  # of the side that differs from other pairs
+    name: str  # name of the side that differs from other pairs, or of both sides
     sampler: str
     learner: str
-    verdict: str
+    verdict: str  # a sentence about the mean gap
     cut: float  # share of responses that ended at the limit
-    top_log_probs: int  # number of log-probs of the sampler's distribution at every token
-    vocabulary: int
+    top_log_probs: int  # number of log-probs of the sampler's distribution that are known at every token
+    vocabulary: int  # size of the vocabulary
     numbers: MismatchNumbers
-    layers: tuple[LayerDifference, ...]  # which sampler and learner compute in different number formats
+    layers: tuple[LayerDifference, ...]  # layers that sampler and learner compute in different number formats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchResult:
-    """The result for all pairs, in the order of the samplers and then of the learners."""
+    """The results of all pairs, in the order of the samplers and then of the learners."""
 
     settings: dict[str, Any]  # as `MismatchConfig` has them
     pairs: tuple[MismatchPair, ...]
 
 
 def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> MismatchResult:
-    """Sample, score and compare all pairs of samplers and learners.
+    """Have every sampler generate and every learner score, and compare all pairs.
 
     Args:
-        listen: called with a few words at each stage.
+        config: settings of the measurement.
+        listen: function that is called with a few words at each stage.
 
     Raises:
         ModelError, DataError: models or tokenizers that cannot be read or do not fit each other.
@@ -76,6 +77,8 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
     torch.set_num_threads(pick_threads(config.threads))
     device, sides = pick_device(config.device), (*config.samplers, *config.learners)
     paths = list(dict.fromkeys(side.path for side in sides))
+
+    # All distributions are over the same ids: one tokenizer, and the rows that every output layer has.
     tokenizer = load_tokenizer(paths[0])
     for path in paths:
         check_same_tokenizer(tokenizer, load_tokenizer(path))
@@ -101,6 +104,7 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
                 sums = MismatchSums()
                 for by, reading in zip(scores, read, strict=True):
                     sums.add(by.uid, token_mismatch(by, reading))
+
                 numbers, formats = sums.numbers(), [_formats(side, device.type) for side in (sampler, learner)]
                 varying = [
                     side for side, role in ((name, config.samplers), (learner_name, config.learners)) if len(role) > 1
@@ -122,7 +126,7 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
 
 
 def _check_servers(sides: Sequence[SideConfig], rows: int) -> None:
-    """Refuse servers that would sample or score over more rows of an output layer than all sides have."""
+    """Refuse servers whose model has more rows in its output layer than another side's: servers read all rows."""
     for side in sides:
         size = head_rows({side.path: side.path})
         if is_remote(side.engine) and size > rows:
@@ -140,7 +144,10 @@ def _sample(
     device: torch.device,
     rows: int,
 ) -> tuple[list[Rollout], list[SamplerScores]]:
-    """Generate the responses. Every sampler has the same prompts and the same random numbers."""
+    """Generate the responses of one sampler, and return them with the sampler's scores.
+
+    Every sampler gets the same prompts and the same random numbers.
+    """
     with closing(make_engine(sampler.engine, sampler.path, device, _VERSION, rows=rows)) as engine:
         vocabulary = engine.capabilities.vocab_size
         settings = config.sampling.model_dump() | {"num_top_log_probs": _top_log_probs(config, engine.capabilities)}
@@ -152,6 +159,8 @@ def _sample(
         ]
 
     scores = [sampler_scores(rollout, vocabulary, sampling.truncated) for rollout in rollouts]
+
+    # Decoding does not report experts, so a mixture of experts reads its responses again.
     has_experts = isinstance(sampler.engine, TransformersEngineConfig) and expert_layers(load_meta_model(sampler.path))
     if config.reread or has_experts:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
@@ -161,7 +170,7 @@ def _sample(
 
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
-    """Return how many log-probs of the sampler's distribution are kept at every token."""
+    """Return how many of the sampler's log-probs are kept at a token: by default all, if they take little memory."""
     vocabulary, most = capabilities.vocab_size, capabilities.num_top_log_probs
     if config.top_log_probs is not None:
         return min(config.top_log_probs, vocabulary)
@@ -173,7 +182,7 @@ def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
 def _requests(
     config: MismatchConfig, tasks: Sequence[Task], sampling: Sampling
 ) -> Iterator[tuple[Task, list[Request]]]:
-    """Yield the requests for the responses, which are spread evenly over the tasks."""
+    """Yield each task with the requests to a sampler; the responses are spread evenly over the tasks."""
     for number, task in enumerate(tasks):
         count = config.responses // len(tasks) + (number < config.responses % len(tasks))
         prompts = PromptStream(task, "test", config.seed).next(count)
@@ -190,7 +199,7 @@ def _requests(
 def _learner_scores(
     learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device, rows: int
 ) -> list[LearnerScores]:
-    """Score the responses: transformers gives whole distributions, every other engine single tokens."""
+    """Score responses with a learner: transformers scores whole distributions, every other engine single tokens."""
     if isinstance(learner.engine, TransformersEngineConfig):
         model = learner_model(learner.engine, learner.path, device, rows)
         return list(
@@ -201,21 +210,23 @@ def _learner_scores(
 
 
 def _read_again(side: SamplerScores, scores: LearnerScores, reread: bool) -> SamplerScores:
-    """Add the experts to which a second pass over the responses sends their tokens: decoding does not report them.
+    """Add what a second pass of the sampler over a response has found: the experts that each token is sent to.
 
     Args:
-        reread: replace the log-probs by those of that pass, without top-k ones where its engine gives none.
+        side: the sampler's scores from sampling.
+        scores: scores of the second pass.
+        reread: whether the log-probs of the second pass replace those of sampling.
     """
     side = replace(side, experts=scores.experts)
     if not reread:
         return side
-    if scores.top_log_probs is None:
+    if scores.top_log_probs is None:  # an engine that scores single tokens: no top-k list is left
         none = side.top_ids[:, :0]
         return replace(side, log_probs=scores.log_probs, top_ids=none, top_log_probs=none.double())
     return replace(side, log_probs=scores.log_probs, top_log_probs=scores.top_log_probs)
 
 
 def _formats(side: SideConfig, device: str) -> dict[str, str]:
-    """Return the number formats of a side's layers on a kind of device."""
+    """Return the number format of each layer of a side on a kind of device, by the layer's name."""
     formats = SideFormats.of(side.engine, device, getattr(side, "autocast", None))
     return layer_formats(load_meta_model(side.path), formats)

@@ -1,4 +1,7 @@
-"""Builds the two sides of a comparison from a model or run and the user's changes, names them, and rates the gap."""
+"""The two sides of a comparison: their settings, from a model or run and the user's changes, and their names.
+
+`verdict` rates the gap between two sides.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +16,7 @@ from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
-_OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # every other key is a setting of its engine
+_OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # keys of a side; every other key is its engine's
 Changes = Sequence[Mapping[str, Any]]
 
 
@@ -22,13 +25,14 @@ def mismatch_config(
 ) -> MismatchConfig:
     """Build the settings of a comparison.
 
-    Both sides have the weights of `model`. For a run the sampler is its engine with the best or else newest rollout
-    model. The learners are that model in the precision of training (the engine's own gap) and the policy (the whole
-    mismatch); where the policy generates its own rollouts they are one. Prompts are held-out problems of its task, and
-    are sampled as in training.
+    By default both sides have the weights of `model`. For a run, the sampler is the run's engine with the rollout model
+    of the best, or else newest, checkpoint. There are two learners: that rollout model in the precision of training
+    (the engine's own gap) and the policy (the whole mismatch); one, where the policy generates its own rollouts. The
+    prompts are held-out problems of the run's task, and sampling is that of training.
 
     Args:
-        samplers, learners: for each side, the settings that differ from `model` (for a run, from its policy).
+        model: path of a model, or the folder of a run.
+        samplers, learners: for each side, the settings that differ from the defaults.
         changes: all other settings that differ from the defaults.
 
     Raises:
@@ -48,6 +52,7 @@ def mismatch_config(
         if run.trained_quantization:
             how["engine"] |= run.engine.model_dump(include={"dtype", "quantization", "kv_cache_dtype"})
         defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
+
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
 
@@ -74,7 +79,7 @@ def mismatch_config(
 
 
 def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
-    """Apply the user's changes to a side; keys of its engine are given without the prefix `engine`."""
+    """Build the settings of a side. In `changes`, keys of the side's engine may lack the prefix `engine`."""
     nested = [
         {key: value} if key in _OF_THE_SIDE else {"engine": {key: value}}
         for change in changes
@@ -87,16 +92,20 @@ def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
 
 
 def side_name(side: SideConfig) -> str:
-    """Name a side by its path and the settings of its engine."""
+    """Return a name of a side for messages: its path and the settings of its engine."""
     return f"{side.path} {_settings_name(side)}"
 
 
 def short_names(sides: Sequence[SideConfig]) -> list[str]:
-    """Name the sides as `side_name` does, without a path that all share, and by a folder's last part if it suffices."""
+    """Return shorter names than `side_name`: without a path that all share, and with the last parts of folders.
+
+    Whole paths stay where two last parts are equal.
+    """
     paths = list(dict.fromkeys(side.path for side in sides))
     lasts = [Path(path).name if Path(path).is_dir() else path for path in paths]
     if len(paths) == 1:
         return [_settings_name(side) for side in sides]
+
     shown = dict(zip(paths, lasts if len(set(lasts)) == len(paths) else paths, strict=True))
     return [f"{shown[side.path]} {_settings_name(side)}" for side in sides]
 
@@ -117,7 +126,14 @@ def _settings_name(side: SideConfig) -> str:
 
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: Sampling, mean_gap: float) -> str:
-    """Rate the mean |p - q| in a sentence, by the largest gap that training's own check allows on a kind of device."""
+    """Rate the mean |p - q| of two sides in a sentence, by the largest gap that training's own check allows.
+
+    Args:
+        sampler, learner: settings of the two sides.
+        device: kind of device that both ran on.
+        sampling: how responses were sampled.
+        mean_gap: mean |p - q| over sampled tokens.
+    """
     formats = unified_formats(sampler.engine)
     is_unified = formats is not None and formats == unified_formats(learner.engine)
     if is_unified and device == "cpu" and not learner.autocast:
@@ -142,7 +158,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
 
 
 def _precision(side: SideConfig) -> str:
-    """Return the side's key in `LARGEST_GAPS`."""
+    """Return the precision of a side, a key of `LARGEST_GAPS`."""
     if is_quantized(side.engine):
         return "quantized"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

@@ -1,7 +1,7 @@
-"""Compares the sampler's and the learner's probabilities of the same response, token by token.
+"""The mismatch between the sampler's and the learner's probabilities of one response, token by token.
 
 p is the probability of the sampler, which generated the response; q is that of the learner, which scores it. The tokens
-are those that the sampler drew, so a mean over them is a mean under p.
+are those that the sampler drew, so a mean over tokens is a mean under p.
 
 Shapes: `T` response tokens, `K` tokens whose p is known, `V` vocabulary, `N` sampled tokens. Log-probs are in nats.
 """
@@ -20,35 +20,34 @@ _SMALLEST_MASS = 1e-6  # below it, 1 - sum p is rounding of float32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerScores:
-    """The sampler's log-probs of one response."""
+    """The sampler's log-probs of one response, which the sampler generated."""
 
     uid: str
     sampled: Tensor  # [T] bool, False at a tool's tokens
-    log_probs: Tensor  # [T] log p of the sampled tokens
-    top_ids: Tensor  # [T, K] int64
-    top_log_probs: Tensor  # [T, K] log p there, -inf outside the support of a truncated distribution
+    log_probs: Tensor  # [T] log p of the response's tokens
+    top_ids: Tensor  # [T, K] int64, the tokens whose p is known
+    top_log_probs: Tensor  # [T, K] log p at `top_ids`, -inf outside the support of a truncated distribution
     vocabulary: int  # V
-    truncated: bool  # p is renormalized after top-p or top-k
+    truncated: bool  # whether p is renormalized after top-p or top-k
     experts: Tensor | None = None  # as in `LearnerScores`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMismatch:
-    """The mismatch at the N sampled tokens of one response. All [N] float64; None where a number is unknown.
+    """The mismatch at the N sampled tokens of one response: [N] float64 unless noted, None where it is unknown.
 
-    `kl` is KL(p || q) of the whole distributions at that token and `variation` their total variation, each between two
-    bounds, which are equal where the whole of p is known. `support` is the learner's mass on the tokens that the
-    sampler can draw.
+    `kl` is KL(p || q) of the whole distributions at a token, and `variation` their total variation. Each is a lower and
+    an upper bound, equal where the whole of p is known.
     """
 
-    position: Tensor  # int64, counted in all tokens of the response
+    position: Tensor  # int64, place among all tokens of the response, sampled or not
     sampler: Tensor  # p
     learner: Tensor  # q; of a truncated sampler renormalized on its support
     log_ratio: Tensor  # log q/p
     kl: tuple[Tensor, Tensor] | None
     variation: tuple[Tensor, Tensor] | None
     is_exact: bool  # whether the bounds are equal
-    support: Tensor | None  # None where nothing was truncated
+    support: Tensor | None  # the learner's mass on tokens that the sampler can draw; None without truncation
     entropy: Tensor | None  # entropy of the learner, or of the sampler where only that is known
     other_token: Tensor | None = None  # 1 where the most probable token differs; None where one side is unknown
     other_experts: Tensor | None = None  # 1 where the experts of any layer differ; None where they are unknown
@@ -60,7 +59,13 @@ class TokenMismatch:
 
 
 def sampler_scores(rollout: Rollout, vocabulary: int, truncated: bool) -> SamplerScores:
-    """Take the sampler's scores from a rollout."""
+    """Return the sampler's scores in a rollout.
+
+    Args:
+        rollout: a response with its log-probs and top-k lists.
+        vocabulary: size of the sampler's vocabulary.
+        truncated: whether top-p or top-k left out tokens.
+    """
     return SamplerScores(
         uid=rollout.uid,
         sampled=rollout.sampled_mask,
@@ -75,7 +80,11 @@ def sampler_scores(rollout: Rollout, vocabulary: int, truncated: bool) -> Sample
 def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
     """Compute the mismatch at every sampled token of one response.
 
-    Where the sampler is truncated, q is renormalized on the support of p, as corrections do.
+    For a truncated sampler, q is renormalized on the support of p, as corrections do it.
+
+    Args:
+        by: the sampler's scores.
+        reading: the learner's scores of the same response.
 
     Raises:
         EngineError: a log-prob is NaN; or the sampler is truncated, and its support is larger than K or the learner
@@ -89,6 +98,7 @@ def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
 
     top_p = by.top_log_probs[here].double()
     top_q = None if reading.top_log_probs is None else reading.top_log_probs[here].double()
+
     support = None
     if by.truncated:
         top_q, log_mass = _on_support(by, top_p, top_q)
@@ -102,6 +112,7 @@ def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
             assert reading.lowest is not None  # a learner that gives the log-probs of some tokens gives it too
             lowest = reading.lowest[here].double()
         kl, variation = _divergences(top_p, top_q, lowest)
+
     return TokenMismatch(
         position=position,
         sampler=log_p.exp(),
@@ -139,16 +150,17 @@ def _on_support(by: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple
 
 
 def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Bound KL(p || q) and the total variation, [N] each.
+    """Return a lower and an upper bound of KL(p || q), and of the total variation, [N] each.
 
-    KL is summed as p log(p/q) - p + q, which is the same for whole distributions. Each term is at least 0, and rounding
-    of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
+    KL is summed as p log(p/q) - p + q, which has the same sum over whole distributions. Each term is at least 0, and
+    rounding of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
 
-    For the tail, of mass m_p and m_q, the log-sum inequality gives at least m_p log(m_p/m_q) - m_p + m_q. Since
-    p <= p_K and q >= lowest there, it is at most m_p log(p_K / lowest) - m_p + m_q, which is loose.
+    The tail, all tokens beyond the K, has the mass m_p and m_q. By the log-sum inequality its terms sum to at least
+    m_p log(m_p/m_q) - m_p + m_q. Since p <= p_K and q >= lowest in the tail, they sum to at most
+    m_p log(p_K / lowest) - m_p + m_q, which is loose.
 
     Args:
-        log_p, log_q: [N, K].
+        log_p, log_q: [N, K] log-probs at the K tokens whose p is known.
         lowest: [N] as in `LearnerScores`; None where the K tokens are the whole support.
     """
     p, q = log_p.exp(), log_q.exp()
@@ -156,17 +168,22 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     kl, variation = terms.sum(-1), 0.5 * (p - q).abs().sum(-1)
     if lowest is None:
         return (kl, kl), (variation, variation)
-    p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
+
+    p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))  # m_p and m_q
     known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
     least = torch.where(known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
     spread = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
     most = torch.maximum(least, spread - p_rest + q_rest)
+
     wide = 0.5 * (p_rest + q_rest)
     return (kl + least, kl + most), (variation + 0.5 * (p_rest - q_rest).abs(), variation + wide)
 
 
 def _other_token(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Tensor | None:
-    """Tell where the two most probable tokens differ, [N] float64; a tie counts as the sampler's first."""
+    """Return 1 where the most probable tokens of sampler and learner differ, else 0: [N] float64.
+
+    Of several tokens that are most probable to the sampler, the first counts.
+    """
     if reading.most_probable is None or not by.top_ids.shape[1]:
         return None
     first = by.top_log_probs[here].argmax(-1, keepdim=True)
@@ -174,7 +191,7 @@ def _other_token(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Ten
 
 
 def _other_experts(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Tensor | None:
-    """Tell where a token is sent to other experts in any layer, [N] float64."""
+    """Return 1 where sampler and learner send a token to different experts in any layer, else 0: [N] float64."""
     if by.experts is None or reading.experts is None or by.experts.shape != reading.experts.shape:
         return None
     return (by.experts != reading.experts)[here].flatten(1).any(1).double()

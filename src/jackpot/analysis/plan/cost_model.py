@@ -1,8 +1,8 @@
-"""Computes how long a run takes on GPUs, by arithmetic alone: docs/cost.md.
+"""How long a run takes on GPUs, computed by arithmetic alone (docs/cost.md).
 
-An iteration generates a rollout batch, trains on it and sends the new weights. Decoding takes the longer of its
-operations and its memory traffic. Every number that is neither the run's nor the GPU's is a constant below, with its
-source.
+An iteration generates a rollout batch, trains on it and sends the new weights. Decoding takes as long as its operations
+or its memory traffic, whichever is longer. Every number that is neither the run's nor the GPU's is a constant below,
+with its source.
 
 Status: experimental. Nothing here has been measured with Jackpot on a GPU.
 
@@ -18,17 +18,20 @@ from jackpot.models.drafts import tokens_per_verification
 
 
 class Gpu(NamedTuple):
-    """Holds the data sheet of a GPU. Drivers report 5 to 7 % more memory, used by CUDA's context and fragmentation."""
+    """The data sheet of a kind of GPU.
 
-    bf16: float  # FLOP/s of dense matrix products
-    fp32: float  # FLOP/s without TF32, which torch leaves off
-    bandwidth: float  # of the memory, bytes/s
+    Drivers report 5 to 7 % more memory than the data sheet; CUDA's context and fragmentation use that.
+    """
+
+    bf16: float  # FLOP/s of dense matrix products in bf16
+    fp32: float  # FLOP/s in float32 without TF32, which torch leaves off
+    bandwidth: float  # bytes/s of the memory
     memory: float  # capacity, bytes
-    fp8: float | None = None  # FLOP/s of dense matrix products; None: it has none
-    int8: float | None = None  # as `fp8`
+    fp8: float | None = None  # FLOP/s of dense matrix products in FP8; None: the GPU has none
+    int8: float | None = None  # operations/s of dense matrix products in INT8; None: the GPU has none
 
 
-GPUS = {  # NVIDIA's data sheets, SXM where there is a choice; half of what they give "with sparsity"
+GPUS = {  # NVIDIA's data sheets, SXM where there is a choice; half of the numbers "with sparsity"
     "4090": Gpu(165.2e12, 82.6e12, 1.008e12, 24e9, fp8=330.3e12, int8=660.6e12),
     "A6000": Gpu(154.8e12, 38.7e12, 768e9, 48e9, int8=309.7e12),
     "A100": Gpu(312e12, 19.5e12, 2.039e12, 80e9, int8=624e12),
@@ -87,7 +90,10 @@ def mean_response(limit: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Assumes equal prompts, and responses that end after each token with one probability, or at the limit."""
+    """Lengths of prompts and responses as the plan assumes them.
+
+    All prompts are equally long. A response ends after each token with one and the same probability, or at the limit.
+    """
 
     prompt: float  # length of each prompt, tokens
     mean: float  # mean length of responses, tokens; at most `limit`
@@ -96,9 +102,14 @@ class Lengths:
 
     @property
     def scale(self) -> float:
-        """Return the mean s of responses without a limit: s (1 - exp(-limit / s)) = mean. Infinite if all reach it."""
+        """Return the mean length s that responses would have without a limit: s (1 - exp(-limit / s)) = mean.
+
+        It is infinite where all responses reach the limit.
+        """
         if self.mean >= self.limit * (1 - 1e-6):
             return math.inf
+
+        # Bisection: the mean with a limit rises with s.
         low, high = self.mean, self.mean
         while _cut_mean(high, self.limit) < self.mean:
             high *= 2
@@ -109,7 +120,7 @@ class Lengths:
 
     @property
     def square(self) -> float:
-        """Return the mean squared length of responses: the integral of 2 t exp(-t / s) up to the limit."""
+        """Return the mean squared length of responses, tokens^2: the integral of 2 t exp(-t / s) up to the limit."""
         scale, limit = self.scale, self.limit
         if math.isinf(scale):
             return float(limit**2)
@@ -117,21 +128,23 @@ class Lengths:
 
     @property
     def response_pairs(self) -> float:
-        """Return the mean number of (query, key) pairs whose query is a token of the response."""
+        """Return the mean number of (query, key) pairs of attention whose query is a token of the response."""
         return self.prompt * self.mean + self.square / 2
 
     @property
     def pairs(self) -> float:
-        """Return the mean number of (query, key) pairs of a whole sequence, half the square of its length."""
+        """Return the mean number of (query, key) pairs of attention in a sequence: half the square of its length."""
         return self.response_pairs + self.prompt**2 / 2
 
     def longest(self, count: float) -> float:
-        """Return the expected maximum length of `count` responses.
+        """Return the expected length of the longest of `count` responses, tokens.
 
-        It is the limit where one of them is endless, else scale x (1 + 1/2 + ... + 1/count), at most the limit.
+        If one of the responses is endless, that is the limit; else scale x (1 + 1/2 + ... + 1/count), or the limit.
         """
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
+
+        # The longest response that ends by itself, and the limit if one of all responses is endless.
         harmonic = math.log(count) + 0.5772 + 1 / (2 * count) if count > 1 else 1.0
         ended = min(float(self.limit), max(self.mean, self.scale * harmonic))
         return self.limit - (self.limit - ended) * (1 - self.endless) ** count
@@ -142,7 +155,7 @@ def _cut_mean(scale: float, limit: int) -> float:
 
 
 class Linear(NamedTuple):
-    """Holds how long an operation of quantized linear layers takes in training, beside one of the others."""
+    """The time that an operation of quantized linear layers takes in training, over the time of any other operation."""
 
     forward: float
     backward: float
@@ -153,18 +166,18 @@ PLAIN = Linear(1.0, 1.0)  # where nothing is quantized
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCost:
-    """Holds the size of a model and the FLOPs of its forward pass, as models/cost.py counts them."""
+    """The size of a model and the FLOPs of its forward pass, as models/cost.py counts them."""
 
     parameters: int  # number of all parameters
     trained: int  # number of trained parameters: all, those of an adapter, or none
     body: int  # cost of a token without the output layer, FLOPs
     head: int  # cost of the output layer for a token, FLOPs
-    pair: int  # cost of one (query, key) pair, FLOPs
-    cache: int  # numbers in the keys and values of a token
+    pair: int  # cost of one (query, key) pair of attention, FLOPs
+    cache: int  # numbers in the cached keys and values of a token
     layers: int
 
     def drafting_head(self) -> "ModelCost":
-        """Return the cost of a head that drafts for this model: one of its layers and an output layer, not trained."""
+        """Return the cost of an untrained head that drafts for this model: one of its layers and an output layer."""
         return ModelCost(
             parameters=(self.body // self.layers + self.head) // 2,
             trained=0,
@@ -176,14 +189,20 @@ class ModelCost:
         )
 
     def training(self, lengths: Lengths, checkpoints: bool, extra: float, linear: Linear = PLAIN) -> float:
-        """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes;
-        those of quantized linear layers as the FLOPs of other layers that take as long.
+        """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes.
 
-        A backward pass costs two forward passes, or one where the weights themselves are frozen. The joint head
-        computes its logits again in backward, always.
+        A backward pass costs two forward passes, or one where only an adapter is trained. The joint head always
+        computes its logits again in backward. Operations of quantized linear layers count by the time that they take.
+
+        Args:
+            lengths: lengths of prompt and response.
+            checkpoints: whether activations are computed again in backward.
+            extra: forward passes without gradient over the sequence.
+            linear: relative time of quantized linear layers.
         """
         if not self.trained:
             return (1 + extra) * self.forward(lengths, linear)
+
         backward = 2 if self.trained == self.parameters else 1
         forward = 1 + (1 if checkpoints else 0) + extra
         body = (forward * linear.forward + backward * linear.backward) * self.body * (lengths.prompt + lengths.mean)
@@ -191,22 +210,22 @@ class ModelCost:
         return body + (forward + backward) * self.pair * lengths.pairs + head
 
     def forward(self, lengths: Lengths, linear: Linear = PLAIN) -> float:
-        """Return the FLOPs of one forward pass over a sequence, with the output layer on its response."""
+        """Return the FLOPs of one forward pass over a sequence, with the output layer on the response alone."""
         body = linear.forward * self.body * (lengths.prompt + lengths.mean) + self.pair * lengths.pairs
         return body + self.head * lengths.mean
 
 
 class Drafts(NamedTuple):
-    """Describes the model whose drafts an engine's model verifies."""
+    """The drafts that an engine's model verifies, and the model that makes them."""
 
-    model: ModelCost
+    model: ModelCost  # the model that drafts
     tokens: int  # drafts before each pass of the engine's model
-    acceptance: float  # probability that one is accepted where those before it were
+    acceptance: float  # probability that a draft is accepted if those before it were
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpeed:
-    """Computes how fast an engine generates, from its model, limits and GPUs."""
+    """The speed at which an engine generates, from its model, limits and GPUs."""
 
     model: ModelCost
     weight_bytes: float  # mean size of a number in the weights, bytes
@@ -215,14 +234,14 @@ class EngineSpeed:
     cache_bytes: float  # room of one engine for keys and values, bytes
     gpus: int  # tensor-parallel GPUs of one engine
     peak: float  # FLOP/s of one GPU at the engine's precision
-    linear: float = 1.0  # how long an operation of linear layers takes, beside one of the others
-    most_gain: float | None = None  # the most that its codes speed it up; None: all that bytes and operations allow
+    linear: float = 1.0  # time of an operation of linear layers, over the time of any other operation
+    most_gain: float | None = None  # greatest speed-up by quantization; None: all that bytes and operations allow
     drafts: Drafts | None = None  # None: the model generates alone
 
     def concurrent(self, sequences: float, lengths: Lengths) -> float:
-        """Return how many of `sequences` one engine decodes at once.
+        """Return how many of `sequences` one engine decodes at once: limited by `max_num_seqs` and by the cache.
 
-        The response of a running sequence has, on average over time, half of the mean square over the mean of tokens.
+        On average over time, the response of a running sequence is half the mean square over the mean long.
         """
         length = lengths.prompt + lengths.square / (2 * lengths.mean)
         cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)
@@ -230,10 +249,10 @@ class EngineSpeed:
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:
-        """Return the seconds in which some engines generate `sequences` responses each, the longest of all last.
+        """Return the seconds in which `engines` engines generate `sequences` responses each, up to the longest of all.
 
-        A step gives every sequence one token. With k drafts a pass of the model reads k + 1 tokens, and the other model
-        takes k passes over as many before it, which together stand for several steps and are scheduled once.
+        A decoding step gives every sequence one token. With k drafts, a pass of the engine's model reads k + 1 tokens,
+        after k passes of the model that drafts; all these together give several tokens and are scheduled once.
         """
         if self.most_gain:
             fast = replace(self, most_gain=None)
@@ -244,33 +263,38 @@ class EngineSpeed:
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
 
-        models, read, given = [(self.model, 1)], 1, 1.0  # models with their passes, tokens of a pass, and steps
+        # For one scheduled step: models with their passes, tokens that a pass reads, tokens that it gives.
+        models, read, given = [(self.model, 1)], 1, 1.0
         if self.drafts:
             models.append((self.drafts.model, self.drafts.tokens))
             read = self.drafts.tokens + 1
             given = tokens_per_verification(self.drafts.acceptance, self.drafts.tokens)
 
+        # Decoding: the longer of memory traffic (weights, then caches) and operations.
         moved = steps * self.weight_bytes * sum(passes * model.parameters for model, passes in models)
         moved += pairs * self.number_bytes * sum(passes * model.cache for model, passes in models)
         flops = tokens * sum(self.linear * model.body + model.head for model, _ in models)
         flops += pairs * sum(model.pair for model, _ in models)
         rate, prompt = self.gpus * self.peak * GENERATION_SHARE, lengths.prompt
         decoding = max(moved / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE), read * flops / rate)
+
         prefill = sum(
             self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
         )
+
+        # With tensor parallelism every layer adds up two small tensors.
         sums = 2 * sum(passes * model.layers for model, passes in models) if self.gpus > 1 else 0
         return (decoding + (STEP_SECONDS + sums * ALL_REDUCE_SECONDS) * steps) / given + sequences * prefill / rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Describes the work of one iteration. Sequences are responses with their prompts."""
+    """The work of one iteration. A sequence is a response with its prompt."""
 
     sequences: int  # number of sequences trained on
     steps: int  # number of optimizer steps
     epochs: int  # passes over the rollout batch
-    micro_batches: int  # number of full micro-batches of an optimizer step: more GPUs than that do not train faster
+    micro_batches: int  # full micro-batches of an optimizer step: more GPUs than micro-batches do not train faster
     generated: float  # responses generated for each one trained on
     lengths: Lengths
     checkpoints: bool  # whether activations are computed again in backward
@@ -278,11 +302,11 @@ class Work:
 
 
 class Hours(NamedTuple):
-    """Holds the hours of a whole run by activity."""
+    """The hours of a whole run by activity."""
 
-    generation: float  # of rollouts
+    generation: float  # generating rollouts
     training: float
-    sending: float  # of weights to engines
+    sending: float  # sending weights to engines
     evaluating: float = 0.0
 
     @property
@@ -292,7 +316,7 @@ class Hours(NamedTuple):
 
     @property
     def rollout_share(self) -> float:
-        """Return the share of generation in the hours of the iterations, without evaluations."""
+        """Return the share of generation in the hours of all iterations; evaluations do not count."""
         return self.generation / self.iterations
 
     @property
@@ -312,14 +336,18 @@ def run_hours(
     peak: float,
     linear: Linear = PLAIN,
 ) -> Hours:
-    """Return the hours of all iterations on `gpus` GPUs that generate, then train, one after the other.
+    """Return the hours of all iterations on `gpus` GPUs, all of which generate, and then all train.
 
     Args:
-        engine: generates the rollouts.
-        models: policy and rollout model, which read every sequence in training.
+        work: work of one iteration.
+        engine: the engine that generates the rollouts.
+        models: the models that are trained or scored: policy and rollout model.
         others: FLOPs of the reference and the critic for one sequence.
+        iterations: number of iterations.
+        gpu: data sheet of the GPUs.
+        gpus: number of GPUs.
         peak: FLOP/s of one GPU at the precision of training.
-        linear: what quantized linear layers take in training.
+        linear: relative time of quantized linear layers in training.
     """
     engines, extra = gpus / engine.gpus, work.extra / work.epochs
     busy = min(gpus, work.micro_batches)
@@ -337,7 +365,15 @@ def run_hours(
 def evaluation_hours(
     sets: Sequence[tuple[EngineSpeed, int]], times: int, lengths: Lengths, gpu: Gpu, gpus: int
 ) -> float:
-    """Return the hours of `times` evaluations, in which each engine answers its set, one set after the other."""
+    """Return the hours of a run's evaluations, in which the sets are answered one after the other.
+
+    Args:
+        sets: the engine and the number of answers of each set.
+        times: number of evaluations.
+        lengths: lengths of prompts and answers.
+        gpu: data sheet of the GPUs.
+        gpus: number of GPUs.
+    """
     seconds = sum(
         engine.seconds(answers * engine.gpus / gpus, lengths, gpu, gpus / engine.gpus) for engine, answers in sets
     )
@@ -345,9 +381,9 @@ def evaluation_hours(
 
 
 def on_policy(work: Work) -> tuple[Work, int]:
-    """Return the work of one on-policy iteration, and how many of them generate as many responses as one of `work`.
+    """Return the work of an on-policy iteration, and how many such iterations generate as many responses as `work`.
 
-    In each, the current policy generates a batch and takes one optimizer step on it.
+    In an on-policy iteration the current policy generates a batch and takes one optimizer step on it.
     """
     times = work.steps // work.epochs
     return replace(work, sequences=work.sequences // times, steps=1, epochs=1, extra=0.0), times

@@ -1,8 +1,8 @@
-"""Finds the peak memory of one training step by running it on fake tensors, which have shapes and no storage.
+"""The peak memory of one training step, found by running the step on fake tensors, which have shapes and no storage.
 
-The largest micro-batch goes through scoring, forward, the split of the rollout model's gradient and backward, on the
-modules that the learner itself uses. Two tiles of the output layer are run; what stands for the others holds as many
-bytes for as long (`_head`), and the peak is the same.
+The largest micro-batch goes through the modules that the learner itself uses: scoring, forward, the split of the
+rollout model's gradient, backward. Of the output layer only two tiles are run; for the other tiles as many bytes are
+held for as long (`_head`), so that the peak is the same.
 """
 
 import logging
@@ -45,11 +45,11 @@ from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.joint_optimizer import GradientSplit
 
-RUN_TILES = 2  # of the output layer: the second one has what all later ones have
+RUN_TILES = 2  # tiles of the output layer that are run: the second holds what every later one does
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all storages that are made under it: those alive now, and the most at any time."""
+    """A counter of the bytes of all tensor storages made while it is active: those alive now, and the most so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,16 +77,20 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class MicroBatchShape(NamedTuple):
-    """Holds the shape of the largest micro-batch of a run."""
+    """The shape of the largest micro-batch of a run."""
 
-    prompts: int  # different ones
-    rows: int  # sequences
-    prompt_tokens: int
-    response_tokens: int
+    prompts: int  # number of different prompts
+    rows: int  # number of sequences
+    prompt_tokens: int  # length of every prompt
+    response_tokens: int  # length of every response
 
 
 def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
     """Run one training step on fake tensors.
+
+    Args:
+        config: settings of the run.
+        shape: shape of the largest micro-batch.
 
     Returns:
         The peak of activations, loss and temporary tensors, in bytes, beyond weights and gradients; None for a model
@@ -116,9 +120,9 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 
 
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
-    """Make the models of `load_models` on the meta device, as in training; those that are not trained are frozen.
+    """Make all models of training on the meta device, by role; untrained models are frozen.
 
-    They are fused only where they are sure to be on a CPU: on a GPU a model keeps more.
+    Models are fused only where the run is sure to be on a CPU: on a GPU they are not, and keep more for backward.
     """
     paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
     if config.critic:
@@ -135,7 +139,7 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
 
 
 def _give_memory(model: PreTrainedModel) -> None:
-    """Replace weights and buffers of the meta device by fake ones of the CPU, so that they are counted; keep ties."""
+    """Replace a model's meta tensors by fake tensors of the CPU, so that they are counted; tied weights stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -143,24 +147,28 @@ def _give_memory(model: PreTrainedModel) -> None:
                 weight = torch.empty(parameter.shape, dtype=torch.float32)
                 made[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
+
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Score as many tokens as a thorough check of the engine does; training's forward pass takes more than its own."""
+    """Score as many tokens as a thorough check of the engine scores.
+
+    The backbone is left out: its activations in training take more memory than in scoring.
+    """
     rows, sampling = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens)), config.sampling
     layer = output_layer(model)
     with torch.no_grad(), _precision(config):
         hidden = torch.empty(rows * shape.response_tokens, layer.in_features)
-        for states in hidden.split(max(1, MAX_LOGITS // layer.out_features))[:2]:  # the rest is alike
+        for states in hidden.split(max(1, MAX_LOGITS // layer.out_features))[:2]:  # later parts are like the second
             sampling_log_probs(head_logits(model, states), sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 def _train(
     config: Config, models: Mapping[str, PreTrainedModel], trained: Sequence[nn.Parameter], shape: MicroBatchShape
 ) -> None:
-    """Train on one micro-batch; where a step has several, on a later one, before which gradients exist."""
+    """Train on one micro-batch; if a step has several, on one that finds gradients of earlier ones."""
     if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -173,7 +181,8 @@ def _train(
         pulls = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
-    split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None  # the log-probs alone, as eq. 6
+    # The split separates the gradients of the rollout model's two losses; its PPO loss (eq. 6) reads log-probs alone.
+    split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     sum((value.sum() for value in (*values, *pulls)), start=torch.zeros(())).backward()
     del hidden, values, pulls, waiting, split
 
@@ -182,7 +191,7 @@ def _train(
 
 
 def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Run forward and backward of the critic; padded, it repeats shared prompts."""
+    """Run forward and backward of the critic: on a packed row where it can, else padded, with prompts repeated."""
     with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))
@@ -195,7 +204,10 @@ def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchS
 def _reference_kl(
     config: Config, models: Mapping[str, PreTrainedModel], shape: MicroBatchShape, policy_hidden: Tensor
 ) -> tuple[Tensor, ...]:
-    """Read the frozen reference; return what the exact KL to it adds to the policy's graph, nothing for an estimate."""
+    """Run the frozen reference, and return the values of the exact KL that carry the policy's gradient.
+
+    Nothing is returned without a reference, or for a KL that is estimated from sampled tokens.
+    """
     settings = config.objective.reference
     if settings is None:
         return ()
@@ -208,13 +220,15 @@ def _reference_kl(
 
 
 def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> list[Tensor]:
-    """Allocate what training holds until backward beyond activations and loss.
+    """Allocate the tensors that training holds until backward beside activations and loss.
 
-    That is for each model the mask of responses to prompts of several lengths, its top log-probs with their ids, its
-    log-probs at the engine's top ids, and, of two models, those at the other's top ids.
+    For each model these are its top log-probs with their ids, its log-probs at the engine's top ids and at the other
+    model's, and, where several responses share a prompt, an attention mask.
     """
     count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
+    # Sizes in bytes: an id, and a log-prob in each of three lists.
     held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
+
     if shape.prompts < shape.rows:
         columns = shape.prompt_tokens + shape.response_tokens
         held += [torch.empty(shape.rows, shape.response_tokens, columns) for _ in range(models)]
@@ -222,7 +236,7 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
 
 
 def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
-    """Return the hidden states that predict all response tokens, [N, H]."""
+    """Run a backbone on the micro-batch, and return the hidden states that predict all response tokens, [N, H]."""
     if can_pack(model):
         row = _row(shape)
         return read_row(backbone(model), row).index_select(0, row.predicting.flatten())
@@ -234,7 +248,7 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
 
 
 def _row(shape: MicroBatchShape) -> PackedRow:
-    """Lay a micro-batch out as one row of fake tensors."""
+    """Return the micro-batch as one packed row of fake tensors."""
     prompts, rows, prompt_tokens, response_tokens = shape
     with unset_fake_temporarily():  # the plan depends on lengths
         responses = [torch.zeros(response_tokens, dtype=torch.int64)] * rows
@@ -244,25 +258,32 @@ def _row(shape: MicroBatchShape) -> PackedRow:
 
 
 def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the joint head on the first tiles of the vocabulary and return its outputs that carry a gradient, [N] each.
+    """Run the joint head on the first tiles of the vocabulary, and return its outputs that carry a gradient, [N] each.
 
-    While its backward pass goes over them, the gradients of the other rows of the output layers are held.
+    The gradients of the other rows of the output layers are held while backward goes over these outputs.
+
+    Args:
+        config: settings of the run.
+        models: the models whose heads are read together.
+        hidden: [N, H] hidden states of each model.
     """
     layers = [output_layer(model) for model in models]
     weights = [layer.weight[: layer.out_features] for layer in layers]
 
+    # The tile that training takes on the device of the run.
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
     positions, tokens = default_tile(len(hidden[0]), len(weights[0]), device_type)
     tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
     run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
 
+    # All rows of the output layers are run where their logits are kept for backward, else RUN_TILES tiles.
     whole = [
         replace(head_of(layer, states, cap), bias=None)
         for layer, states, cap in zip(layers, hidden, soft_caps, strict=True)
     ]
     if any(keeps_logits(whole, options)):
-        run = len(weights[0])  # then the logits are few
+        run = len(weights[0])
     else:
         options = replace(options, logits_memory=0)
 
@@ -272,6 +293,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     outputs, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
     values = tuple(value for value in outputs if value is not None)  # with the moments none is missing
 
+    # In backward the gradients of the rows that were not run take memory too.
     for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
         if part is not weight and part.requires_grad:
             own = values[2 * number : 2 * number + 2]
@@ -280,7 +302,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
 
 def _hold_gradient(values: Sequence[Tensor], part: Tensor, shape: tuple[int, int]) -> None:
-    """Hold a tensor of `shape` from when backward reaches one of `values` to when it has the gradient of `part`."""
+    """Hold a tensor of `shape` in backward, from the gradient of the first of `values` to the gradient of `part`."""
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:

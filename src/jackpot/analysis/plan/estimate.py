@@ -1,4 +1,4 @@
-"""Estimates the GPUs and hours of a large run: `sharding` and `cost_model` with the numbers of the run."""
+"""The estimate of GPUs and hours of a large run: `sharding` and `cost_model` applied to the numbers of the run."""
 
 import math
 from collections import Counter
@@ -57,54 +57,57 @@ from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.drafts import tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
-DRAFTED = 4  # assumed of `engine.draft.tokens: auto`
-ENGINES_SHARE = 0.9  # of a GPU's memory that engines take where no learner shares it: vLLM's own default
-AT_ONCE = 4  # batches that a policy ahead generates at once, as with batch.ahead 7: their tails overlap
+DRAFTED = 4  # drafts a pass, assumed for `engine.draft.tokens: auto`
+ENGINES_SHARE = 0.9  # share of a GPU's memory that engines take if no learner is on it: vLLM's own default
+AT_ONCE = 4  # batches generated at once by engines that run ahead, as with batch.ahead 7: their tails overlap
 LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
 
 
 class MachineEstimate(NamedTuple):
-    """Holds memory and hours of a run on some GPUs."""
+    """Memory and hours of a run on some GPUs."""
 
     kind: str  # name of the GPU, a key of GPUS
-    shard: Shard
-    hours: Hours | None  # None where the run does not fit
-    alone: Hours | None  # of the policy alone, on-policy: it generates as many responses, one step on each batch
-    ahead: Hours | None = None  # of the policy alone that generates ahead, with drafts; None: no room, or one GPU
+    shard: Shard  # memory of each GPU
+    hours: Hours | None  # hours of the run; None where it does not fit
+    alone: Hours | None  # hours of the policy alone, on-policy: as many responses, one step on each batch
+    ahead: Hours | None = None  # hours of the policy alone that generates ahead, with drafts; None: no room, or one GPU
 
 
 class FlopShares(NamedTuple):
-    """Holds the FLOPs of a run as shares of those of the policy alone, on-policy, with as many responses."""
+    """The FLOPs of a run over those of the policy alone, on-policy, with as many responses."""
 
-    rollouts: float  # of generating the rollouts
-    all: float  # of rollouts, training and evaluations
+    rollouts: float  # FLOPs of generating the rollouts
+    all: float  # FLOPs of rollouts, training and evaluations
 
 
 class CostEstimate(NamedTuple):
-    """Holds the estimates of a run on several numbers of GPUs, and the lengths that they assume."""
+    """The estimates of a run on several kinds and numbers of GPUs, and the lengths that they assume."""
 
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
     stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
-    here: list[MachineEstimate]  # on the GPUs of this machine; none where there are none of a known kind
-    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0 where it fits on none of COUNTS
+    here: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
+    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
     flops: FlopShares
 
 
 def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
-    """Tell whether the models have so many parameters that a plan shows GPUs and hours."""
+    """Return whether the models have so many parameters that a plan shows GPUs and hours."""
     return sum(size.parameters for size in sizes.values()) >= LARGE
 
 
 def estimate(
     config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
 ) -> CostEstimate:
-    """Estimate memory and hours of a run on each shown kind and number of GPUs, and on those that its recipe names.
+    """Estimate memory and hours of a run on each shown kind and number of GPUs, and on the stated ones.
 
     Args:
-        stated: GPUs that were asked about, or that the recipe names.
+        config: settings of the run.
+        sizes: numbers of parameters by role.
+        prompts: lengths of prompts.
+        stated: GPUs that were asked about, or that the recipe names; None: one H100.
 
     Raises:
         ModelError: as `plan_memory`.
@@ -127,9 +130,10 @@ def estimate(
 
 
 def gpus_here() -> GpusConfig | None:
-    """Return the GPUs of this machine, where all are of one kind that plans know."""
+    """Return the GPUs of this machine; None without GPUs, or if they are not all of one known kind."""
     if not torch.cuda.is_available():
         return None
+
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for kind, gpu in GPUS.items():
         if all(kind in one.name.replace(" ", "") and one.total_memory > 0.85 * gpu.memory for one in devices):
@@ -138,9 +142,9 @@ def gpus_here() -> GpusConfig | None:
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs of engines on GPUs of their own.
+    """Return the needs that engines have on GPUs without a learner, where vLLM can take more of the memory.
 
-    Where vLLM takes a share of the memory, the shares of all engines there are scaled to `ENGINES_SHARE` in all.
+    The shares of the memory that vLLM engines take are scaled to `ENGINES_SHARE` in all.
     """
     taken = {
         name: one.settings.gpu_memory_utilization
@@ -157,26 +161,26 @@ def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareHours:
-    """Computes the hours, without evaluations, in which each model generates a share of the same batches.
+    """The hours of a run, without evaluations, by the share of the rollouts that each model generates.
 
     A batch has the same optimizer steps whichever model generates it.
     """
 
-    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # the hours of all iterations, with one engine
-    work: Work
-    policy: EngineSpeed  # without another engine
-    beside: EngineSpeed  # the policy's, beside that of the rollout model
+    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # hours of all iterations with one engine
+    work: Work  # of one iteration
+    policy: EngineSpeed  # the policy's engine alone on the GPUs
+    beside: EngineSpeed  # the policy's engine beside the rollout model's
     rollout_model: EngineSpeed
     costs: Mapping[Role, ModelCost]
     gpu: Gpu
     gpus: int
 
     def afterwards(self) -> Hours:
-        """Return the hours of the policy beside a rollout model whose share has ended: it is not trained any more."""
+        """Return the hours if the policy generates everything and the rollout model, whose share has ended, rests."""
         return self.run(self.work, self.beside, [self.costs["policy"]])
 
     def generation(self, share: float, drafts: Drafts | None = None) -> float:
-        """Return the hours in which the rollout model generates a share of each batch, then the policy the others."""
+        """Return the hours in which the rollout model generates a share of each batch, and then the policy the rest."""
         parts = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
         return sum(
             self.run(replace(self.work, sequences=self.work.sequences * part), engine, ()).generation
@@ -185,9 +189,9 @@ class ShareHours:
         )
 
     def at(self, share: float, drafts: Drafts | None = None) -> Hours:
-        """Return the hours where the rollout model generates a share of each batch, or drafts it, and both are trained.
+        """Return the hours if the rollout model generates a share of each batch, or drafts, and both are trained.
 
-        The weights of every model that then generates are sent.
+        The weights of every model that generates or drafts are sent.
         """
         whole = self.run(self.work, self.rollout_model, [*self.costs.values()])
         sending = whole.sending if share > 0.0 or drafts else 0.0
@@ -197,9 +201,12 @@ class ShareHours:
 
 
 class Estimator:
-    """Holds what does not depend on the GPUs, which is computed once.
+    """An estimator of one run on any GPUs; it computes once what does not depend on the GPUs.
 
     Args:
+        config: settings of the run.
+        sizes: numbers of parameters by role.
+        prompts: lengths of prompts.
         response: mean length of a response, tokens; None: assumed from the limit.
     """
 
@@ -216,18 +223,18 @@ class Estimator:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Return the memory of training in one process, without autocast's copies of weights."""
+        """Return the memory that training takes in one process, without autocast's copies of weights."""
         with sharded():
             return plan_memory(self._config, self._sizes, self._prompt)
 
     def shard(self, kind: str, count: int) -> Shard:
-        """Return the memory on each of `count` GPUs of a kind."""
+        """Return the memory of the run on each of `count` GPUs of a kind."""
         config = self._config
         needs = self.needs if count == 1 else engine_needs(place_engines(config, count, on_gpu=True), self._prompt)
         return shard(self.memory, self.blocks, needs, GPUS[kind], count, config.placement.offload)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
-        """Return memory and hours on `count` GPUs of a kind."""
+        """Return memory and hours of the run on `count` GPUs of a kind."""
         here = self.shard(kind, count)
         if not here.fits:
             return MachineEstimate(kind, here, None, None)
@@ -243,17 +250,20 @@ class Estimator:
         )
 
     def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
-        """Return the fewest hours of a run whose batches are generated while it trains on others.
+        """Return the fewest hours of a run that generates batches while it trains on earlier ones.
 
-        Some GPUs generate, with drafts of a head where those pay and the policy writes, and the others train; all
-        splits are tried. Those that train have room for weights, gradients and moments in float32; activations are not
+        Some GPUs generate and the others train; all splits are tried. If the policy generates, drafts of a head are
+        tried too. The GPUs that train must have room for weights, gradients and moments in float32; activations are not
         counted.
 
         Args:
-            writer: generates everything; the policy is then trained alone, and the rollout model beside it.
+            gpu: data sheet of the GPUs.
+            count: number of GPUs.
+            evaluating: hours of evaluations.
+            writer: the model that generates everything. The policy is trained, and the rollout model too if it writes.
 
         Returns:
-            As generation, what the learner waits for it.
+            The hours, whose `generation` is the time that the learner waits for batches; None where nothing fits.
         """
         policy, found = self._costs["policy"], list[Hours]()
         if writer == "policy":
@@ -264,6 +274,7 @@ class Estimator:
         alone = without_learner(needs)
         fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
+        # Every split of the GPUs into some that generate and others that train.
         for generating in range(1, count - fewest + 1):
             if not degree(alone["engine"], gpu, generating):
                 continue
@@ -277,16 +288,15 @@ class Estimator:
         return min(found, key=lambda hours: hours.all, default=None)
 
     def flop_shares(self) -> FlopShares:
-        """Return the run's FLOPs beside those of the policy alone, by the models' shapes and the assumed lengths.
+        """Return the run's FLOPs over those of the policy alone, by the models' shapes and the assumed lengths.
 
-        Only generation and training are counted of sequences that are trained on; the reference and the critic, which
-        both sides have, are not.
+        Reference and critic, which both sides have, are left out.
         """
         config, policy = self._config, self._costs["policy"]
         model = self._costs.get("rollout_model", policy)
         iterations = range(1, config.iterations + 1)
 
-        # What one response costs whoever generates it; with drafts both models read every drafted token.
+        # What one response costs, on average over the models that generate; with drafts both read every drafted token.
         own = policy.forward(self.lengths)
         small = model.forward(self.lengths)
         share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
@@ -295,7 +305,7 @@ class Estimator:
             read = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
             written = read * (small + own)
 
-        # What training on it costs; an on-policy step needs no pass beforehand.
+        # What training on one response costs; an on-policy step needs no extra pass.
         work = self.work()
         trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
         if "rollout_model" in self._costs:
@@ -314,12 +324,13 @@ class Estimator:
         return FlopShares(rollouts / alone, (rollouts + trained + evaluated) / (alone + trained_alone + evaluated))
 
     def run_hours(self, shares: ShareHours) -> Hours:
-        """Return the hours of the run's iterations, without evaluations."""
+        """Return the hours of all iterations of the run, without evaluations."""
         config, count = self._config, self._config.iterations
         model = config.rollout_model
         if model is None or not config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
 
+        # The mean over iterations, each kind of which is computed once.
         over = Counter((model.share_at(number), config.uses_rollout_model(number)) for number in range(1, count + 1))
         parts = [
             (times / count, shares.at(share, self.drafts) if is_used else shares.afterwards())
@@ -335,22 +346,24 @@ class Estimator:
 
     @property
     def evaluations(self) -> int:
-        """Return the number of evaluations; the first is before training."""
+        """Return the number of evaluations in the run, with the one before training."""
         return 1 + math.ceil(self._config.iterations / self._config.evaluation.every)
 
     @property
     def drafts(self) -> Drafts | None:
-        """Return the drafts that the policy's engine verifies; None where there are none."""
+        """Return the drafts that the policy's engine verifies; None for a run without drafts."""
         if self._config.draft is None:
             return None
         tokens = DRAFTED if self._config.draft.tokens == "auto" else self._config.draft.tokens
         return Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
 
     def shares(self, gpu: Gpu, count: int, needs: Mapping[str, EngineNeeds] | None = None) -> ShareHours:
-        """Return what computes hours by the share of the rollout model.
+        """Return the hours on `count` GPUs as a function of the rollout model's share.
 
         Args:
-            needs: of the engines by setting; None: those of engines that share the GPUs with the learner.
+            gpu: data sheet of the GPUs.
+            count: number of GPUs.
+            needs: needs of the engines by setting; None: of engines that share the GPUs with the learner.
         """
         needs = needs or self.needs
         own = needs_of(self._config, "policy", self._config.engine, self._prompt)
@@ -417,9 +430,9 @@ def _peak(dtype: str, gpu: Gpu) -> float:
 
 
 def _operation(settings: EngineConfig, gpu: Gpu) -> float:
-    """Return how long an operation of an engine's linear layers takes, beside one of the others.
+    """Return the time of an operation of an engine's linear layers, over the time of any other operation.
 
-    Only vLLM multiplies INT8 codes as such.
+    Only vLLM multiplies INT8 codes as integers.
     """
     in_int8 = settings.quantization == "int8_w8a8" and not isinstance(settings, TransformersEngineConfig)
     fast = gpu.fp8 if settings.quantization == "fp8" else gpu.int8 if in_int8 else None
@@ -427,7 +440,7 @@ def _operation(settings: EngineConfig, gpu: Gpu) -> float:
 
 
 def _linear(config: Config, gpu: Gpu) -> Linear:
-    """Return what quantized linear layers take in training, where the GPU multiplies FP8."""
+    """Return the relative time of quantized linear layers in training: below 1 where the GPU multiplies FP8."""
     if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
     return Linear(1 / FP8_TRAINING_GAIN, 1 / FP8_TRAINING_GAIN if config.fp8_backward == "fp8" else 1.0)
@@ -436,8 +449,8 @@ def _linear(config: Config, gpu: Gpu) -> Linear:
 def extra_passes(config: Config) -> float:
     """Return the number of forward passes without gradient over a rollout batch.
 
-    One is for the anchors of several steps. One in every epoch is for kappa, where it is computed beforehand, as with a
-    regularized loss, and the anchors do not give it.
+    If an iteration has several optimizer steps, one pass is for the anchors, the policy's log-probs before the first
+    step. One pass in every epoch is for kappa, if kappa is computed beforehand and the anchors do not give it.
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
     anchored = steps > 1 and getattr(correction, "target", "old") == "old"
@@ -448,7 +461,10 @@ def extra_passes(config: Config) -> float:
 
 
 def _evaluated(config: Config) -> list[tuple[Role, int]]:
-    """Return who answers each set, and how often: both models the task's problems, the policy each other set."""
+    """Return (model, number of answers) for each set of an evaluation.
+
+    Both models answer the task's problems, and the policy alone the other sets.
+    """
     settings = config.evaluation
     answers = [settings.problems * settings.k]
     for benchmark in settings.benchmarks:
@@ -474,7 +490,8 @@ def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
 def _others(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     """Return the FLOPs of reference and critic for one sequence.
 
-    The reference reads it once. The critic is as large as the policy, reads it once more and has no output layer.
+    The reference reads the sequence once. The critic is as large as the policy without an output layer, is trained on
+    the sequence, and reads it once more for values.
     """
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:

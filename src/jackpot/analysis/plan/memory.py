@@ -1,8 +1,8 @@
-"""Plans the memory that a run holds at its peak, without loading any weights.
+"""The memory that a run holds at its peak, planned without loading any weights.
 
 Weights, optimizer and caches are counted from shapes; one training step is run on fake tensors (`dry_step.py`). Only
-tensors are planned: not the process with its libraries, nor the gaps that an allocator leaves between tensors, nor
-what a kernel allocates for itself.
+tensors are planned: not the process with its libraries, the gaps that an allocator leaves between tensors, or the
+memory that a kernel allocates for itself.
 
 Status: experimental.
 """
@@ -28,28 +28,33 @@ from jackpot.models.quantization.quantizer import SCHEMES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """Holds the bytes of a run's tensors. Training and generation do not hold theirs at the same time."""
+    """The bytes of a run's tensors by purpose. Those of training and of generation are not held at the same time."""
 
-    weights: int  # of all models in training, float32
+    weights: int  # weights of all models in training, float32
     engines: int  # the engines' own copies of the weights
-    sleeping: int = 0  # of these, what is released while the learner trains
+    sleeping: int = 0  # part of `engines` that is released while the learner trains
     optimizer: int  # AdamW's two moments
-    kept: int  # copies of trained weights, which check what is generated ahead; in the host's memory
-    gradients: int  # of all trained weights, and those that wait for the end of the iteration
+    kept: int  # copies of trained weights that check what was generated ahead; in the host's memory
+    gradients: int  # gradients of all trained weights, and those that wait for the end of the iteration
     training: int | None  # activations and loss of the largest micro-batch; None where shapes depend on values
     generation: int  # keys and values with the distributions of one step, or weights on their way to an engine
 
     @property
     def peak(self) -> int:
-        """Return the bytes at the peak, the larger one of training and generation."""
+        """Return the bytes at the run's peak, which is in training or in generation."""
         lasting = self.weights + self.engines + self.optimizer + self.kept
         return lasting + max(self.gradients + (self.training or 0) - self.sleeping, self.generation)
 
 
 def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: int) -> MemoryPlan:
-    """Plan a run whose prompts have `prompt_tokens` tokens and whose responses all have the greatest length.
+    """Plan the memory of a run whose prompts have `prompt_tokens` tokens and whose responses are as long as allowed.
 
-    The learner and transformers engines are counted; a vLLM engine has memory of its own (docs/vllm.md).
+    Learner and transformers engines are counted; a vLLM engine has memory of its own (docs/vllm.md).
+
+    Args:
+        config: settings of the run.
+        sizes: numbers of parameters by role.
+        prompt_tokens: length of every prompt, tokens.
 
     Raises:
         ModelError: as `model_sizes`, or a model whose activations cannot be checkpointed.
@@ -57,6 +62,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     trained, rollout_model = sum(size.trained for size in sizes.values()), config.rollout_model
     reference = sizes["policy"].parameters if config.objective.reference else 0
     waiting = sizes["rollout_model"].trained if rollout_model and rollout_model.update == "iteration" else 0
+
     return MemoryPlan(
         weights=4 * (sum(size.parameters for size in sizes.values()) + reference),
         engines=_engine_weights(config, sizes),
@@ -72,7 +78,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
 def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
     """Return the shape of the largest micro-batch, with as many sequences of full length as fit.
 
-    Sequences of a group are in it together where one optimizer step takes whole groups.
+    If an optimizer step takes the whole rollout batch, responses to one prompt are together in a micro-batch.
     """
     batch, response = config.batch, config.sampling.max_new_tokens
     step = batch.mini_batch_size or batch.rollouts
@@ -82,7 +88,7 @@ def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
 
 
 def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
-    """Count the copies of the weights that generate ahead (`training.old_policy`)."""
+    """Return the bytes of the copies of weights that check what was generated ahead (`training.old_policy`)."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
     roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
@@ -90,11 +96,18 @@ def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
 
 
 def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleeping: bool = False) -> int:
-    """Count the weights in the engine of rollouts and, where that is another, in the policy's engine of evaluations."""
+    """Return the bytes of the weights in transformers engines: the engine of rollouts and, if any, that of evaluations.
+
+    Args:
+        config: settings of the run.
+        sizes: numbers of parameters by role.
+        only_sleeping: count only engines that release memory while the learner trains.
+    """
     sampled: Role = "rollout_model" if "rollout_model" in sizes else "policy"
     engines: list[tuple[Role, Any]] = [(sampled, config.engine)]
     if sampled != "policy" or config.evaluation.engine:
         engines.append(("policy", config.evaluation.engine or config.engine))
+
     paths = config.model_paths()
     return sum(
         engine_weights(settings, paths[role])
@@ -104,21 +117,21 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
 
 
 def engine_weights(settings: EngineConfig, path: str) -> int:
-    """Count the bytes of the weights that an engine holds, quantized ones as they are kept after its start."""
+    """Return the bytes of the weights that an engine holds after its start, codes and scales if it is quantized."""
     plain = settings.quantization == "int8_w8a16" and not isinstance(settings, TransformersEngineConfig)  # in vLLM
     scheme = SCHEMES[settings.quantization] if settings.quantization and not plain else None
     return weight_bytes(outline(path), scheme, DTYPES[settings.dtype])
 
 
 def cached_number_bytes(settings: EngineConfig) -> int:
-    """Return the size of a number in an engine's keys and values, bytes."""
+    """Return the size of a number in an engine's cached keys and values, bytes."""
     return 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
 
 
 def _merged_weights(config: Config) -> int:
-    """Count the merged weights of an adapter, which exist for as long as they are sent to a transformers engine.
+    """Return the bytes of an adapter's merged weights, which exist while they are sent to a transformers engine.
 
-    Models are sent one after the other.
+    Models are sent one after the other, so the larger one counts.
     """
     engines = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
     if config.rollout_model is None:
@@ -133,7 +146,7 @@ def _merged_weights(config: Config) -> int:
 
 
 def _generation(config: Config, prompt_tokens: int) -> int:
-    """Count what a transformers engine holds at most: its cache, the distributions of a step, and the responses."""
+    """Return the most bytes that a transformers engine holds in generation, with rollouts and evaluations compared."""
     paths = config.model_paths()
     sampled = paths.get("rollout_model", paths["policy"])
     engines = [(config.engine, sampled, config.batch.rollouts)]
@@ -146,8 +159,10 @@ def _generation(config: Config, prompt_tokens: int) -> int:
 
 
 def _decoding(config: Config, settings: Any, model: PreTrainedConfig, requests: int, prompt_tokens: int) -> int:
+    # The cache, the distributions of one step, and the responses.
     if not isinstance(settings, TransformersEngineConfig):
         return 0
+
     rows, sampling = min(requests, settings.max_num_seqs), config.sampling
     query_heads = getattr(model, "num_attention_heads", 1)
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // query_heads

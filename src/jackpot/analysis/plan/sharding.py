@@ -1,7 +1,7 @@
-"""Plans the memory of a run on each of several GPUs.
+"""The planned memory of a run on each of several GPUs.
 
-Weights, gradients and moments are sharded fully (FSDP), every layer is gathered in float32 when it is
-computed, and each GPU has an engine, or a part of one. What of this has run: docs/distributed.md.
+Weights, gradients and moments are sharded fully (FSDP), every layer is gathered in float32 when it is computed, and
+each GPU has an engine or a part of one. docs/distributed.md says what of this has run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,36 +30,36 @@ ENGINE_BYTES = 2e9
 
 
 class Blocks(NamedTuple):
-    """Counts the parameters that each GPU gathers as a whole."""
+    """Numbers of parameters that each GPU gathers as a whole."""
 
-    layer: int  # of the largest layer of all models
-    heads: int  # of the output layers of policy and rollout model, which the joint head needs together
-    reference: int  # of the reference's output layer, which is gathered with them and has no gradient
-    copied: int  # of the matrices of trained models that autocast copies where nothing is sharded
+    layer: int  # parameters of the largest layer of all models
+    heads: int  # parameters of the output layers of policy and rollout model, which the joint head needs together
+    reference: int  # parameters of the reference's output layer, gathered with the others, without a gradient
+    copied: int  # parameters of trained models that autocast copies where nothing is sharded
 
     @property
     def gathered(self) -> int:
-        """Return the most bytes of whole weights at a time: two layers, all heads, and one gradient of them."""
+        """Return the most bytes gathered at a time: two layers, all heads, and the gradient of a layer or the heads."""
         return 4 * (2 * self.layer + self.heads + self.reference) + 4 * max(self.layer, self.heads)
 
 
 class EngineNeeds(NamedTuple):
-    """Holds the memory that one copy of a model needs in its engine."""
+    """The memory that one copy of a model needs in an engine."""
 
     role: Role
     settings: EngineConfig
     weights: int  # size of all weights, bytes
-    token: int  # keys and values of one token, bytes
+    token: int  # size of the keys and values of one token, bytes
     longest: int  # greatest length of a sequence, tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Holds the bytes on each of `gpus` GPUs by purpose."""
+    """The memory of a run on each of several GPUs by purpose, bytes."""
 
-    gpus: int
-    limit: float  # memory of the GPU
-    weights: float  # float32, of all models in training
+    gpus: int  # number of GPUs
+    limit: float  # memory of a GPU
+    weights: float  # weights of all models in training, float32
     optimizer: float
     gradients: float
     gathered: float  # whole layers that are gathered at once, and their gradients
@@ -70,19 +70,19 @@ class Shard:
 
     @property
     def peak(self) -> float:
-        """Return the bytes at the peak, the larger one of training and generation."""
+        """Return the bytes at the peak, which is in training or in generation."""
         train = self.gradients + self.gathered + (self.training or 0) + self.resting
         return self.weights + self.optimizer + max(train, self.generation)
 
     @property
     def fits(self) -> bool:
-        """Return whether the GPU holds the peak and every engine fits."""
+        """Return whether the run fits: each GPU holds the peak, and every engine has room for a longest sequence."""
         return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
 
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Let autocast keep no copies of weights in the body; where they are sharded, a copy is freed with its layer."""
+    """Keep autocast from caching copies of weights in the body, since sharding frees a copy together with its layer."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -95,7 +95,7 @@ def blocks(config: Config) -> Blocks:
     """Count the parameters that each GPU gathers as a whole.
 
     Raises:
-        ModelError: as `load_meta_model`.
+        ModelError: a model cannot be read, as `load_meta_model` says.
     """
     models: dict[Role, PreTrainedModel] = {role: outline(path) for role, path in config.model_paths().items()}
     whole = [model for role, model in models.items() if _trains_all(config, role)]
@@ -128,7 +128,12 @@ def _layer(model: PreTrainedModel) -> int:
 
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
-    """Return the needs of the rollout engine, and of the evaluation engine where it is another, by setting."""
+    """Return the needs of the rollout engine and of a separate evaluation engine, by setting.
+
+    Args:
+        config: settings of the run.
+        prompt_tokens: length of the longest prompt.
+    """
     paths, settings = config.model_paths(), config.evaluation.engine
     role: Role = "rollout_model" if "rollout_model" in paths else "policy"
     needs = {"engine": needs_of(config, role, config.engine, prompt_tokens)}
@@ -142,7 +147,14 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
-    """Return the needs of an engine with `settings` that holds the model of `role`."""
+    """Return the needs of an engine with `settings` that holds the model of `role`.
+
+    Args:
+        config: settings of the run.
+        role: policy or rollout_model.
+        settings: settings of the engine.
+        prompt_tokens: length of the longest prompt.
+    """
     path = config.model_paths()[role]
     return EngineNeeds(
         role=role,
@@ -156,10 +168,15 @@ def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: 
 def shard(
     memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int, offloads: bool = False
 ) -> Shard:
-    """Return the memory of each of `gpus` GPUs; `memory` must have been planned inside `sharded`.
+    """Return the memory of a run on each of `gpus` GPUs.
 
     Args:
-        offloads: several GPUs keep weights, gradients and moments in the memory of their machines.
+        memory: memory of training in one process, planned inside `sharded`.
+        parts: parameters that each GPU gathers.
+        needs: needs of the engines by setting.
+        gpu: data sheet of the GPUs.
+        gpus: number of GPUs.
+        offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
     """
     kept = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
@@ -180,7 +197,10 @@ def shard(
 
 
 def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes of one engine on `spread` GPUs for keys and values; without a limit of its own, the rest."""
+    """Return the bytes that one engine has on `spread` GPUs for keys and values.
+
+    Without a setting, a vLLM engine takes what weights and activations leave of its share of the memory.
+    """
     settings = one.settings
     if not isinstance(settings, VLLMEngineConfig):
         return float("inf")
@@ -190,7 +210,13 @@ def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
 
 
 def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
-    """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0 where none suffice."""
+    """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0: no number suffices.
+
+    Args:
+        one: needs of the engine.
+        gpu: data sheet of the GPUs.
+        gpus: number of GPUs that there are; an engine is on a divisor of it.
+    """
     if not isinstance(one.settings, VLLMEngineConfig):
         return 1
     wanted = one.token * one.longest
@@ -199,7 +225,7 @@ def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 
 
 def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes of an engine on one GPU, without the cache of transformers, which each batch allocates anew."""
+    """Return the bytes that an engine always holds on one GPU; transformers allocates a cache for each batch."""
     settings = one.settings
     if not isinstance(settings, VLLMEngineConfig):
         return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0

@@ -1,4 +1,4 @@
-"""Finds the sizes of a run's models and prompts without loading weights."""
+"""The sizes of a run's models and prompts, found without loading weights."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -24,17 +24,17 @@ from jackpot.rollout.tasks.data import find_sources
 
 
 class ModelSize(NamedTuple):
-    """Holds how many parameters a model has, and how many of them are trained."""
+    """The number of parameters of a model, and how many parameters are trained."""
 
-    parameters: int  # of the model, tied ones once, without an adapter
-    trained: int  # all of them, those of the adapter alone, or 0 where it is frozen
+    parameters: int  # parameters of the model without an adapter; tied ones count once
+    trained: int  # all of these, those of the adapter alone, or 0 for a frozen model
 
 
 def model_sizes(config: Config) -> dict[Role, ModelSize]:
-    """Count the parameters of each model, the critic's too, from its config alone.
+    """Count the parameters of policy, rollout model and critic from their configs alone, by role.
 
     Raises:
-        ModelError: no model there, or LoRA on a target module that it does not have.
+        ModelError: a path without a model, or LoRA on a target module that the model does not have.
     """
     sizes: dict[Role, ModelSize] = {role: _size(config, role, path) for role, path in config.model_paths().items()}
     if config.critic:
@@ -47,12 +47,12 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
 
 @lru_cache(maxsize=8)
 def outline(path: str) -> PreTrainedModel:
-    """Make the model of `path` on the meta device, once for all that only count its parameters; do not change it."""
+    """Make the model of `path` on the meta device, to count parameters. Callers share it, and must not change it."""
     return load_meta_model(path)
 
 
 def critic_outline(path: str) -> PreTrainedModel:
-    """Make a critic with the shape of the model in `path` on the meta device."""
+    """Make a critic on the meta device, with the shape of the model at `path`."""
     settings = load_config(path)
     settings.num_labels = 1
     with torch.device("meta"):
@@ -68,24 +68,23 @@ def _size(config: Config, role: Role, path: str) -> ModelSize:
 
 
 PROMPTS_LOOKED_AT = 256
-LONGEST_PROMPT = 1024  # tokens, where nothing is known and nothing is set
+LONGEST_PROMPT = 1024  # tokens; assumed if no prompt can be read and task.max_prompt_tokens is not set
 
 
 class PromptLengths(NamedTuple):
-    """Holds the lengths of the task's prompts, tokens."""
+    """The lengths of a task's prompts, tokens."""
 
     longest: int
     mean: float
     assumed: str  # why both lengths are assumed; empty where prompts were counted
-    left_out: str = ""  # how many problems are left out, and why; empty where none is
+    left_out: str = ""  # how many problems the task leaves out, and why; empty if it leaves out none
 
 
 def prompt_lengths(config: Config) -> PromptLengths:
-    """Measure the first prompts of the task, or assume lengths where the hub that has tokenizer or problems is not
-    reached.
+    """Measure the first prompts of the task; assume lengths if tokenizer or problems are on a hub that does not answer.
 
     Raises:
-        DataError, ModelError: something is here and cannot be read.
+        DataError, ModelError: a model or data on this machine cannot be read.
     """
     try:
         paths = config.model_paths()
@@ -98,27 +97,30 @@ def prompt_lengths(config: Config) -> PromptLengths:
         if not _is_elsewhere(config):
             raise
         return _assumed(config, str(error).partition(": ")[0])
+
     lengths = [len(prompt.token_ids) for prompt in prompts]
     return PromptLengths(max(lengths), sum(lengths) / len(lengths), "", left_out)
 
 
 def _left_out(events: Sequence[Mapping[str, Any]]) -> str:
-    """Say how many problems the task leaves out, from its events."""
+    """Say from a task's events how many problems it leaves out, and why; "" for none."""
     reasons = {
         "too_long": "have prompts of more than {max_prompt_tokens} tokens",
         "without_answer": "have no answer",
         "long_answer": "have answers too long to verify",
     }
+
     said = []
     for event in events:
         found = [f"{event[key]:,} {text.format(**event)}" for key, text in reasons.items() if event.get(key)]
         if found:
             said.append(f"{event['source']} ({event['split']}): of {event['rows']:,} problems {', '.join(found)}")
+
     return "; ".join(said)
 
 
 def _is_elsewhere(config: Config) -> bool:
-    """Return whether models or problems are on the hub and the hub cannot be reached."""
+    """Return whether models or problems are on the hub and the hub does not answer."""
     on_hub = isinstance(config.task, MathConfig) and not all(
         source.is_local for source in find_sources(config.task.sources("train"), "train")
     )

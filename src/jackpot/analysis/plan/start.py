@@ -1,4 +1,4 @@
-"""Says what to type so that a planned run starts, and asks what the start will ask (`launch.checks.check_start`)."""
+"""The command that starts a planned run; the checks that the start will make are made here already."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,27 +25,31 @@ NO_MACHINE = (
 
 
 def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | None, gpus: int) -> str:
-    """Return what trains a recipe on so many GPUs, each with a rank and an engine, as memory and hours are counted.
+    """Return the command that trains a recipe on `gpus` GPUs, each with a rank and an engine, as the plan counts them.
 
     Args:
-        run: the run folder, where it was typed.
+        recipe: name of the recipe, or the path of its file.
+        arm: name of an arm; None: the recipe alone.
+        overrides: settings as key=value, as they were typed.
+        run: the run folder, if one was typed.
+        gpus: number of GPUs.
 
     Raises:
-        JackpotError: as `check_start`; nothing starts it.
+        JackpotError: the run would refuse to start, as `launch.checks.check_start` says.
     """
     config = resolve(recipe, arm, overrides)
     program, added = _launcher(config, gpus)
     placed = place_engines(resolve(recipe, arm, [*overrides, *added]), gpus, on_gpu=True)
     check_start(placed, placed.model_paths(), gpus)
 
-    if added and run is None:  # a folder is named after settings: it stays that of the plan
+    if added and run is None:  # the default folder is named after settings, and must not change with the added ones
         run = run_folder(recipe, arm, overrides, config.seed)
     words = [recipe, *(["--arm", arm] if arm else []), *overrides, *added, *(["--run", str(run)] if run else [])]
     return join([*program, "train", *words])
 
 
 def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the program that starts as many ranks, and settings of placement that it needs beside the typed ones."""
+    """Return the program that starts `gpus` ranks, and the settings of placement that must be added for it."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     if gpus <= MACHINE or process_rank().size > 1:
@@ -54,17 +58,23 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 
 
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
-    """Return the GPUs on which a large run starts: those that were asked about alone; else those that its recipe names,
-    or the fewest of a kind, then those of this machine.
+    """Return the GPUs on which a large run can start.
 
-    None are on the list on which the run does not fit, or whose engine needs several: in the process that trains,
-    engines have one.
+    If GPUs were asked about, only these are considered. Else it is the GPUs that the recipe names, or the fewest of a
+    kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not fit, or if an
+    engine needs several of them: in the process that trains, an engine has one GPU.
+
+    Args:
+        config: settings of the run.
+        needs: estimates of the run.
+        is_asked: whether the stated GPUs were asked about.
     """
     stated = needs.stated
     chosen = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
     if not is_asked:
         chosen = [next((pair for pair in (*chosen, *needs.fewest.items()) if pair[1]), ("", 0))]
         chosen += [(row.kind, row.shard.gpus) for row in needs.here if row.shard.fits]
+
     engines = engine_needs(config, needs.prompts.longest).values()
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})
@@ -74,7 +84,10 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
 
 
 def downloads(config: Config) -> list[str]:
-    """Return what downloads the models of a run that are on the hub alone: several ranks then read one copy."""
+    """Return the commands that download those models of a run that are only on the hub.
+
+    Downloaded before the start, they are there once for all ranks.
+    """
     others = [part.path for part in (config.critic, config.objective.reference) if part and part.path]
     paths = dict.fromkeys([*config.model_paths().values(), *others])
     return [f"hf download {quote(path)}" for path in paths if not is_downloaded(path)]

@@ -1,8 +1,8 @@
-"""Shrinks any recipe until it runs on any machine in about a minute: `jackpot train RECIPE --tiny`.
+"""`jackpot train RECIPE --tiny`: any recipe, made so small that it runs on any machine in about a minute.
 
-`tiny` makes the changes below. Everything else stays as in the recipe: correction, objective, template, rewards, the
-number of optimizer steps on one rollout batch and the age of its rollouts, dynamic sampling, precision, adapters and
-the critic.
+The function `tiny` makes the changes below. Everything else stays as in the recipe: correction, objective, template,
+rewards, the number of optimizer steps on a rollout batch and the age of its rollouts, dynamic sampling, precision,
+adapters and the critic.
 
 | setting | becomes |
 |---|---|
@@ -49,7 +49,7 @@ from jackpot.rollout.tasks.registry import set_name
 from jackpot.rollout.tasks.rows import Problem
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
-ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4
+ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4  # most iterations; problems; answers to one; responses of a group
 NEW_TOKENS = 32  # most tokens of a response
 TOP_LOG_PROBS = 128  # most captured log-probs of a token; a tokenizer of bytes has a few hundred tokens
 PROBLEM_BYTES = 300  # longest text of a problem, bytes
@@ -60,22 +60,24 @@ SMALL_ENOUGH = 10_000_000  # most parameters of a local model that stays as it i
 
 
 class ReplacedModels(NamedTuple):
-    """Names the models that small ones replace, all or none, and the model whose tokenizer they take."""
+    """The models that small ones replace, all or none, and the model whose tokenizer the small ones take."""
 
     configs: dict[str, PreTrainedConfig]  # by the model's path; empty: all models stay
     tokenizer: str  # path of the policy, or `BYTES`
 
 
 class TinyRun(NamedTuple):
-    """Holds the settings of a small run, and how they differ from those of its recipe."""
+    """The settings of a small run, and how they differ from those of its recipe."""
 
     config: Config
     changes: list[tuple[str, Any, Any]]  # (setting, value in the recipe, value here)
-    data: list[str]  # a sentence for each set of problems: where they come from
+    data: list[str]  # a sentence for each set of problems, about where its problems come from
 
 
 def make_tiny(config: Config, folder: Path) -> TinyRun:
-    """Make the models and the data of a small run in `folder`, the same each time.
+    """Make the models and the data of a small run in `folder`, and return the run's settings.
+
+    The same recipe makes the same models and data each time; what is in `folder` already is kept.
 
     Raises:
         ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
@@ -86,6 +88,7 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
     with checkpoint_error_in(folder):
         data = [_write_data(path, data, number) for number, (path, data) in enumerate(sources.items())]
         _write_models(config, models, _answers(sources), folder)
+
     changes = list(changed(config.model_dump(), small.model_dump()))
     if models.tokenizer == BYTES:
         changes.insert(0, ("tokenizer", "the policy's own (not on this disk)", "bytes, plain chat format"))
@@ -93,7 +96,13 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
 
 
 def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
-    """Return the settings of a small run, whose models and data will be in `folder`."""
+    """Return the settings of a small run.
+
+    Args:
+        config: settings of the recipe.
+        models: models that small ones replace.
+        folder: folder that will have the small run's models and data.
+    """
     sampling, evaluation, overlong = config.sampling, config.evaluation, config.objective.overlong_buffer
     new_tokens = min(sampling.max_new_tokens, NEW_TOKENS)
     changes: dict[str, Any] = {
@@ -138,7 +147,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
 
 
 def _model_paths(config: Config) -> dict[str, str]:
-    """Return the paths that the settings give, by the block that has each."""
+    """Return the paths of all models in the settings, by the key of the block that has the path."""
     blocks = {
         "policy": config.policy,
         "rollout_model": config.rollout_model,
@@ -149,7 +158,7 @@ def _model_paths(config: Config) -> dict[str, str]:
 
 
 def _batch(batch: BatchConfig) -> dict[str, Any]:
-    """Shrink the rollout batch to the fewest sequences that keep the recipe's number of optimizer steps."""
+    """Return settings of the smallest batch that keeps the recipe's optimizer steps; empty if the batch is so small."""
     steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
@@ -165,13 +174,13 @@ def _engine(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _longest_prompt(task: MathConfig) -> int:
-    """Return an upper bound of the tokens of a prompt: its bytes, as each token has a byte or more."""
+    """Return an upper bound of the tokens of a prompt: the number of its bytes, for every token has at least one."""
     texts = (task.instruction, task.system_prompt or "")
     return PROBLEM_BYTES + AROUND_TOKENS + sum(len(text.encode()) for text in texts)
 
 
 def _split_data(task: MathConfig, split: Split, folder: Path) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return the settings of a split's data: one block, or a list of them where the recipe has a list."""
+    """Return the settings of a split's data: one block, or a list of blocks if the recipe has a list."""
     blocks = [
         DataConfig(source=str(path), weight=data.weight).model_dump()
         for path, data in _split_files(task, split, folder).items()
@@ -180,7 +189,7 @@ def _split_data(task: MathConfig, split: Split, folder: Path) -> dict[str, Any] 
 
 
 def _split_files(task: MathConfig, split: Split, folder: Path) -> dict[Path, DataConfig]:
-    """Return the sources of a split by the file that replaces each and has its name."""
+    """Return the sources of a split by the file that replaces each source."""
     return {
         folder / "data" / f"{split}{number or ''}" / f"{set_name(data.source)}.jsonl": data
         for number, data in enumerate(task.sources(split))
@@ -196,12 +205,17 @@ def _set_file(benchmark: str, folder: Path) -> Path:
 
 
 def _model_folder(path: str, folder: Path) -> Path:
-    """Return the folder of the model that replaces the one at `path`; two roles that share a path share the model."""
+    """Return the folder of the small model that replaces the model at `path`; roles with one path share one model."""
     return folder / "models" / path.strip("/.~").replace("/", "--").replace(":", "--")
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield every setting that differs, with both values; of a block whose `name` differs yield only the name."""
+    """Yield (key, old value, new value) of every setting that differs; of a block whose `name` differs, the name alone.
+
+    Args:
+        old, new: nested mappings with equal keys.
+        key: dotted key at which both stand; empty: at the top.
+    """
     both = isinstance(old, Mapping) and isinstance(new, Mapping)
     if both and old.get("name") != new.get("name"):
         yield key, old.get("name"), new.get("name")
@@ -215,7 +229,7 @@ def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 def replaced_models(config: Config) -> ReplacedModels:
     """Find the config of each model that a small one replaces, and choose the tokenizer.
 
-    All models of a run have one tokenizer. So if one is replaced, all are, those that would stay too.
+    All models of a run must have one tokenizer. So if one model is replaced, all are, also starters and small folders.
 
     Raises:
         ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
@@ -228,7 +242,7 @@ def replaced_models(config: Config) -> ReplacedModels:
 
 
 def _stays(path: str) -> bool:
-    """Return whether a model is a starter or a small folder."""
+    """Return whether a model is small enough to stay: a starter, or a local one of at most SMALL_ENOUGH parameters."""
     if path.startswith(STARTER_PREFIX):
         return True
     try:
@@ -244,7 +258,7 @@ def _stays(path: str) -> bool:
 
 
 def _write_models(config: Config, models: ReplacedModels, answers: list[str], folder: Path) -> None:
-    """Write the small models that do not exist yet; a continued run keeps those that it began with."""
+    """Write the small models that do not exist yet, so that a continued run keeps the models that it began with."""
     for path, like in models.configs.items():
         target = _model_folder(path, folder)
         if target.exists():
@@ -256,7 +270,7 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
 
 
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
-    """Return all data that the run reads by the file that replaces it."""
+    """Return all data that the run reads, by the file that replaces each source."""
     shared = sets_of(config.task)
     sources = {
         _set_file(name, folder): DataConfig(source=name)
@@ -271,7 +285,12 @@ def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
 
 
 def _write_data(path: Path, data: DataConfig, number: int) -> str:
-    """Write a few problems of a set, made-up ones for a set that is not here, unless the file exists.
+    """Write a few problems of a set to a file, unless it exists; a set that is not on this machine gets made-up ones.
+
+    Args:
+        path: file to write.
+        data: settings of the set.
+        number: number of the set, so that made-up problems differ between sets.
 
     Returns:
         A sentence about the file.
@@ -283,6 +302,7 @@ def _write_data(path: Path, data: DataConfig, number: int) -> str:
     place = Path(data.source).expanduser()
     if is_address(data.source) and not place.exists() and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})  # a path without a file counts as one of the hub
+
     source = find_source(data, "train" if path.parent.name.startswith("train") else "test")
     rows: Iterable[Mapping[str, Any]] = synthetic_rows(number * PROBLEMS, PROBLEMS)
     if source.is_local:
@@ -290,13 +310,14 @@ def _write_data(path: Path, data: DataConfig, number: int) -> str:
         rows = [
             {"id": row.uid, "problem": _cut(row.problem), "answer": row.answers} for row in islice(answered, PROBLEMS)
         ]
+
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
     return f"{name}: {'the first' if source.is_local else 'made up in place of the'} problems of {source.name}"
 
 
 def _cut(problem: Problem) -> str | list[dict[str, str]]:
-    """Cut the texts of a problem so that they have at most `PROBLEM_BYTES` together."""
+    """Cut a problem, a text or chat messages, to at most `PROBLEM_BYTES` in all."""
     if isinstance(problem, str):
         return _first_bytes(problem, PROBLEM_BYTES)
     size = PROBLEM_BYTES // len(problem)
@@ -308,7 +329,7 @@ def _first_bytes(text: str, size: int) -> str:
 
 
 def _answers(sources: Mapping[Path, DataConfig]) -> list[str]:
-    """Return the answers of the written problems to train on."""
+    """Return the reference answers of all problems in the written training files."""
     files = [path for path in sources if path.parent.name.startswith("train")]
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     return [answer for row in rows for answer in row["answer"]]

@@ -1,6 +1,6 @@
-r"""Makes small models with random weights that replace large ones of the same architecture.
+r"""Small models with random weights, which replace large ones of the same architecture.
 
-Their tokenizer is that of a model. To it, the answers of some problems are added, each as one token such as
+Their tokenizer is that of the policy with added tokens: the answers of some problems, each as a token such as
 `\boxed{72}`. So random responses are right now and then, rewards differ, and every part of training is used. As in
 published models, the output layer has a few more rows than there are tokens.
 """
@@ -20,16 +20,18 @@ BYTES = "starter:text_policy"  # a model whose tokens are bytes, with a plain ch
 LARGE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 CONTEXT = 4096  # longest sequence, tokens
-_ROUNDED_TO = 64  # the rows of the output layer are a multiple of it
+_ROUNDED_TO = 64  # the number of rows of the output layer is a multiple of this
 _INITIALIZER_RANGE = 0.05  # far enough from uniform that two models differ, near enough that all tokens occur
 _LONGEST_ANSWER = 100  # characters of an answer that becomes a token
-# Each answer becomes several tokens: some of 32 random tokens are answers, and a quarter of responses right.
+# Forms of an answer, each of which becomes a token: among 32 random tokens some are then answers, and about a quarter
+# of the responses are right.
 _AROUND = ("{}", " {}", ": {}", "{}.", " {}.", "{}\n", "({})", "${}$", " ${}$", "${}$.", "\\[{}\\]", "**{}**")
+# Settings of the large model's config that the small one has too.
 _KEPT_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "rms_norm_eps")
 
 
 def own_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a model from its folder or from the hub's cache; None where neither has it."""
+    """Load the tokenizer of a model from the model's folder or from the hub's cache; None where neither has one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve_path(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):  # raised for missing files; the class depends on the kind of tokenizer
@@ -41,17 +43,22 @@ def own_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
 def save_tiny(
     folder: Path, like: PreTrainedConfig, size: Mapping[str, int], tokenizer: str, answers: Sequence[str], seed: int
 ) -> None:
-    """Save a small model with the architecture of `like`, without touching the caller's random state.
+    """Save a small random model and its tokenizer, without touching the caller's random state.
 
     Args:
-        tokenizer: path of the model whose tokenizer it gets.
+        folder: folder that is written.
+        like: config of the large model whose architecture the small one has.
+        size: settings of the small model's size, LARGE or SMALL.
+        tokenizer: path of the model whose tokenizer the small one gets.
         answers: texts that become tokens, in a box.
+        seed: seed of the random weights.
 
     Raises:
-        ModelError: there is no tokenizer any more.
+        ModelError: the tokenizer is not on this disk any more.
     """
     if (tokens := own_tokenizer(tokenizer)) is None:
         raise ModelError(f"the tokenizer of {tokenizer} is not on this disk any more; type the same command again")
+
     plain = len(tokens)
     boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
     added = [AddedToken(around.format(text), normalized=False) for text in boxed for around in _AROUND]
@@ -63,6 +70,8 @@ def save_tiny(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
+
+    # Without this factor, the answers would hardly ever be drawn from a large vocabulary.
     with torch.no_grad():
         model.get_output_embeddings().weight[plain : len(tokens)] *= _answer_scale(config, plain, len(tokens))
     model.generation_config.do_sample = True
@@ -73,7 +82,13 @@ def save_tiny(
 def tiny_config(
     like: PreTrainedConfig, size: Mapping[str, int], tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
-    """Make the config of a small model with the architecture of `like`, for the vocabulary of `tokenizer`."""
+    """Make the config of a small model with the architecture of the config `like`.
+
+    Args:
+        like: config of the large model.
+        size: settings of the small model's size, LARGE or SMALL.
+        tokenizer: tokenizer whose vocabulary the model has.
+    """
     text = like.get_text_config()
     kept = {name: getattr(text, name) for name in _KEPT_SETTINGS if hasattr(text, name)}
 
@@ -94,10 +109,10 @@ def tiny_config(
 
 
 def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) -> float:
-    """Return the factor for the output rows of answers that lets them occur in a large vocabulary too.
+    """Return the factor by which the answers' rows of the output layer grow, so that answers occur often enough.
 
-    A logit of a random model has standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
-    exponential is exp(s^2 / 2). The factor makes the answers a tenth of the whole.
+    A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
+    exponential is exp(s^2 / 2). With the factor, answers have a tenth of the probability.
     """
     share = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
     if share <= 1.0:

@@ -1,4 +1,4 @@
-"""Finds reasons against any recommendation in the log-probs themselves, before a correction is looked at."""
+"""Reasons against any recommendation, found in the log-probs themselves before a correction is looked at."""
 
 import math
 from collections.abc import Mapping
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Mean, Sums
 
-FEW_TOKENS = 1_000  # sampled tokens, below which there is no recommendation
+FEW_TOKENS = 1_000  # sampled tokens below which there is no recommendation
 OFF = 0.03  # largest deviation of the mean ratio from 1, unless SURE standard errors are more
 TAME = 10.0  # largest 99 % quantile of the ratios at which their mean is reliable
-SURE = 5.0  # standard errors of a significant deviation
-FEW_SEQUENCES = 0.2  # share of effective responses, below which weights of whole responses are of no use
+SURE = 5.0  # standard errors from which on a deviation is significant
+FEW_SEQUENCES = 0.2  # share of effective responses below which weights of whole responses are of no use
 
 
 def is_stale(run: Sums) -> bool:
-    """Tell whether the saved policy had been updated since it received the batch."""
+    """Return whether the saved policy had been updated since it received the batch."""
     return float(run["stale_max"].value) > 1e-3
 
 
 def few_sequences(run: Sums) -> str:
-    """Warn of weights of whole responses; empty where enough responses stay effective."""
+    """Return a warning of weights of whole responses, to follow a sentence; "" if enough responses stay effective."""
     effective = float(run["mismatch/sequence_ess"].value)
     if effective >= FEW_SEQUENCES:
         return ""
@@ -30,7 +30,12 @@ def few_sequences(run: Sums) -> str:
 
 
 def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
-    """Name what is not finite, of the run and of a number for each correction that may be recommended."""
+    """Return a reason against any recommendation if a number is infinite or NaN, else None.
+
+    Args:
+        run: sums of the run before any correction.
+        numbers: a number of each correction that may be recommended, by the correction's label.
+    """
     run_numbers = {"the run's gap": float(run["total_variation"].value), "the mean of rho": float(run["ratio"].value)}
     names = [name for name, value in (run_numbers | dict(numbers)).items() if not math.isfinite(value)]
     if not names:
@@ -42,7 +47,7 @@ def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
 
 
 def why_not(run: Sums) -> str | None:
-    """Return a reason against any recommendation, or None."""
+    """Return a reason against any recommendation, such as too few tokens; None if there is none."""
     tokens = int(Mean.named(run, "total_variation").count)
     if tokens < FEW_TOKENS:
         return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
@@ -52,7 +57,7 @@ def why_not(run: Sums) -> str | None:
 
 
 def _mean_is_not_1(run: Sums) -> str | None:
-    """Check that the ratios of tokens without known distributions have mean 1; elsewhere the lists are checked."""
+    """Return a reason if the mean ratio of policy to rollout model is not 1, at tokens without top-k lists."""
     ratio = Mean.named(run, "sampled_only_ratio")
     is_tame = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < TAME
     if ratio.count > 0 and is_tame and _is_off(ratio, 1.0):
@@ -65,6 +70,7 @@ def _mean_is_not_1(run: Sums) -> str | None:
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
+    # Two means that are 0 where lists and log-probs are of one distribution, and the rollout model can sample all.
     gap, unreachable = Mean.named(run, "acceptance_minus_z"), Mean.named(run, "unreachable")
     if _is_off(unreachable, 0.0):
         return (
@@ -80,7 +86,7 @@ def _lists_do_not_fit(run: Sums) -> str | None:
 
 
 def _is_off(mean: Mean, expected: float) -> bool:
-    """Tell whether a mean is not what it must be, by more than chance."""
+    """Return whether a mean differs from the expected number by more than OFF and more than chance."""
     return abs(float(mean.value) - expected) > max(OFF, SURE * float(mean.standard_error))
 
 

@@ -1,4 +1,4 @@
-"""`jackpot export`: writes the saved rollouts of a run in the formats of other trainers, or some of them in ours.
+"""`jackpot export`: the saved rollouts of a run, written in the formats of other trainers or in our own.
 
 Status: supported.
 """
@@ -24,18 +24,18 @@ from jackpot.training.run_folder.saved_rollouts import (
 )
 
 OURS = "jackpot"  # the format of a run's own files
-_ROWS = 64  # responses that are written at once
+_ROWS = 64  # responses in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What an export has written."""
+    """The result of an export: what was written, and what was left out."""
 
     files: tuple[Path, ...]
-    responses: int
-    tokens: int
-    lost: str  # columns that the format does not have
-    problems: tuple[str, ...]  # files of the run that are left out
+    responses: int  # number of responses written
+    tokens: int  # number of response tokens written
+    lost: str  # our columns that the format does not have
+    problems: tuple[str, ...]  # files of the run that are left out, with the reason
 
 
 def export_rollouts(
@@ -47,19 +47,19 @@ def export_rollouts(
     iteration: int | None = None,
     sample: str | None = None,
 ) -> Exported:
-    """Write every saved iteration of a run as a file of another format, or of ours, with all columns and settings.
+    """Write every saved iteration of a run as a file of a given format; our own keeps all columns and settings.
 
     Args:
-        run: the folder of a run.
-        name: of a format that is written.
-        out: a folder that is empty or not there yet.
-        iteration: the one that is written; None: all.
-        sample: uid of the response that is written; None: all.
-        listen: called with the number of responses written so far.
+        run: the run folder.
+        name: name of the format, OURS or one of WRITABLE.
+        out: folder of the new files; it must be empty or not exist yet.
+        iteration: number of the only iteration that is written; None: all.
+        sample: uid of the only response that is written; None: all.
+        listen: function that is called with the number of responses written so far.
 
     Raises:
-        CheckpointError: no run.
-        ConfigError: a format that is not written, or a folder that is not empty.
+        CheckpointError: the folder has no run.
+        ConfigError: a format that cannot be written, or a folder that is not empty.
         DataError: no saved rollouts, or a file that cannot be written.
     """
     if name not in (OURS, *WRITABLE):
@@ -71,6 +71,7 @@ def export_rollouts(
     saved, problems = list_rollout_files(run)
     if iteration is not None and iteration not in (numbers := [file.iteration for file in saved]):
         raise DataError(f"iteration {iteration} is not saved; saved are {', '.join(map(str, numbers)) or 'none'}")
+
     written: dict[Path, RolloutFile] = {}
     for file in saved if iteration is None else [file for file in saved if file.iteration == iteration]:
         try:
@@ -80,11 +81,13 @@ def export_rollouts(
         except UnreadableRollouts as error:
             problems.append(str(error))
         listen(sum(done.responses for done in written.values()))
+
     if sample is not None and not written and not problems:
         raise DataError(f"no saved response has the uid {sample!r}; `jackpot report {run}` shows the uids of responses")
     if not written:
         why = "; ".join(problems) or "rollouts.every and rollouts.keep decide what a run saves"
         raise DataError(f"{run} has no saved rollouts to export: {why}")
+
     return Exported(
         files=tuple(written),
         responses=sum(file.responses for file in written.values()),
@@ -95,13 +98,23 @@ def export_rollouts(
 
 
 def _numbers_of(file: RolloutFile, sample: str) -> list[int]:
-    """Return the rows of a file that have a uid."""
+    """Return the numbers of the rows of a file whose uid is `sample`."""
     uids = read_columns(file, ["uid"])["uid"].to_pylist()
     return [row for row, uid in enumerate(uids) if uid == sample]
 
 
 def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[int] | None) -> dict[Path, RolloutFile]:
-    """Write the rows of an iteration, all with None, and return what is written by its path; no writer: as ours."""
+    """Write rows of one saved iteration to a new file.
+
+    Args:
+        writer: the format that is written; None: ours.
+        file: the saved iteration.
+        out: folder of the new file.
+        rows: numbers of the rows; None: all.
+
+    Returns:
+        The new file's path, with a description of its content.
+    """
     path = out / (writer.file_name.format(file.iteration) if writer else file.path.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,5 +129,6 @@ def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[i
                         lines.writelines(json.dumps(record) + "\n" for record in records)
     except OSError as error:
         raise DataError(f"cannot write {path} of {file.path}: {cause_of(error)}") from error
+
     counts = {"responses": len(table), "tokens": len(flat_column(table, "token_ids"))}
     return {path: replace(file, **counts)}

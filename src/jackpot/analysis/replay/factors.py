@@ -1,11 +1,11 @@
-"""Computes the factor by which a correction multiplies a token's gradient, averaged over its Bernoulli mask.
+"""The factor F by which a correction multiplies a token's gradient, averaged over the correction's Bernoulli mask.
 
 The gradient of a token's loss at the policy that is updated, p_new, is F A grad log p_new(x) with
 
-    F = accept * w * r * [PPO's clip lets it through]       r = p_new / p_proximal, or as another surrogate has it
+    F = accept * w * r * [PPO's clip lets the token through]      r = p_new / p_proximal, or as another surrogate has it
 
-and F is rho = p_new / p_inf where nothing is capped or rejected. The corrections are those of `objectives`; this module
-calls them and averages over their masks.
+and F is rho = p_new / p_inf where nothing is capped or rejected. This module calls the corrections of `objectives` and
+averages over their masks.
 """
 
 from dataclasses import dataclass, replace
@@ -24,24 +24,30 @@ from jackpot.objectives.joint import references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFactors:
-    """A correction's factors of tokens, of one shape. Means are over the Bernoulli mask of OBRS, given the token."""
+    """A correction's factors on tokens, tensors of one shape. Means E are over the Bernoulli mask, given the token."""
 
     mean: Tensor  # E F
-    either: Tensor  # E F, averaged over both signs of the advantage, as over the tokens of a state
+    either: Tensor  # E F averaged over both signs of the advantage, for sums over all tokens of a state
     square: Tensor  # E F^2
     weight: Tensor  # E (accept w), before PPO's ratio and clip
     accepted: Tensor  # E accept
-    capped: Tensor  # whether a cap lowered the weight
-    clipped: Tensor  # share of the gradient that PPO's clip removes, or another surrogate's changes
-    scale: Tensor  # h, F_s of a state where nothing is capped: kappa Z with OBRS, R_t with prefixes, else 1
+    capped: Tensor  # bool, whether a cap lowered the weight
+    clipped: Tensor  # share of the gradient that the clip of PPO removes or that of another surrogate changes
+    scale: Tensor  # h, what the sum of p_inf F over a state would be without caps: kappa Z (OBRS), R_t (prefixes) or 1
 
 
 def inputs_of(
     setting: CorrectionSetting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """Build the correction's inputs for tokens [B, T].
+    """Build a correction's inputs for tokens [B, T].
 
-    `factors` sets uniforms and advantages, as it averages over the mask and over both signs.
+    Uniforms and advantages are 0, for `factors` sets them itself.
+
+    Args:
+        setting: the correction with its settings.
+        rollout, old, new: [B, T] log-probs of the engine, of the policy before the iteration, and of the policy now.
+        mask: [B, T] bool, True at sampled tokens.
+        z: Z at the tokens, for corrections that read it.
     """
     named = references(old, new, rollout)
     return CorrectionInputs(
@@ -58,17 +64,22 @@ def inputs_of(
 def factors(
     setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, advantages: Tensor | None, totals: Sums
 ) -> GradientFactors:
-    """Compute the correction's factors on tokens [B, T].
+    """Compute a correction's factors on tokens [B, T].
 
     Args:
-        advantages: [B, T]; their sign decides which side PPO clips, and which tokens some corrections reject. Both
-            signs count half where one is 0, and everywhere with None.
-        totals: the step's sums, for kappa.
+        setting: the correction with its settings.
+        inputs: inputs of the correction, from `inputs_of`.
+        new: [B, T] log p_new.
+        advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. Where an
+            advantage is 0, and everywhere with None, both signs count half.
+        totals: sums over the step, for kappa.
     """
     ones = torch.ones_like(inputs.rollout_log_probs)
     signed = [replace(inputs, advantages=sign * ones) for sign in (1.0, -1.0)]
     reads_sign = "advantages" in setting.objective.correction.reads
     averages = [_averaged_over_mask(setting, one_sign, totals) for one_sign in signed[: 2 if reads_sign else 1]]
+
+    # Factors at positive and at negative advantages, mixed by the share of the positive ones: 0, 1/2 or 1.
     up = _of_sign(setting, signed[0], new, averages[0])
     down = _of_sign(setting, signed[1], new, averages[-1])
     share = 0.5 * ones if advantages is None else (advantages.sign() + 1.0) / 2.0
@@ -87,7 +98,7 @@ def factors(
 def _of_sign(
     setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, average: "_MaskAveraged"
 ) -> GradientFactors:
-    """Compute the factors at the inputs' advantages of 1 or -1; `either` is that of these alone."""
+    """Compute the factors for one sign of the advantage, which the inputs have as 1 or -1 everywhere."""
     through, clipped = _through_surrogate(setting, inputs, new)
     kept = average.value * through
     return GradientFactors(
@@ -103,7 +114,7 @@ def _of_sign(
 
 
 def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the factor of the surrogate on a token's gradient, r where nothing is clipped, and where it clips."""
+    """Compute the surrogate's factor on each token's gradient, r if it does not clip, and where it clips: 0 or 1."""
     objective, mask = setting.objective, inputs.response_mask
     proximal = torch.where(mask, inputs.proximal_log_probs, 0.0)
     with torch.enable_grad():
@@ -115,9 +126,10 @@ def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new
 
 
 def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Correction) -> Tensor:
-    """Return F_s of a state, [B, T], were nothing capped in it."""
+    """Return h: what the sum of p_inf F over each state, [B, T], would be if nothing were capped."""
     log_ratio = inputs.log_ratio
-    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # weigh by Z; the mask accepts Z of a state
+
+    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # a weight has Z, or the mask accepts Z
         return correction.kappa * inputs.z.value
     if setting.name == "prefix":
         return _before(correction.weights)  # 0 behind a rejected prefix
@@ -126,21 +138,22 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
         return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
     if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
+
     return torch.ones_like(inputs.z.value)
 
 
 def prefix_ratio(log_ratio: Tensor) -> Tensor:
-    """Return R_t, the product of rho over the tokens before each: [B, T], at most e^MOST."""
+    """Return R_t, the product of rho over the tokens before token t: [B, T], at most e^MOST."""
     return (log_ratio.cumsum(-1) - log_ratio).clamp(max=MOST).exp()
 
 
 def _before(values: Tensor) -> Tensor:
-    """Return the value at the token before each, 1 before the first: [B, T]."""
+    """Shift values by one token: [B, T] with the value of the token before, and 1 at the first."""
     return pad(values[:, :-1], (1, 0), value=1.0)
 
 
 class _MaskAveraged(NamedTuple):
-    """A correction averaged over its mask, [B, T] each: the factor is `value` with probability `chance`, else 0."""
+    """A correction's weight as a random variable, [B, T] each: it is `value` with probability `chance`, else 0."""
 
     value: Tensor
     chance: Tensor
@@ -149,21 +162,24 @@ class _MaskAveraged(NamedTuple):
 
 
 def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, totals: Sums) -> _MaskAveraged:
-    """Average the correction over its Bernoulli mask.
+    """Average a correction over its Bernoulli mask.
 
-    Where the smallest and the largest uniform give the same mask, the mask is deterministic; elsewhere it accepts with
-    probability a(x). An expected mask is deterministic: its factor is a w, where a sampled one is w with probability a.
+    A token's mask is deterministic if the smallest and the largest uniform give the same mask; else the token is
+    accepted with probability a(x). With an expected mask the weight is always a w; with a sampled one it is w with
+    probability a.
     """
     correction = setting.objective.correction
     lowest = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)
     highest = correction.apply(replace(inputs, uniforms=torch.full_like(inputs.uniforms, _LARGEST_UNIFORM)), totals)
+
     is_random = lowest.accept_mask != highest.accept_mask
     if not is_random.any():
         value = lowest.weights * lowest.accept_mask
         return _MaskAveraged(value, torch.ones_like(value), lowest.accept_mask, lowest)
+
     chance = torch.where(is_random, inputs.acceptance(correction.lam), lowest.accept_mask)
     return _MaskAveraged(lowest.weights, chance, chance, lowest)
 
 
-MOST = 40.0  # of log R_t, so that its sums are finite
+MOST = 40.0  # largest log R_t, so that sums of R_t stay finite
 _LARGEST_UNIFORM = 1.0 - 2.0**-53

@@ -1,7 +1,7 @@
-"""Computes bias and variance of a token's gradient against the exact one, summed over all tokens of its state.
+"""Bias, variance and drift of the corrected gradient against the exact one, summed over all tokens x of each state s.
 
-With respect to the logits of a state s (docs/replay.md), with the advantage's square A_s^2 of the response that was
-sampled, n_x = |e_x - p_new|^2, f(x) = p_inf(x) E F(x), and c the factor that fits best:
+Gradients are with respect to the logits of a state (docs/replay.md). With the advantage A_s of the response that was
+sampled, n_x = |e_x - p_new|^2, f(x) = p_inf(x) E F(x), and the factor c by which the gradients fit best:
 
     S_ff = sum_s A_s^2 sum_x f(x)^2 n_x       S_ft = ... f(x) p_new(x) n_x        S_tt = ... p_new(x)^2 n_x
     bias      = sqrt(1 - S_ft^2 / (S_ff S_tt))
@@ -18,22 +18,22 @@ from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import GradientFactors
 from jackpot.core.metrics import Mean, Sum, Sums
 
-_MEANS = ("state", "state square", "state variation")
-_PRODUCTS = ("estimator", "both", "exact", "noise", "ideal noise", "drift")
+_MEANS = ("state", "state square", "state variation")  # names of the means of `state_sums`
+_PRODUCTS = ("estimator", "both", "exact", "noise", "ideal noise", "drift")  # names of its sums
 EXACT = ("exact_effective", "tv_after_correction", "bias", "variance", "drift", "state_spread")
 
 
 class StateValues(NamedTuple):
-    """What one correction does in each of N states."""
+    """The effect of one correction in each of N states."""
 
-    trained: Tensor  # [N, M] f
+    trained: Tensor  # [N, M] f, the weight of each token in the corrected gradient
     second: Tensor  # [N, M] p_inf E F^2
-    of_state: Tensor  # [N] F_s
+    of_state: Tensor  # [N] F_s, the sum of f over the tokens
     variation: Tensor  # [N] F_s times the total variation between f / F_s and p_new
 
 
 def state_values(factors: GradientFactors, states: StateDistributions) -> StateValues:
-    """Compute f and the like from a correction's factors [N, M] on every token of every state."""
+    """Compute the effect of a correction in each state from its factors [N, M] on every token."""
     rollout = states.rollout.exp()
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
     trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)
@@ -47,9 +47,10 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
 
 
 def state_sums(values: StateValues, states: StateDistributions) -> Sums:
-    """Sum one correction over states: S_ff, S_ft, S_tt, both variances and the drift (times c^2), and three means.
+    """Sum the effect of one correction over states, under the names of `_MEANS` and `_PRODUCTS`.
 
-    The means are of F_s, of the sum of p_inf E F^2 over a state, and of F_s times the total variation.
+    The sums are S_ff, S_ft and S_tt, the variance times c^2, the variance of sampling from p_new, and the numerator of
+    the drift. The means are of F_s, of the sum of p_inf E F^2 over a state, and of F_s times the total variation.
     """
     target = states.new.exp()
     trained, second, of_state, variation = values
@@ -73,11 +74,13 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
 
 
 def exact_numbers(sums: Sums) -> dict[str, float | None]:
-    """Compute the numbers named EXACT from the sums over states; None each where there are none.
+    """Compute the numbers named EXACT from the sums over states; all are None without a state.
 
-    `bias` is 0 for the exact direction and 1 for an orthogonal one; a common factor, which a learning rate offsets, is
-    no bias. `variance` is a multiple of that of responses which the updated policy itself has sampled, and `drift` is
-    over the exact gradient's size. `state_spread` is the standard deviation of F_s over its mean.
+    `exact_effective` is the effective sample size as a share, and `tv_after_correction` the total variation that is
+    left. `bias` is 0 for the exact direction and 1 for an orthogonal one; a common factor, which a learning rate
+    offsets, is no bias. `variance` is a multiple of the variance of responses which the updated policy itself has
+    sampled, and `drift` is over the exact gradient's size. `state_spread` is the standard deviation of F_s over its
+    mean.
     """
     if _MEANS[0] not in sums:
         return dict.fromkeys(EXACT)
@@ -96,5 +99,5 @@ def exact_numbers(sums: Sums) -> dict[str, float | None]:
 
 
 def known_states(sums: Sums) -> int:
-    """Count the tokens whose whole distributions were summed over."""
+    """Return the number of tokens whose whole distributions were summed over."""
     return int(Mean.named(sums, _MEANS[0]).count) if _MEANS[0] in sums else 0

@@ -1,4 +1,4 @@
-"""Applies corrections to batches of responses, and keeps the sums that tables and the rule read."""
+"""Sums of all corrections over batches of responses, which the tables and the rule read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,15 +32,16 @@ from jackpot.objectives.obrs import acceptance, exact_z, known_z
 
 @dataclass(slots=True)
 class ReplayedCorrection:
-    """The sums of one correction over all responses; none where it could not be applied to any."""
+    """The sums of one correction over all responses; empty if the correction could not be applied to any response."""
 
     setting: CorrectionSetting
     sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states whose distributions are known
+    # [GROUPS, COLUMNS] sums that the rule reads, of each group of prompts
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """Estimate the total variation after the correction from sampled tokens only; 1 where F is 0 everywhere."""
+        """The total variation after the correction, estimated from sampled tokens only; 1 if F is 0 everywhere."""
         variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 
@@ -51,14 +52,14 @@ class ReplayedCorrection:
 
 
 class Measured:
-    """Sums of the run before any correction, and of every correction."""
+    """The sums over all responses, before any correction and for every correction."""
 
     def __init__(self, settings: Sequence[CorrectionSetting]) -> None:
         self.run: Sums = {}
         self._corrections = [ReplayedCorrection(setting) for setting in settings]
-        self._left_out: dict[str, dict[str, None]] = {}  # reason -> what is left out for it
-        self._prompts = -1  # number of the prompt in its order
-        self._last: object = None  # the prompt of the response before
+        self._left_out: dict[str, dict[str, None]] = {}  # reason -> labels of what is left out for that reason
+        self._prompts = -1  # number of the newest prompt, from 0
+        self._last: object = None  # the newest prompt
 
     @property
     def tokens(self) -> int:
@@ -72,11 +73,12 @@ class Measured:
 
     @property
     def left_out(self) -> list[str]:
-        """What could not be computed, or on some tokens only, so that it is no candidate for the rule."""
+        """Sentences about what could not be computed, or on some tokens only, and so is no candidate for the rule."""
         partly: dict[int, list[str]] = {}
         for correction in self.corrections:
             if correction.tokens < self.tokens:
                 partly.setdefault(correction.tokens, []).append(correction.setting.label)
+
         return [
             *(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
             *(
@@ -86,21 +88,22 @@ class Measured:
         ]
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add responses that have log-probs of a policy and a sampled token, those to one prompt after each other."""
+        """Add responses, each with log-probs of a policy and a sampled token; those to one prompt must be adjacent."""
         groups = {id(response): self._group(response) for response in responses}
-        for has_lists in (True, False):  # a batch needs the lists of all
+        for has_lists in (True, False):  # a batch has top-k lists of all its responses or of none
             if alike := [response for response in responses if response.has_lists == has_lists]:
                 self._add(collate(alike), torch.tensor([groups[id(response)] for response in alike]))
 
     def advice(
         self, weights: str, costs: Costs | None, problem: str | None = None, rounding: str = ""
     ) -> Recommendation:
-        """Apply the rule.
+        """Apply the rule to the corrections that were replayed on all tokens.
 
         Args:
-            weights: whose weights generated and scored the tokens.
+            weights: text that says whose weights generated and scored the tokens.
+            costs: costs of a token of the rollout model; None where they are not known.
             problem: reason against any recommendation, found before the numbers are looked at.
-            rounding: which log-probs are rounded, and what that makes of the total variation.
+            rounding: text that says which log-probs are rounded, and what that adds to the total variation; "": none.
         """
         stale = is_stale(self.run)
         candidates = [
@@ -133,7 +136,7 @@ class Measured:
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
 
     def _group(self, response: SavedResponse) -> int:
-        """Return the group of a response: prompts are dealt to the groups in turn."""
+        """Return the group of a response's prompt; prompts are dealt to the GROUPS in turn."""
         prompt = response.uid if response.prompt_ids is None else tuple(response.prompt_ids.tolist())
         self._prompts += prompt != self._last
         self._last = prompt
@@ -144,9 +147,12 @@ class Measured:
         if not has_signs:
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
 
+        # The run before any correction.
         lists = saved_distributions(batch)
         states = lists.known if lists else None
         self.run = add_sums(self.run, run_sums(batch, states))
+
+        # What all corrections share.
         bands, log_ratio = bands_of(batch, states), torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
         overlap = acceptance(batch.rollout, batch.new, 1.0)
@@ -174,13 +180,14 @@ class Measured:
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
-        """Build a correction's inputs at the sampled tokens; None where it needs a Z that is not known."""
+        """Build a correction's inputs at the sampled tokens; None if the correction needs a Z that is not known."""
         correction, target = setting.objective.correction, setting.objective.target
         z = z_of(lists, batch, correction.lam, target)
         if z is None and "z" in correction.reads:
             self._leave_out(setting.label, _NO_LISTS if lists is None else _NO_OLD)
             return None
-        if z is None:
+
+        if z is None:  # the correction does not read Z
             z = known_z(torch.ones_like(batch.rollout))
         return inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
 
@@ -189,20 +196,25 @@ class Measured:
 
 
 def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
-    """Tell whether the rule may recommend a correction.
+    """Return whether the rule may recommend a correction.
 
-    Excluded are single parts of OBRS, and weights of whole responses and prefixes. Where the policy has not been
-    updated, corrections aligned to the updated policy are those aligned to the old one, and excluded too.
+    It may recommend neither single parts of OBRS nor weights of whole responses and prefixes. If the policy has not
+    been updated, corrections aligned to the updated policy equal those aligned to the old one, and are left out too.
+
+    Args:
+        setting: the correction.
+        stale: whether the policy had been updated since it received the batch.
     """
     if setting.name in (*PARTS, *WHOLE_RESPONSE):
         return False
     if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
-    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")  # no other default
+
+    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")  # these align to the new by default
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
-    """Compute what a correction does in every state; None where that depends on what is not known of it."""
+    """Compute the effect of a correction in every state; None if that depends on log-probs that are not known there."""
     objective = setting.objective
     reads_old = "old" in (objective.target, objective.proximal)
     if setting.weighs_whole_responses or (states.old is None and reads_old):

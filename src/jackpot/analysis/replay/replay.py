@@ -1,4 +1,4 @@
-"""`jackpot replay`: applies every correction to saved rollouts, in one pass with a few thousand tokens in memory.
+"""`jackpot replay`: every correction applied to saved rollouts, in one pass with a few thousand tokens in memory.
 
 Status: supported.
 """
@@ -27,7 +27,7 @@ from jackpot.core.errors import DataError, JackpotError
 from jackpot.training.run_folder.checkpoint import resolve_model_path
 
 MOST_WARNINGS = 20  # kinds of warnings that are kept as text; all are counted
-MOST_CHARACTERS = 400  # of a warning, which may quote what the file has
+MOST_CHARACTERS = 400  # longest warning, which may quote the file
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,_]*(?:e[-+]?[0-9]+)?")
 
 
@@ -43,12 +43,13 @@ def replay(
     """Read all saved rollouts once, apply every correction to them and recommend one.
 
     Args:
-        name: of a format, or `auto`.
-        names: of corrections; empty for all.
-        model: computes the policy's log-probs: a model, or a run with its best policy; None takes the saved ones.
-        temperature: of the sampling, for `model`; None: the run's, or 1.
-        every: one of so many responses is replayed, which suffices for a run with many tokens.
-        listen: called with the number of responses read so far.
+        path: a run folder, or a file or folder of saved rollouts.
+        name: name of a format, or `auto`.
+        names: names of corrections; empty: all.
+        model: path of a model, or run folder of a best policy, that scores the responses; None: saved log-probs count.
+        temperature: temperature at which `model` scores; None: the run's, or 1.
+        every: one of `every` responses is replayed, which suffices for a run with many tokens.
+        listen: function that is called with the number of responses read so far.
 
     Raises:
         ConfigError: an unknown format or correction.
@@ -66,6 +67,7 @@ def replay(
     theirs = dump.columns or OURS
     policy_column = "what --model gives" if scorer else theirs.old_log_probs or theirs.log_probs
     pairs = ColumnPairs(theirs.rollout_log_probs, policy_column, one_model=not (config and config.rollout_model))
+
     for part in response_batches(reading.responses(every)):
         batch = scorer.score(part) if scorer else part
         ends.add(batch)
@@ -96,10 +98,12 @@ def replay(
 
 
 class _Reading:
-    """Reads the responses of all files, and counts those that are left out.
+    """A reader of the responses of all files, which counts the responses that are left out.
 
     Args:
-        config: of the run; None for another library's dump.
+        dump: format of the files.
+        files: all files, in their order.
+        config: settings of the run; None for another library's dump.
         needs_policy: whether a response without log-probs of the policy is left out.
     """
 
@@ -107,14 +111,14 @@ class _Reading:
         self._dump, self._files, self._needs_policy = dump, files, needs_policy
         writers = config.writers(1, config.iterations) if config else ()
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
-        self._first: dict[str, str] = {}  # of the problems that are alike but for numbers
-        self._alike: Counter[str] = Counter()  # and how many there are
+        self._first: dict[str, str] = {}  # first problem of each kind, by its text without numbers
+        self._alike: Counter[str] = Counter()  # number of problems of each kind
         self.unreadable = self.read = 0
         self._fully_masked = self._by_policy = 0
         self._without_policy: str | None = None
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of so many responses, if it has a sampled token and what is needed."""
+        """Yield one of `every` responses, if it can be replayed: it has a sampled token and the log-probs."""
         for response in islice(read_files(self._dump, self._files, self._warn), 0, None, every):
             if not response.sampled_mask.any():
                 self._fully_masked += 1
@@ -131,7 +135,7 @@ class _Reading:
                 yield response
 
     def check(self) -> None:
-        """Raise DataError where no file had a response."""
+        """Refuse files without any response to replay. Raises DataError."""
         if self.read:
             return
         why = "; ".join((*self.problems, *self.left_out)) or "its files are empty"
@@ -139,7 +143,7 @@ class _Reading:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """How many responses were left out, and why."""
+        """A sentence for each reason why responses were left out, with their number."""
         counts = {
             "they have no sampled token (sampled_mask is false throughout)": self._fully_masked,
             "the policy sampled them itself, and the others are judged": self._by_policy,
@@ -148,12 +152,12 @@ class _Reading:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The first of each kind of reason why records could not be read, and how many are like it."""
+        """The first problem of each kind that kept a record from being read, and how many more are like it."""
         others = {alike: f" (and {count - 1:,} more like this)" for alike, count in self._alike.items() if count > 1}
         return tuple(first + others.get(alike, "") for alike, first in self._first.items())
 
     def _warn(self, problem: str) -> None:
-        """Count a problem; of those that differ in numbers alone the first is kept as text."""
+        """Count a problem; of problems that differ in numbers alone, only the first is kept as text."""
         self.unreadable += 1
         alike = _NUMBER.sub("0", problem[:MOST_CHARACTERS])
         if alike in self._first or len(self._first) < MOST_WARNINGS:
@@ -168,7 +172,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the costs of the run's models, or why nothing is to be priced."""
+    """Return the costs of the run's models, or None with the reasons why shares and drafts have no price."""
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "

@@ -1,4 +1,4 @@
-"""Saved responses in one form for all file formats, and batches of them."""
+"""Saved responses in one form for all file formats, and batches of such responses."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,51 +14,53 @@ from jackpot.models.packing import pack
 BATCH_TOKENS = 8_192  # response tokens of one batch, padding included
 NEEDED = ("token_ids", "rollout_log_probs")
 _LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
-_ROUNDING = 1e-2  # of the mass of a list, in half precision
+_ROUNDING = 1e-2  # error of a list's mass by rounding to half precision
 _MASK_IT = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 class DamagedRecord(DataError):
-    """A response whose columns do not fit each other; the replay leaves it out, names it and counts it."""
+    """The error of a response whose columns do not fit each other; the replay leaves the response out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedResponse:
-    """One response of `T` tokens, on the CPU; None for columns that the file lacks. Log-probs in nats."""
+    """A saved response of `T` tokens, on the CPU; columns that the file lacks are None. Log-probs are in nats."""
 
     uid: str
-    sampled_by: str | None  # the model of one of our runs that sampled it
-    where: str  # file of the response, and its step where that is known
-    prompt_ids: Tensor | None  # [P]; needed where a model scores the response
+    sampled_by: str | None  # role of the model that sampled the response, in our own runs
+    where: str  # file of the response, with the step if it is known
+    prompt_ids: Tensor | None  # [P]; needed if a model is to score the response
     token_ids: Tensor  # [T]
-    sampled_mask: Tensor  # [T] bool
+    sampled_mask: Tensor  # [T] bool, False at tokens that no model sampled, such as a tool's
     advantages: Tensor | None  # [T]
-    rollout_log_probs: Tensor  # [T]
-    old_log_probs: Tensor | None  # [T]; where the file has one of these two, it is both
-    log_probs: Tensor | None  # [T] of the policy that is updated; equal to the old ones at the first step of a batch
-    rollout_top_ids: Tensor | None  # [T, K]
+    rollout_log_probs: Tensor  # [T] by the engine
+    # By the policy, when it received the batch and when it is updated. A file with only one of these has it for both.
+    old_log_probs: Tensor | None  # [T]
+    log_probs: Tensor | None  # [T]
+    rollout_top_ids: Tensor | None  # [T, K] the engine's top-k list
     rollout_top_log_probs: Tensor | None  # [T, K]
-    policy_top_ids: Tensor | None  # [T, K'] of `log_probs`' policy
+    policy_top_ids: Tensor | None  # [T, K'] top-k list of the policy that is updated
     policy_top_log_probs: Tensor | None  # [T, K']
 
     @property
     def has_lists(self) -> bool:
-        """Whether there are top-k lists of both models."""
+        """Whether the response has top-k lists of both models."""
         return self.rollout_top_ids is not None and self.policy_top_ids is not None
 
     @property
     def of_policy(self) -> tuple[Tensor, Tensor]:
-        """The log-probs of the policy when it received the batch, and when it is updated."""
+        """The policy's log-probs, [T] each: when it received the batch, and when it is updated."""
         assert self.old_log_probs is not None and self.log_probs is not None  # the replay leaves out all others
         return self.old_log_probs, self.log_probs
 
 
 def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResponse:
-    """Make a response from named columns, lists or tensors; `advantages` may be one number for all tokens.
+    """Make a response from a record, and check it.
 
     Args:
+        record: columns by the names of `SavedResponse`, each a list or tensor; `advantages` may be one number.
         where: file of the response, for messages.
-        number: number of the response in its file, for a uid where the record has none.
+        number: number of the response in its file, for the uid if the record has none.
 
     Raises:
         DamagedRecord: a column that is not numeric, not as long as `token_ids`, or not finite at a sampled token.
@@ -86,10 +88,13 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
 
     _check_values(columns, lists, mask, where_it_is)
     _check_lists(lists, mask, where_it_is)
+
+    # A file with one of the two columns has it for both.
     if others["old_log_probs"] is None:
         others["old_log_probs"] = others["log_probs"]
     elif others["log_probs"] is None:
         others["log_probs"] = others["old_log_probs"]
+
     return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{number}"),
         sampled_by=record.get("sampled_by") or None,
@@ -104,7 +109,7 @@ def response_of(record: Mapping[str, Any], where: str, number: int) -> SavedResp
 
 
 def _ids(values: Any) -> Tensor:
-    """Return token ids as int64 [T]; whole numbers from 0 on, in whatever format."""
+    """Return token ids as int64 [T]. Raises ValueError unless they are whole numbers from 0 on, of any type."""
     ids = torch.as_tensor(values)
     whole = ids.long()
     if ids.ndim != 1 or ids.dtype == torch.bool or (whole != ids).any() or (whole < 0).any():
@@ -113,7 +118,7 @@ def _ids(values: Any) -> Tensor:
 
 
 def _flags(values: Any) -> Tensor:
-    """Return a mask as bool [T]; true and false, or 1 and 0."""
+    """Return a mask as bool [T]. Raises ValueError unless it holds true and false, or 1 and 0."""
     flags = torch.as_tensor(values)
     if flags.ndim != 1 or not torch.isin(flags.double(), torch.tensor([0.0, 1.0], dtype=torch.float64)).all():
         raise ValueError(f"a mask holds true and false, or 1 and 0, in one row, and not {values!r:.60}")
@@ -129,7 +134,7 @@ def _column(values: Any, length: int) -> Tensor:
 
 
 def _lists(values: Any, are_ids: bool) -> Tensor | None:
-    """Return top-k lists as [T, K]; None where there are none."""
+    """Return top-k lists as [T, K]; None if they are missing or empty."""
     rows = None if values is None else torch.as_tensor(values, dtype=torch.int64 if are_ids else torch.float64)
     if rows is None or not rows.numel():
         return None
@@ -141,7 +146,10 @@ def _lists(values: Any, are_ids: bool) -> Tensor | None:
 def _check_values(
     columns: Mapping[str, Tensor | None], lists: Mapping[str, Tensor | None], mask: Tensor, where: str
 ) -> None:
-    """Refuse numbers that are not finite, as one would spoil every mean; lists may have -inf for excluded tokens."""
+    """Refuse values at sampled tokens that cannot be, such as NaN or log-probs above 0. Raises DamagedRecord.
+
+    A single infinite number would spoil every mean. Lists may have -inf for tokens that cannot be sampled.
+    """
     for name, column in (*columns.items(), *lists.items()):
         if column is None or name.endswith("ids"):
             continue
@@ -161,7 +169,7 @@ def _check_values(
 
 
 def _above_0(values: Tensor) -> str:
-    """Say what a column may be that has numbers above 0."""
+    """Say what a column of log-probs with values above 0 probably holds."""
     if values.min() < 0.0:
         return "a log-probability is at most 0"
     is_share = values.max() <= 1.0
@@ -169,9 +177,9 @@ def _above_0(values: Tensor) -> str:
 
 
 def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
-    """Refuse a top-k list that names a token twice or holds more than all probability: its Z would be impossible.
+    """Refuse a top-k list that names a token twice or holds more than all probability. Raises DamagedRecord.
 
-    Entries of probability 0 may pad a list that is longer than the vocabulary.
+    No Z can be computed from such a list. Entries of probability 0 may pad a list that is longer than the vocabulary.
     """
     for model in ("rollout", "policy"):
         ids, log_probs = lists[f"{model}_top_ids"], lists[f"{model}_top_log_probs"]
@@ -190,23 +198,23 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseBatch:
-    """Some responses, padded on the right: [B, T] float64 each unless noted, 0 where masked."""
+    """A batch of responses, padded on the right: [B, T] float64 each unless noted, 0 where the mask is False."""
 
     responses: tuple[SavedResponse, ...]
     mask: Tensor  # bool, True at tokens that the model sampled
-    rollout: Tensor
-    old: Tensor
-    new: Tensor
+    rollout: Tensor  # log-probs by the engine
+    old: Tensor  # log-probs by the policy that received the batch
+    new: Tensor  # log-probs by the policy that is updated
     advantages: Tensor
 
 
 def response_batches(responses: Iterable[SavedResponse]) -> Iterator[list[SavedResponse]]:
-    """Yield the responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, one at least."""
+    """Yield the responses in their order, in batches of one response or at most `BATCH_TOKENS` tokens with padding."""
     return pack(responses, BATCH_TOKENS, lambda response: (0, len(response.token_ids)))
 
 
 def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
-    """Stack responses that have log-probs of a policy; without advantages they are 1."""
+    """Stack responses that have log-probs of a policy; missing advantages become 1."""
     mask = pad_sequence([response.sampled_mask for response in responses], batch_first=True)
 
     def pad(rows: Iterable[Tensor]) -> Tensor:

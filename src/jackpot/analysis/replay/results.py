@@ -11,19 +11,19 @@ from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Histogram, Mean, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
-GROWN = 3.0  # times the total variation of the first file or iteration, at which the last one's has grown
-NOTABLE = 0.02  # total variation below which it does not matter
+GROWN = 3.0  # growth of the total variation, from the first file or iteration to the last, that is reported
+NOTABLE = 0.02  # total variation up to which growth does not matter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayResult:
-    """The result of one pass over all files."""
+    """The result of a replay, one pass over all files."""
 
     path: Path
-    format: str
-    files: int
+    format: str  # name of the format
+    files: int  # number of files
     policy: str  # source of the policy's log-probs
-    run: Sums  # before any correction
+    run: Sums  # sums before any correction
     ends: tuple[tuple[str, float], ...]  # the first and the last file or iteration, each with its total variation
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
@@ -37,10 +37,10 @@ class CorrectionResult:
     """The numbers of one correction. Shares are of sampled tokens; None where a number could not be computed."""
 
     label: str
-    is_own: bool
-    accepted: float
-    capped: float
-    clipped: float
+    is_own: bool  # whether the run trains with this correction
+    accepted: float  # share of tokens that are accepted
+    capped: float  # share of tokens whose weight a cap lowered
+    clipped: float  # share of the gradient that the clip removes
     dropped_responses: float  # share of responses whose tokens are all rejected
     weight_mean: float
     weight_p1: float
@@ -49,7 +49,7 @@ class CorrectionResult:
     weight_max: float
     effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2
     sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
-    states: int  # tokens whose whole distributions are known; the next numbers are exact sums over these
+    states: int  # tokens whose whole distributions are known; the next six numbers are exact sums over these tokens
     exact_effective: float | None
     tv_after_correction: float | None
     bias: float | None
@@ -69,7 +69,7 @@ class CorrectionResult:
 def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
-    # rounded, for bins near 0 are millionths wide, and the lowest, e^-40, stands for 0
+    # Rounded, since a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
     low, middle, high = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
 
@@ -94,7 +94,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
 
 
 def result_numbers(result: ReplayResult) -> dict[str, Any]:
-    """Return all numbers of a replay as plain values; those that are not finite must become null in JSON."""
+    """Return all numbers of a replay as plain values; whoever writes JSON must turn infinite ones and NaN into null."""
     run = result.run
 
     return {
@@ -115,7 +115,7 @@ def result_numbers(result: ReplayResult) -> dict[str, Any]:
 
 
 def dump_findings(result: ReplayResult) -> dict[str, str]:
-    """Return what is wrong with saved rollouts, whatever the correction, by labels; empty where nothing is."""
+    """Return what is wrong with saved rollouts whatever the correction, as sentences by label; empty if nothing is."""
     lines, run = result.answer.lines, result.run
     found = {"Precision": lines["Precision"]} if "Precision" in lines else {}
     if result.answer.verdict == "cannot tell":
@@ -124,6 +124,7 @@ def dump_findings(result: ReplayResult) -> dict[str, str]:
         found["Advantages"] = (
             "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
         )
+
     (first, before), (last, after) = result.ends[0], result.ends[-1]
     if after > max(NOTABLE, GROWN * before):
         grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"

@@ -1,4 +1,4 @@
-"""`jackpot replay --rewards`: computes the rewards of our saved rollouts again, with the task of their own settings."""
+"""`jackpot replay --rewards`: the rewards of our saved rollouts, computed again by the task of the run's settings."""
 
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +20,7 @@ _SAME = 1e-6  # largest difference of two rewards that are the same
 
 
 class RewardAgain(NamedTuple):
-    """The reward of a response, as it was saved and as it is now."""
+    """The reward of a response, as it was saved and as it is computed now."""
 
     uid: str
     saved: float
@@ -28,21 +28,25 @@ class RewardAgain(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Whether both are the same, up to rounding."""
+        """Whether both rewards are equal, up to rounding."""
         return abs(self.saved - self.now) <= _SAME
 
 
 def score_again(path: Path) -> list[RewardAgain]:
-    """Score every response of a run, or of one saved iteration, with the settings of the run.
+    """Score every saved response of a run, or of one saved iteration, with the settings of the run.
+
+    Args:
+        path: the run folder, or the file of one iteration.
 
     Raises:
         DataError: no saved rollouts of Jackpot, or a damaged file.
-        ConfigError, ModelError: the run's task or its tokenizer is not here.
+        ConfigError, ModelError: the run's task or tokenizer is not on this machine.
     """
     if not (files := ours.files(path)):
         raise DataError(f"{path} has no rollouts of Jackpot, whose settings say how to score them; leave out --rewards")
     config = ours.config_of(path)
     tokenizer, overlong = load_tokenizers(config.model_paths()), config.objective.overlong_buffer
+
     found: list[RewardAgain] = []
     with closing(make_task(config.task, tokenizer)) as task:
         for file in files:

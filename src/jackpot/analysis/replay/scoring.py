@@ -1,4 +1,4 @@
-"""Score saved responses with a model: its log-probs take the policy's place in a replay."""
+"""Scores of saved responses by a model, whose log-probs take the place of the policy's in a replay."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ from jackpot.models.scoring import exact_log_probs, forward_responses
 
 
 class PolicyScorer:
-    """Computes log-probs of saved responses with one model, in float32 with the softmax in float64.
+    """A model that computes log-probs of saved responses, in float32 with the softmax in float64.
 
     Args:
-        path: of the model, as `load_model` takes it.
-        temperature: that the responses were sampled at.
+        path: path of the model, as `load_model` takes it.
+        temperature: temperature at which the responses were sampled.
 
     Raises:
-        ModelError: a model that cannot be read.
+        ModelError: the model cannot be read.
     """
 
     def __init__(self, path: str | Path, temperature: float) -> None:
@@ -35,17 +35,19 @@ class PolicyScorer:
         self.path, self.temperature = path, temperature
 
     def score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
-        """Return the responses with this model as old and new policy, at their tokens and at the engine's top-k lists.
+        """Return the responses with this model's log-probs as those of the old and of the new policy.
+
+        The model scores the responses' tokens and, for the policy's top-k list, the tokens of the engine's list.
 
         Raises:
-            DataError: no prompt, or token ids that the model does not have.
+            DataError: a response without a prompt, or with token ids that the model does not have.
         """
         rows = [(self._prompt(response), response) for response in responses]
         parts = pack(rows, BATCH_TOKENS, lambda row: (len(row[0]), len(row[1].token_ids)))
         return [scored for part in parts for scored in self._score(part)]
 
     def _prompt(self, response: SavedResponse) -> list[int]:
-        """Return the prompt of a response that the model can score, as `score` says."""
+        """Return the token ids of a response's prompt, and refuse a response that the model cannot score."""
         if response.prompt_ids is None or not len(response.prompt_ids):
             raise DataError(
                 f"{response.where} has no prompt_ids, which a model needs to score the response {response.uid}; "
@@ -79,7 +81,7 @@ class PolicyScorer:
         return [self._scored(response, columns) for (_, response), columns in zip(rows, each, strict=True)]
 
     def _scored(self, response: SavedResponse, log_probs: Tensor) -> SavedResponse:
-        """Put log-probs [T, 1 + K] into the response; columns beyond its own K are padding."""
+        """Put the model's log-probs [T, 1 + K] into a response; columns beyond the response's own K are padding."""
         top_ids = response.rollout_top_ids
         return replace(
             response,
@@ -91,6 +93,6 @@ class PolicyScorer:
 
 
 def _wanted(response: SavedResponse) -> Tensor:
-    """Return the ids that are scored, [T, 1 + K]: the sampled token and the engine's top-k list."""
+    """Return the token ids to score at each token of a response, [T, 1 + K]: the token, and the engine's top-k list."""
     lists = [] if response.rollout_top_ids is None else [response.rollout_top_ids]
     return torch.cat([response.token_ids[:, None], *lists], dim=1)

@@ -1,4 +1,4 @@
-"""Lists the corrections that are replayed: every one with its defaults, and some with a few other caps."""
+"""The corrections that are replayed: every correction with its defaults, and some with a few other caps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective
 from jackpot.training.objectives import policy_objective
 
-CLIP = 0.2  # PPO's clip where a run sets none, or where the file is not of a run
-# read other tokens of the response than the one that they weigh or reject
+CLIP = 0.2  # PPO's clip if the run sets none, or the file is not of a run
+# Corrections whose factor on a token depends on other tokens of its response.
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
-WHOLE_SURROGATE = ("gspo", "gmpo")  # the same, where the policy has been updated since it received the batch
+# Surrogates of which the same is true once the policy was updated after it had received the batch.
+WHOLE_SURROGATE = ("gspo", "gmpo")
 PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _OTHER = {  # settings replayed in addition to the defaults
     "none": ({"proximal": "rollout"},),
@@ -28,7 +29,7 @@ _OTHER = {  # settings replayed in addition to the defaults
     "obrs": ({"mask": "expected"}, {"mask": "expected", "c1": 10.0}),
 }
 _TO_NEW = {"target": "new", "proximal": "new"}
-_NEW = {  # aligned to the policy that is updated, for stale rollouts; PPO's ratio is then 1
+_NEW = {  # settings replayed in addition for stale rollouts: aligned to the policy now, so that PPO's ratio is 1
     "tis": ({"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
     "obrs": (_TO_NEW, {**_TO_NEW, "mask": "expected"}, {**_TO_NEW, "mask": "expected", "c1": 10.0}),
 }
@@ -39,11 +40,11 @@ class CorrectionSetting:
     """A correction with fixed settings."""
 
     name: str  # key of CORRECTIONS, or custom
-    label: str  # the name, with what is not the default
+    label: str  # the name, with the settings that differ from the defaults
     objective: PolicyObjective
-    surrogate: str  # its name
+    surrogate: str  # name of the surrogate
     numbers: tuple[tuple[str, object], ...]  # settings that differ from the defaults, by their names in a recipe
-    is_own: bool  # whether the run trains with it
+    is_own: bool  # whether the run trains with this correction
 
     @property
     def weighs_whole_responses(self) -> bool:
@@ -52,15 +53,17 @@ class CorrectionSetting:
 
     @property
     def aligns_to_new(self) -> bool:
-        """Whether PPO's ratio is taken from the policy that is updated."""
+        """Whether PPO's ratio is taken from the policy that is updated, so that the ratio is 1."""
         return self.objective.proximal == "new"
 
 
 def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionSetting]:
-    """Return all settings in the order of CORRECTIONS, or only those of `names` where it is not empty.
+    """Return the corrections to replay, in the order of CORRECTIONS.
 
     Args:
-        config: of the run, whose clips are used and whose own correction is added; None for another library's dump.
+        config: settings of the run, whose clips are used and whose own correction is added; None for another library's
+            dump.
+        names: names of the corrections to return; empty: all.
 
     Raises:
         ConfigError: an unknown name.
@@ -74,10 +77,12 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
         for name in CORRECTIONS
         for numbers in ({}, *_OTHER.get(name, ()), *_NEW.get(name, ()))
     ]
-    if config:  # without what depends on the data at hand and not on the correction
+
+    if config:  # the run's correction, without settings that say how Z is known and not what is done with it
         trained = config.objective.correction.model_dump(exclude_unset=True, exclude={"name", "normalizer", "budget"})
         settings.append(_setting(config.objective.correction.name, trained, config, True))
-    by_label = {setting.label: setting for setting in settings}
+
+    by_label = {setting.label: setting for setting in settings}  # the run's own replaces an equal default
     return [setting for setting in by_label.values() if not names or setting.name in names]
 
 
@@ -110,10 +115,12 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
 
 
 def _label(name: str, changed: dict[str, object], points: list[str]) -> str:
-    """Name a correction with what is not the default; `new` where all its points, by their settings, are the new one.
+    """Return a correction's name with the settings that differ from the defaults; `new` stands for target and proximal.
 
     Args:
-        points: which of `target` and `proximal` the correction has.
+        name: name of the correction.
+        changed: settings that differ from the defaults.
+        points: those of the settings `target` and `proximal` that the correction has.
     """
     is_new = all(changed.get(key) == "new" for key in points)
     left = {key: value for key, value in changed.items() if not (is_new and key in points)}

@@ -1,7 +1,7 @@
 """Sums over batches of responses, for each correction and for the run before any correction.
 
-Their size does not depend on the number of files. The sums that the rule reads are kept for each group of prompts, for
-its standard errors.
+The size of the sums does not depend on the number of files. Sums that the rule reads are kept for each group of
+prompts, from which standard errors follow.
 
 Shapes: `B` responses of up to `T` tokens, `N` sampled tokens.
 """
@@ -25,17 +25,23 @@ ENTROPIES = (0.0, 0.1, 1.0)  # starts of the bands of the policy's entropy, nats
 
 
 def ratio_quantile(sums: Sums, name: str, share: float) -> float:
-    """Return the ratio that a share of all lie below, of the histogram of its logarithm."""
+    """Return a quantile of a ratio, from the histogram of its logarithm.
+
+    Args:
+        sums: sums that have the histogram.
+        name: name of the histogram.
+        share: share of the ratios that lie below the quantile.
+    """
     entry = sums[name]
     assert isinstance(entry, Histogram)  # a name has one kind
     return float(entry.quantile(share).exp())
 
 
 class EndGaps:
-    """Measures the total variation between rollout model and policy in the first and in the last file or iteration."""
+    """The total variation between rollout model and policy in the first and in the last file or iteration."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[str, Mean]] = []  # file or iteration with its gap: the first and the last
+        self._ends: list[tuple[str, Mean]] = []  # (file or iteration, its gap) of the first and the last
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
         """Add the next responses; files must come in their order."""
@@ -49,26 +55,26 @@ class EndGaps:
 
     @property
     def gaps(self) -> tuple[tuple[str, float], ...]:
-        """Return the first and the last file or iteration, each with its total variation, from sampled tokens."""
+        """Return (file or iteration, total variation) of the first and the last one, from sampled tokens."""
         return tuple((where, float(mean.value)) for where, mean in self._ends)
 
 
 class SampledColumns(NamedTuple):
-    """What the rule reads of the sampled tokens, [B, T] each.
+    """Columns that the rule reads at the sampled tokens, [B, T] each.
 
-    The total variation after the correction of a state is E |F - F_s rho| / (2 F_s) (`gradient`), and F_s is not known
-    from one token. It is estimated by h m: the F_s that the state would have without caps, times the share m that caps
-    leave of these tokens, as if m were the same in all states.
+    The total variation that a correction leaves in a state is E |F - F_s rho| / (2 F_s) (`gradient`), but F_s is not
+    known from one token. It is estimated by h m: h is the F_s that the state would have without caps, and m the share
+    that caps leave of all tokens, as if m were the same in all states.
     """
 
     factor: Tensor  # E F
     square: Tensor  # E F^2
-    wrong: Tensor  # F_s times the total variation
+    wrong: Tensor  # F_s times the total variation that is left
     trained: Tensor  # F, averaged over both signs of the advantage
 
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
-        """Estimate them from the factors at the sampled tokens and rho there."""
+        """Estimate the columns from the factors and rho at the sampled tokens, [B, T] each."""
         aim = factors.scale * ratio  # F without caps
         wanted = aim[mask].sum()
         level = torch.where(wanted > 0, factors.either[mask].sum() / wanted, 1.0)  # what caps leave of the aim
@@ -76,18 +82,25 @@ class SampledColumns(NamedTuple):
         return cls(factors.mean, factors.square, wrong, factors.either)
 
     def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
-        """Put the sums over whole distributions where those are known, at the tokens `at` [B, T]."""
+        """Replace the estimates by exact sums at the tokens whose distributions are known.
+
+        Args:
+            values: exact sums in N states.
+            at: [B, T] bool, True at the N tokens.
+        """
         exact = (values.of_state, values.second.sum(-1), values.variation, values.of_state)
         return SampledColumns(*(column.masked_scatter(at, sums) for column, sums in zip(self, exact, strict=True)))
 
 
 def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
-    """Sum what the rule reads over the tokens of each response: [B, COLUMNS].
+    """Sum the columns that the rule reads over the tokens of each response: [B, COLUMNS].
 
     Args:
-        scale: [B, T] h, the weight of a state where nothing is capped.
-        prefixes: [B, T] R_t of the policy that is updated.
-        overlap: [B, T] acceptance at lam = 1, or Z where it is known.
+        columns: columns at the sampled tokens, [B, T] each.
+        scale: [B, T] h, the weight of a state if nothing is capped.
+        prefixes: [B, T] R_t, the product of rho over the tokens before.
+        overlap: [B, T] acceptance at lam = 1, or Z where Z is known.
+        mask: [B, T] bool, True at sampled tokens.
     """
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
     each = (torch.ones_like(overlap), *columns, elsewhere, overlap)
@@ -95,12 +108,13 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
 
 
 def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
-    """Sum one correction over the sampled tokens.
+    """Sum the effect of one correction over the sampled tokens.
 
     Args:
-        factors: [B, T] each.
-        wrong: [B, T] of `SampledColumns`.
-        bands: [B, T] masks by name, over which the rejected share is averaged too.
+        factors: the correction's factors, [B, T] each.
+        wrong: [B, T] the column of `SampledColumns`.
+        mask: [B, T] bool, True at sampled tokens.
+        bands: [B, T] masks by name, in each of which the rejected share is averaged too.
     """
     means = {
         "weight_mean": factors.weight,
@@ -124,7 +138,12 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
 
 
 def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
-    """Sum the mismatch of the run over a batch, before any correction."""
+    """Sum the mismatch between rollout model and policy over a batch, before any correction.
+
+    Args:
+        batch: the responses.
+        states: distributions at the tokens where they are known; None: at none.
+    """
     mask, sampled = batch.mask, batch.mask.any(-1)
     log_ratio = torch.where(mask, batch.new - batch.rollout, 0.0)
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
@@ -142,6 +161,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
         "no_advantage": Mean.of(batch.advantages == 0, mask),
     }
 
+    # Tokens whose distributions are not known, where the mean ratio is all that can be checked.
     sampled_only = mask if states is None else mask & ~states.at
     sums |= {
         "sampled_only_ratio": Mean.of(ratio, sampled_only),
@@ -150,7 +170,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
     if states is not None:
         z = exact_z(states.rollout, states.new, 1.0)
-        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # for the rollout model
+        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # never sampled
         everywhere = torch.ones_like(z, dtype=torch.bool)
         sums |= {
             "acceptance_minus_z": Mean.of(accepted[states.at] - z, everywhere),
@@ -161,7 +181,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
 
 def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[str, Tensor]:
-    """Return masks [B, T] of bands of position, and of the policy's entropy where its distribution is known."""
+    """Return named masks [B, T] of bands of position, and of the policy's entropy where its distribution is known."""
     position = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
     bands = {f"position {name}": batch.mask & here for name, here in band_masks(position, POSITIONS).items()}
     if states is not None:

@@ -1,7 +1,7 @@
-"""`jackpot simulate`: compares candidate rollout models with a policy, without training.
+"""`jackpot simulate`: candidate rollout models compared with a policy, without training.
 
-A candidate answers prompts, and both models score its tokens. Every number is one that a run would begin with, so
-several rollout models can be compared before a run trains with one of them.
+A candidate answers prompts, and both models score the candidate's tokens. The numbers are those with which a run would
+begin, so that rollout models can be compared before a run trains with one of them.
 
 Status: supported.
 """
@@ -48,28 +48,28 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Numbers of a rollout model and a policy before training: means over response tokens unless noted."""
+    """The numbers of a rollout model and a policy before training: means over response tokens unless noted."""
 
-    name: str
-    parameters: int
+    name: str  # path of the rollout model
+    parameters: int  # number of parameters of the rollout model
     policy_parameters: int
-    responses: int
+    responses: int  # number of responses
     states: int  # tokens whose whole distributions were compared
     accuracy: float | None  # accuracy of the rollout model, sampled; None where the task has no verdict
     policy_accuracy: float | None  # accuracy of the policy, sampled
     reward: float  # mean reward of the rollout model's responses
     policy_reward: float
     kl_policy_rollout: float  # KL(policy || rollout model), nats a token
-    kl_rollout_policy: float
+    kl_rollout_policy: float  # KL(rollout model || policy), nats a token
     kl_after: float  # KL(policy || accepted tokens) at lam = 1
     acceptance: float  # mean Z at lam = 1
     acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
     tis_cut: float  # share of the policy's probability that TIS's cap takes away
-    obrs_cut: float  # the same of OBRS, of Z
+    obrs_cut: float  # share of Z that the cap of OBRS takes away
     tis_ess: float  # effective share of tokens under the weights of TIS
-    obrs_ess: float  # of OBRS, whose mask is drawn
-    expected_ess: float  # of its expectation
+    obrs_ess: float  # effective share of tokens under OBRS with a sampled mask
+    expected_ess: float  # effective share of tokens under OBRS with an expected mask
     agreement: float  # cosine between the weights of TIS and those of OBRS in expectation, over tokens
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
@@ -77,14 +77,23 @@ class Candidate:
 
     @property
     def size_share(self) -> float:
-        """Return the candidate's parameters over the policy's."""
+        """Return the candidate's number of parameters over the policy's."""
         return self.parameters / self.policy_parameters
 
 
 class PairBench:
-    """Measures pairs of models on one task, with one tokenizer and one set of prompts, held-out ones by default.
+    """A bench that measures pairs of models on the same task, tokenizer and prompts.
 
-    Of every output layer the rows of the shortest are read (`head_rows`), as in a run.
+    All distributions are over the rows that the shortest output layer has (`head_rows`), as in a run.
+
+    Args:
+        config: settings of a run, for task and sampling.
+        policy: path of the policy.
+        candidates: paths of the rollout models.
+        prompts: number of prompts.
+        seed: seed of prompts and sampling.
+        split: split of the task that prompts are from; by default held-out ones.
+        listen: function that is called with the seconds that the answers of a rollout model took.
 
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
@@ -115,15 +124,22 @@ class PairBench:
         self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
 
     def measure(self, policy: str, rollout_model: str) -> Candidate:
-        """Measure the models in two folders on the responses of the second one, which names them."""
+        """Measure a policy and a rollout model on the responses of the rollout model.
+
+        Args:
+            policy, rollout_model: paths of the two models.
+        """
         begun = time.monotonic()
         sampled = self.answers(rollout_model)
         self._listen(time.monotonic() - begun)
+
         with closing(self._engine(policy)) as engine:
             of_policy = evaluate(
                 engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1
             )
             scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
+
+        # Whole distributions of both models, at the first responses' tokens.
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
         for model in models:
@@ -141,7 +157,11 @@ class PairBench:
         return _candidate(rollout_model, joined(parts), sampled, of_policy, scores, parameters, answer)
 
     def answers(self, path: str) -> Evaluation:
-        """Have the model in a folder answer the prompts."""
+        """Have a model answer the prompts, and score the answers.
+
+        Args:
+            path: path of the model.
+        """
         with closing(self._engine(path)) as engine:
             return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
@@ -157,12 +177,14 @@ def simulate_candidates(
     seed: int,
     listen: Callable[[float], None] = lambda _: None,
 ) -> list[Candidate]:
-    """Compare the recipe's policy with each candidate rollout model, or with the recipe's own where none is given.
+    """Compare the recipe's policy with each candidate rollout model.
 
     Args:
-        candidates: paths of rollout models.
-        prompts: held-out prompts that each rollout model answers.
-        listen: called with the seconds that the answers of a candidate took.
+        config: settings of the recipe.
+        candidates: paths of rollout models; empty: the recipe's own.
+        prompts: number of held-out prompts that each rollout model answers.
+        seed: seed of prompts and sampling.
+        listen: function that is called with the seconds that the answers of a candidate took.
 
     Raises:
         ConfigError: the recipe has no rollout model and no candidate is given, or one path is given twice.
@@ -176,12 +198,18 @@ def simulate_candidates(
         )
     if len(set(candidates)) < len(candidates):
         raise ConfigError(f"--rollout-model names a path twice: {', '.join(candidates)}; give each candidate once")
+
     bench = PairBench(config, config.policy.path, candidates, prompts, seed, listen=listen)
     return [bench.measure(config.policy.path, path) for path in candidates]
 
 
 def saved_columns(states: StatePairs, k: int) -> dict[str, Tensor]:
-    """Return what a run would save of both models' distributions at the sampled tokens: log-probs and the top k."""
+    """Return the columns that a run would save at n sampled tokens: log-probs [n], and both models' top-k lists [n, k].
+
+    Args:
+        states: both models' distributions at the sampled tokens.
+        k: length of the top-k lists.
+    """
     found = {"rollout_log_probs": states.rollout, "old_log_probs": states.target}
     columns = {name: rows.gather(-1, states.token_ids)[:, 0] for name, rows in found.items()}
     for name, rows in (("rollout", states.rollout), ("policy", states.target)):
@@ -196,7 +224,9 @@ def saved_responses(
     """Return the sampled tokens of rollouts as saved responses, without advantages.
 
     Args:
-        columns: of `saved_columns`, of all sampled tokens in their order.
+        rollouts: the rollouts.
+        columns: chunks of `saved_columns` that together cover all sampled tokens, in their order.
+        where: name of the rollouts' source, for messages.
     """
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
     parts = {name: torch.cat([one[name] for one in columns]).split(counts) for name in columns[0]}
@@ -221,10 +251,19 @@ def saved_responses(
 def pair_states(
     policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[StatePairs]:
-    """Yield both models' distributions at every sampled token, a few tokens at a time, with those tokens [n, 1]."""
+    """Yield both models' distributions at every sampled token, n tokens at a time.
+
+    The `token_ids` of each part, [n, 1], are the sampled tokens.
+
+    Args:
+        policy, rollout_model: the two models, with equal rows in their output layers.
+        rollouts: responses of the rollout model.
+        temperature: temperature of both models' log-probs.
+    """
     for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
         sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
+
         ids = by_policy.token_ids[sampled][:, None]
         rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
@@ -233,7 +272,7 @@ def pair_states(
 
 
 def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
-    """Return the first rollouts that have at most `most` sampled tokens together, one rollout at least."""
+    """Return the first rollouts with at most `most` sampled tokens in all, but at least one rollout."""
     total, chosen = 0, []
     for rollout in rollouts:
         total += int(rollout.sampled_mask.sum())
@@ -252,6 +291,7 @@ def _candidate(
     parameters: Sequence[int],
     answer: Recommendation,
 ) -> Candidate:
+    # Whole responses: the engines' log-probs of every response, not of the first ones alone.
     log_ratios = [
         torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
         for rollout, score in zip(sampled.rollouts, scores, strict=True)
@@ -259,6 +299,8 @@ def _candidate(
 
     mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
     sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
+
+    # Means over states; the six are those of `weight_moments`.
     acceptance = numbers.acceptance[:, RECIPE_LAM]
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 

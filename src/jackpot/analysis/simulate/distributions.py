@@ -1,6 +1,6 @@
 """Next-token distributions of two models at the same states, with the KL and the acceptance of OBRS at each state.
 
-All in float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
+All numbers are float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from jackpot.objectives import obrs
 
 LAMS = (0.5, 1.0, 2.0)
-RECIPE_LAM = LAMS.index(1.0)  # the paper's lam and ours
-CAP = 3.0  # of TIS's weights, and c1 of OBRS
-_CACHED_ELEMENTS = 2**16
+RECIPE_LAM = LAMS.index(1.0)  # place of the paper's lam, and our default
+CAP = 3.0  # cap of TIS's weights, and c1 of OBRS
+_CACHED_ELEMENTS = 2**16  # numbers of one tensor that stay in a processor's cache
 
 
 class _Columns(Protocol):
@@ -29,7 +29,7 @@ Rows = TypeVar("Rows", bound=_Columns)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePairs:
-    """The distributions of both models at N states, and tokens drawn there from the rollout model."""
+    """The distributions of both models at N states, and tokens drawn from the rollout model's."""
 
     rollout: Tensor  # [N, V] log p_inf, float64
     target: Tensor  # [N, V] log p_target, float64
@@ -39,42 +39,46 @@ class StatePairs:
         return len(self.rollout)
 
     def pick(self, rows: Tensor) -> "StatePairs":
-        """Return some of the states; `rows` are their numbers or a mask [N]."""
+        """Return some of the states, by their numbers or by a mask [N] in `rows`."""
         return StatePairs(rollout=self.rollout[rows], target=self.target[rows], token_ids=self.token_ids[rows])
 
     @property
     def rho(self) -> Tensor:
-        """Return p_target / p_inf, [N, V]: inf where only the rollout model gives 0, NaN where both do."""
+        """Return p_target / p_inf, [N, V]: inf where only the rollout model gives a token 0, NaN where both do."""
         return (self.target - self.rollout).exp()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateNumbers:
-    """Numbers of each state, exact sums over the whole vocabulary."""
+    """The numbers of each state, exact sums over the whole vocabulary."""
 
     kl: Tensor  # [N] KL(target || rollout), nats
-    reverse_kl: Tensor  # [N] KL(rollout || target)
-    acceptance: Tensor  # [N, L] Z
-    kl_after: Tensor  # [N, L] KL(target || p~); inf where nothing is ever accepted
+    reverse_kl: Tensor  # [N] KL(rollout || target), nats
+    acceptance: Tensor  # [N, L] Z, the expected acceptance
+    kl_after: Tensor  # [N, L] KL(target || p~), p~ the distribution of accepted tokens; inf where none is accepted
     weights: Tensor  # [N, 6] `weight_moments`
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
-    """Return KL(first || second) of log-probs [..., V] as [...], nats; inf where only the second gives 0 to a token."""
+    """Return KL(first || second) of log-probs [..., V] as [...], nats; inf where only the second gives a token 0."""
     return torch.where(first > -torch.inf, first.exp() * (first - second), 0.0).sum(-1)
 
 
 def rejected_divergence(states: StatePairs, lam: float | Tensor) -> Tensor:
-    """Return KL(target || p~) at each state, [N] nats; inf where nothing is ever accepted. A tensor `lam` is [N, 1].
+    """Return KL(target || p~) at each state, [N] nats, where p~ is the distribution of tokens that OBRS accepts.
 
-    Where p~ is the target, rounding leaves up to 1e-13 on either side of 0; the result is never below 0.
+    It is inf where nothing is ever accepted, and never below 0: rounding, up to 1e-13, is cut there.
+
+    Args:
+        states: both models' distributions.
+        lam: lambda of OBRS, a number or one for each state [N, 1].
     """
     after = divergence(states.target, obrs.post_rejection(states.rollout, states.target, lam))
     return torch.where(after.isnan(), torch.inf, after.clamp(min=0.0))
 
 
 def measure_states(states: StatePairs) -> StateNumbers:
-    """Compute every number of every state, a few states at a time so that they stay in the processor's cache."""
+    """Compute all numbers of all states, a few states at a time so that tensors stay in the processor's cache."""
     size = max(1, _CACHED_ELEMENTS // states.rollout.shape[1])
     return joined(
         [
@@ -96,10 +100,11 @@ def _measure_chunk(states: StatePairs) -> StateNumbers:
 
 
 def weight_moments(states: StatePairs) -> Tensor:
-    """Return means over p_inf of what decides between TIS and OBRS at each state, [N, 6], both with the cap CAP.
+    """Return the means over p_inf at each state, [N, 6], that decide between TIS and OBRS, both with the cap CAP.
 
-    With t = min(rho, CAP) of TIS, a = min(1, rho) the acceptance of OBRS at lam = 1, w = min(Z rho / a, CAP) its weight
-    and e = a w what a token counts in expectation: t, t^2, e, a w^2, e^2 and t e. Without the caps e = Z t.
+    TIS weights a token by t = min(rho, CAP). OBRS at lam = 1 accepts it with probability a = min(1, rho) and weights it
+    by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps e = Z t. The means are those of
+    t, t^2, e, a w^2, e^2 and t e, in this order.
     """
     rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()
     tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)
@@ -112,6 +117,6 @@ def weight_moments(states: StatePairs) -> Tensor:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Concatenate chunks in their order: one or more equal dataclasses whose fields are all tensors [n, ...]."""
+    """Concatenate chunks in their order: one or more instances of a dataclass whose fields are all tensors [n, ...]."""
     names = parts[0].__dataclass_fields__
     return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})

@@ -1,4 +1,4 @@
-"""Reads recipes, which are YAML files of the package or the user's own, and overrides from the command line.
+"""Readers of recipes, which are YAML files of the package or the user's own, and of overrides on the command line.
 
 Status of recipes for rows of the papers' tables: never run on its target (the papers' models), but with `--tiny`.
 """
@@ -23,8 +23,8 @@ _FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if Py
 def load_recipe(name: str) -> dict[str, Any]:
     """Read the package's recipe of this name, or the YAML file at this path.
 
-    `base: NAME` takes over the settings and GPUs of another recipe, without its arms and published numbers, and lays
-    this recipe's over them. A relative path of a base starts from the folder that the command runs in.
+    With `base: NAME` the recipe starts from the settings and GPUs of the recipe NAME, without the arms and published
+    numbers of NAME. A relative path of a base starts from the folder that the command runs in.
 
     Raises:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
@@ -36,7 +36,7 @@ def load_recipe(name: str) -> dict[str, Any]:
 
 
 def recipe_files(name: str) -> list[Path]:
-    """Return the file of a recipe, then those of its bases. Raises as `load_recipe`."""
+    """Return the file of a recipe, then the files of its bases. Raises the errors of `load_recipe`."""
     return [path for path, _ in _chain(name)]
 
 
@@ -46,11 +46,13 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
     while base := chain[-1][1].get("base"):
         if base in names:
             raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*names, base])}")
+
         names.append(base)
         try:
             chain.append(_read(str(base)))
         except ConfigError as error:
             raise ConfigError(f"{chain[-1][0]}: base: {error}") from error
+
     return chain
 
 
@@ -76,14 +78,19 @@ def _read(name: str) -> tuple[Path, dict[str, Any]]:
 
 
 def recipe_notes(name: str, recipe: Mapping[str, Any]) -> RecipeNotes:
-    """Validate what a loaded recipe says besides settings and arms: its GPUs and published numbers.
+    """Validate the parts of a loaded recipe that are neither settings nor arms: GPUs and published numbers.
+
+    Args:
+        name: name of the recipe, for errors.
+        recipe: the recipe as `load_recipe` reads it.
 
     Raises:
-        ConfigError: an unknown key, a wrong type or count of numbers, or a row whose arm neither exists nor is said to
-            be missing.
+        ConfigError: an unknown key, a wrong type or count of numbers, or a published row that has neither an arm nor a
+            reason why the arm is missing, or both.
     """
     notes = validated(RecipeNotes, {key: recipe[key] for key in RecipeNotes.model_fields if key in recipe})
     arms = recipe.get("arms") or {}
+
     for row in _published_rows(notes):
         if (row.arm in arms) == bool(row.not_runnable):
             has = "has" if row.arm in arms else "has not"
@@ -95,10 +102,10 @@ def recipe_notes(name: str, recipe: Mapping[str, Any]) -> RecipeNotes:
 
 
 def check_runnable(name: str, recipe: Mapping[str, Any], arms: Sequence[str | None]) -> None:
-    """Refuse an arm that was published and cannot be run yet.
+    """Refuse arms that a paper published and that cannot be run yet.
 
     Raises:
-        ConfigError: such an arm, with the reason.
+        ConfigError: one of `arms` is such an arm; the message has the reason.
     """
     for row in _published_rows(recipe_notes(name, recipe)):
         if row.not_runnable and row.arm in arms:
@@ -110,7 +117,11 @@ def _published_rows(notes: RecipeNotes) -> list[PublishedRow]:
 
 
 def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
-    """Build the settings of `jackpot train NAME --arm ARM key=value ...`."""
+    """Build the settings of `jackpot train NAME --arm ARM key=value ...`.
+
+    Raises:
+        ConfigError: as `load_recipe`, `check_runnable`, `parse_override` and `build_config`.
+    """
     recipe = load_recipe(name)
     check_runnable(name, recipe, [arm])
     return build_config(recipe, arm, [parse_override(text) for text in overrides])
@@ -119,22 +130,33 @@ def resolve(name: str, arm: str | None, overrides: Sequence[str]) -> Config:
 def resolve_arms(
     name: str, arms: Sequence[str], seeds: Sequence[int], overrides: Sequence[str]
 ) -> dict[tuple[str, int], Config]:
-    """Build the settings of every arm with every seed, on one thread each unless an override says otherwise.
+    """Build the settings of every arm with every seed, by (arm, seed).
+
+    Each run gets one CPU thread unless an override says otherwise.
+
+    Args:
+        name: name of the recipe, or the path of its file.
+        arms: names of arms; empty: all arms of the recipe.
+        seeds: seeds of every arm.
+        overrides: settings of all runs as key=value.
 
     Raises:
-        ConfigError: a recipe without arms, an arm named twice, or one that the recipe does not have.
+        ConfigError: a recipe without arms, an arm that is named twice or does not exist, or an override of the seed.
     """
     recipe = load_recipe(name)
     known = list(recipe.get("arms") or {})
     if not known:
         raise ConfigError(f"recipe {name!r} has no arms; add some (arms: {{NAME: {{settings}}}}) to compare them")
+
     wanted = list(arms) or known
     check_runnable(name, recipe, wanted)
     if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
         raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; give each once")
+
     changes = [{"threads": 1}, *map(parse_override, overrides)]
     if any("seed" in change for change in changes):
         raise ConfigError("seed was given, but every arm is run with several; use --first-seed and --seeds")
+
     return {(arm, seed): build_config(recipe, arm, [*changes, {"seed": seed}]) for seed in seeds for arm in wanted}
 
 
@@ -144,7 +166,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Turn `a.b=value` into a nested mapping. The value is read as YAML: `null`, `true`, `3` and `[1, 2]` are no text.
+    """Turn `a.b=value` into a nested mapping. The value is read as YAML: `null`, `true`, `3` and `[1, 2]` are not text.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
@@ -159,13 +181,13 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def parse_overrides(text: str) -> list[dict[str, Any]]:
-    """Split `a=1,b=[2,3]` into overrides; a comma in brackets is part of a value. Raises as `parse_override`."""
+    """Split `a=1,b=[2,3]` into overrides; a comma in brackets is part of a value. Raises as `parse_override` does."""
     parts = re.split(r",(?![^\[]*\])", text)
     return [parse_override(part.strip()) for part in parts if part.strip()]
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML in which 1e-4 is a number; in YAML 1.1 it is a string, and only 1.0e-4 is a number."""
+    """A loader of YAML in which 1e-4 is a number; in YAML 1.1 only 1.0e-4 is, and 1e-4 is a string."""
 
 
 _Loader.yaml_implicit_resolvers = {

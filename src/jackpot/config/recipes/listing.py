@@ -1,4 +1,4 @@
-"""Describes recipes for `jackpot recipes`: which arm is which row of which published table."""
+"""Descriptions of recipes for `jackpot recipes`: their arms, and which row of a published table each arm repeats."""
 
 from dataclasses import dataclass
 from pathlib import Path

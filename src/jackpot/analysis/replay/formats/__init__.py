@@ -1,4 +1,4 @@
-"""Registers the formats of saved rollouts by name, and finds the format of a path."""
+"""The table of all formats of saved rollouts, by name, and the search for the format of a path."""
 
 from pathlib import Path
 
@@ -8,18 +8,22 @@ from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"
-_MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # cheap ones first
+_MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # tried in this order, cheap ones first
 FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
 WRITABLE = {name: dump.writer for name, dump in FORMATS.items() if dump.writer}
-LOOK_AT = 8  # files whose columns are compared with those of a format
+LOOK_AT = 8  # files whose columns are compared with the marks of a format
 
 
 def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
-    """Find the format of a path and its files, damaged ones included.
+    """Find the format of saved rollouts, and all their files, damaged ones included.
+
+    Args:
+        path: a run folder, or a file or folder of saved rollouts.
+        name: name of the format, or `auto`.
 
     Raises:
-        ConfigError: no such format.
-        DataError: nothing there, no file of the format that was named, or none that any format recognizes.
+        ConfigError: an unknown format.
+        DataError: the path does not exist, or has no file of the named format, or of any format.
     """
     if name != AUTO and name not in FORMATS:
         raise ConfigError(unknown_name("format", name, [AUTO, *FORMATS]))

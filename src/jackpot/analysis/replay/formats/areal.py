@@ -1,7 +1,7 @@
-"""Reads AReaL's `rollout.dump_to_file`: LOG_PATH/rollout/VERSION/TASK.jsonl, one response a line.
+"""The format of AReaL's `rollout.dump_to_file`: LOG_PATH/rollout/VERSION/TASK.jsonl, one response a line.
 
 AReaL writes `task_id, sample_idx, seqlen, prompt_len, head_version, tail_version, reward, prompt, completion`
-(`_dump_trajectory`, read at 4aef98d). Token ids and log-probs are not among them, so its executor needs added lines.
+(`_dump_trajectory`, read at 4aef98d). Token ids and log-probs are missing, so AReaL's executor needs added lines.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ and give --model: the policy's log-probs are scored (at --temperature), as AReaL
 
 
 def files(path: Path) -> list[Path]:
-    """Find the dumped tasks of a path, without those of evaluations, in their order."""
+    """Find the files of training tasks at a path, in their order; those of evaluations are left out."""
     return [file for file in matching(path, "*.jsonl") if "eval-rollout" not in file.parts]
 
 

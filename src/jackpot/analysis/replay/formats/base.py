@@ -1,4 +1,4 @@
-"""Describes a format of saved rollouts as data, its files and columns; one reader makes responses of all of them."""
+"""Formats of saved rollouts as data: the files and columns of each. One reader makes responses of all formats."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, resp
 from jackpot.core.errors import DataError, first_line
 from jackpot.core.foreign import check_foreign
 
-RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]
+RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # yields (number, record) of a file
 
 
 class IncompleteDump(DataError):
-    """A file without a column that every correction needs."""
+    """The error of a file without a column that every correction needs."""
 
     def __init__(self, lack: str, how: str) -> None:
         super().__init__(f"{lack}. No correction can be replayed without them.\n{how}")
@@ -29,31 +29,31 @@ class IncompleteDump(DataError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpWriter:
-    """Writes rollouts of ours as a library saves its own, one JSON object a line."""
+    """A way to write our rollouts as a library saves its own, one JSON object a line."""
 
-    file_name: str  # below the folder of an export, with the number of the iteration in braces
-    columns: tuple[str, ...]  # of ours that it is made of
-    lost: str  # columns of ours that the format does not have
-    record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row
+    file_name: str  # file below the folder of an export, with braces for the number of the iteration
+    columns: tuple[str, ...]  # our columns that a record is made of
+    lost: str  # our columns that the format does not have
+    record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row  # makes a record of our row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpFormat:
-    """Reads one library's saved rollouts, and writes some formats."""
+    """The format of one library's saved rollouts: how to find, recognize and read its files, and maybe write some."""
 
     name: str
     files: Callable[[Path], list[Path]]  # finds the files of this format in a folder, or the file itself, in order
-    records: RecordReader  # of a file, each with its number
-    marks: tuple[frozenset[str], ...]  # columns by which `auto` knows a file, any set of them; none: by its name alone
+    records: RecordReader  # yields the records of a file
+    marks: tuple[frozenset[str], ...]  # sets of columns, any of which tells the format; none: the file's name tells it
     needed: tuple[str, ...]  # columns without which no correction can be replayed
     how: str  # instructions for logging the columns that are missing
-    columns: Columns | None = None  # None: those of `response_of`
-    where: Callable[[Path], str] = lambda path: path.name  # names a file in messages
-    batch: tuple[str, ...] = ()  # columns that tell a file from one that repeats the file before; none: no file does
+    columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
+    where: Callable[[Path], str] = lambda path: path.name  # returns a file's name in messages
+    batch: tuple[str, ...] = ()  # columns in which a file equals one that it repeats; none: no file repeats another
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
-        """Tell by the columns of a file whether it is of this format; warn where it is damaged."""
+        """Return whether a file is of this format, by the file's columns; warn of a damaged file."""
         if not self.marks:
             return True
         if path.suffix == ".parquet":
@@ -65,6 +65,10 @@ class DumpFormat:
 
     def read(self, path: Path, warn: Warn) -> Iterator[SavedResponse]:
         """Yield the responses of one file, and warn of records that are damaged, too large or lack a needed column.
+
+        Args:
+            path: the file.
+            warn: function that receives a sentence about each record that is left out.
 
         Raises:
             IncompleteDump: no record has all needed columns; the message says how to log them.
@@ -102,7 +106,12 @@ class DumpFormat:
 def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[SavedResponse]:
     """Yield the responses of all files in their order, and warn of files without a needed column.
 
-    A file that repeats the one before it is not read again.
+    A file that repeats the batch of the file before is skipped.
+
+    Args:
+        dump: format of the files.
+        files: files in their order.
+        warn: function that receives a sentence about everything that is left out.
 
     Raises:
         IncompleteDump: every file lacks a needed column.
@@ -137,7 +146,12 @@ def _parquet_columns(path: Path, warn: Warn) -> set[str]:
 
 
 def _batch_digest(path: Path, names: Sequence[str]) -> str | None:
-    """Digest what tells a parquet file's batch from others; None where it is damaged, of which its reader warns."""
+    """Return a digest of a parquet file's batch; None for a damaged file, of which the reader of records warns.
+
+    Args:
+        path: the file.
+        names: columns that the digest is of.
+    """
     problems: list[str] = []
     digest = hashlib.sha256()
     for _, row in parquet_rows(path, problems.append, names):
@@ -146,7 +160,7 @@ def _batch_digest(path: Path, names: Sequence[str]) -> str | None:
 
 
 def _check_sizes(record: DumpRecord) -> None:
-    """Refuse a record with a column that is too large, before anything of it is copied. Raises DamagedRecord."""
+    """Refuse a record with too large a column, before any column is copied. Raises DamagedRecord."""
     for column in record.values():
         if isinstance(column, Tensor):
             check_size(len(column) if column.ndim else 0, column.numel())

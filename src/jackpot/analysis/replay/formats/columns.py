@@ -1,4 +1,4 @@
-"""Says by which names a library saves a response, and brings its columns into the form of `response_of`."""
+"""The names and layout of the columns in which a library saves a response, and their translation to our own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,34 +13,39 @@ from jackpot.analysis.replay.responses import DamagedRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """Says by which names a library's record holds a response, and how its columns lie beside the tokens.
+    """The names of a library's columns for a response, and how they lie beside the tokens.
 
-    Columns of tokens run along `ids`. They begin with it, or, where `at_end`, they end with it and may be shorter.
+    All columns with a number for each token run along the column `ids`: they begin where it begins or, with `at_end`,
+    end where it ends, and may then be shorter.
     """
 
-    ids: str  # tokens of the response, behind those of the prompt unless `prompt` names them
-    prompt: str | None = None
-    present: tuple[str, ...] = ()  # one after the other: which tokens of prompt and ids are no padding
-    masks: tuple[str, ...] = ()  # a token is sampled where all of these are that the record has; all tokens without
-    length: tuple[str, ...] = ()  # tokens of the response, by the first of these names that the record has
+    ids: str  # column of the response's tokens; without `prompt`, of the prompt's and then the response's
+    prompt: str | None = None  # column of the prompt's tokens; None: they are in `ids`
+    present: tuple[str, ...] = ()  # columns that, one after the other, are 0 at padding of prompt and `ids`
+    masks: tuple[str, ...] = ()  # a token is sampled if none of these columns is 0 there; columns may be missing
+    length: tuple[str, ...] = ()  # numbers of tokens in the response; the first that the record has counts
     rollout_log_probs: str = "rollout_log_probs"
     old_log_probs: str = "old_log_probs"
-    log_probs: str = ""  # of the policy that is updated; empty: the format does not have it
+    log_probs: str = ""  # log-probs of the policy that is updated; empty: the format does not have them
     advantages: str = "advantages"
-    uid: tuple[str, ...] = ()  # parts of the id, as far as the record has them
+    uid: tuple[str, ...] = ()  # columns that make the id; columns may be missing
     at_end: bool = False
-    begins_sampled: bool = False  # the response begins with its first sampled token: columns cover the prompt too
-    ends_sampled: bool = False  # it ends with its last one where `present` is missing: padding may follow
+    begins_sampled: bool = False  # the response begins with the first sampled token: columns cover the prompt too
+    ends_sampled: bool = False  # without `present`, the response ends with the last sampled token: padding may follow
 
 
 OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names of `response_of`
 
 
 def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
-    """Return the columns of `response_of` of a library's record: prompt and response apart, without padding.
+    """Translate a library's record to our columns, as `response_of` takes them: prompt and response apart, no padding.
+
+    Args:
+        record: the library's columns by name.
+        names: names and layout of these columns.
 
     Raises:
-        DamagedRecord: columns that do not fit each other. What holds no numbers raises errors of several kinds.
+        DamagedRecord: columns that do not fit each other. Columns without numbers raise errors of other kinds.
     """
     prompt = record.get(names.prompt) if names.prompt else None
     ids = torch.as_tensor(record[names.ids])
@@ -53,6 +58,7 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
     present = _present(record, names, len(ids))
 
+    # Where the response begins and ends.
     kept = sampled.nonzero().flatten() + first
     begin, end = first, len(ids)
     if names.begins_sampled:
@@ -60,6 +66,7 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
     if names.ends_sampled and present is None:
         end = int(kept[-1]) + 1 if len(kept) else begin
 
+    # Our columns are the library's, cut to the response's tokens.
     positions = torch.arange(len(ids)) if present is None else present.nonzero().flatten()
     response = positions[(positions >= begin) & (positions < end)]
     columns = {
@@ -76,20 +83,29 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
                 _check_length(theirs, column, len(sampled))
                 column = column[response - first]
             columns[ours] = column
+
     return columns
 
 
 def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
-    """Return which tokens of those that the columns cover were sampled, of a record with so many tokens."""
+    """Return which of the tokens that the columns cover were sampled, [tokens] or fewer, bool.
+
+    Args:
+        record: the library's columns by name.
+        names: names and layout of these columns.
+        tokens: number of tokens in the column `ids`.
+    """
     masks = {theirs: _numbers(record[theirs]).ne(0.0) for theirs in names.masks if record.get(theirs) is not None}
     lengths = [int(record[theirs]) for theirs in names.length if theirs in record]
     length = lengths[0] if lengths else tokens
     if names.at_end and not lengths:
         length = len(next(iter(masks.values())))
+
     sampled = torch.ones(length, dtype=torch.bool)
     for theirs, mask in masks.items():
         _check_length(theirs, mask, length)
         sampled = sampled & mask
+
     return sampled
 
 
@@ -104,10 +120,11 @@ def _numbers(values: Any) -> Tensor:
 
 
 def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
-    """Return which tokens are no padding, [length]; None where the record does not say it."""
+    """Return which of the last `length` tokens are no padding, [length] bool; None if the record does not say so."""
     masks = [torch.as_tensor(record[theirs]) for theirs in names.present if record.get(theirs) is not None]
     if not masks:
         return None
+
     present = torch.cat(masks).ne(0)
     has_prompt = not names.prompt or record.get(names.prompt) is not None
     if len(present) < length or (has_prompt and len(present) > length):

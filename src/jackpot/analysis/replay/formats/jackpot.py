@@ -1,4 +1,4 @@
-"""Reads the rollouts of Jackpot's own run folders, and single files of theirs, which hold the run's settings."""
+"""The format of Jackpot's own run folders, and of single files from them, each of which has the run's settings."""
 
 import re
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ _COLUMNS = ("iteration", "sampled_by", *COLUMNS)
 
 
 def files(path: Path) -> list[Path]:
-    """Find the saved iterations of a run folder or of a folder of such files, in their order, or the file itself."""
+    """Find the saved iterations at a path, in their order: of a run folder, of a folder of files, or a single file."""
     if path.is_file():
         return [path] if path.match(_NAMES) else []
     return sorted((path / "rollouts").glob(_NAMES)) or sorted(path.glob(_NAMES))
 
 
 def config_of(path: Path) -> Config:
-    """Return the settings of a run folder, or those that stand in the first file of saved rollouts.
+    """Return the settings of a run folder, or else the settings in the first file of saved rollouts.
 
     Raises:
         CheckpointError: a run folder with a damaged config.yaml.
@@ -38,13 +38,14 @@ def config_of(path: Path) -> Config:
     """
     if (path / "config.yaml").is_file():
         return run_config(path)
+
     file = files(path)[0]
     open_rollout_file(file)
     return build_config(parse_json(pq.read_schema(check_foreign(file)).metadata[b"config"]))
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield the responses of an iteration, and warn where its footer or its end is damaged."""
+    """Yield (number, record) of every response in a file, and warn if the file's footer or end is damaged."""
     try:
         open_rollout_file(path)
     except UnreadableRollouts as error:

@@ -1,4 +1,4 @@
-"""Reads and writes bare JSONL: one response a line, columns by Jackpot's names (docs/replay.md)."""
+"""The format of bare JSONL: one response a line, with columns by Jackpot's names (docs/replay.md)."""
 
 from jackpot.analysis.replay.formats.base import DumpFormat, DumpWriter
 from jackpot.analysis.replay.formats.records import json_lines, matching

@@ -1,6 +1,6 @@
-"""Reads OpenRLHF's experience, saved with torch.save.
+"""The format of OpenRLHF's `Experience`, saved with torch.save.
 
-OpenRLHF saves no rollouts (read at 3c3be62, version 0.11.0), so its trainer needs an added line that saves its
+OpenRLHF saves no rollouts (read at 3c3be62, version 0.11.0), so its trainer needs added lines that save every
 `Experience`: `sequences` [B, S] with prompt and response, and [B, A] columns that end where the sequences end.
 """
 
@@ -21,12 +21,13 @@ Without action_log_probs, give --model and it is scored (at --temperature)."""
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield the responses of all experiences of a file, numbered, and warn of a file without any."""
+    """Yield (number, record) of every response in all experiences of a file, and warn of a file without experiences."""
     content = torch_file(path, warn)
     parts = content if isinstance(content, list) else [content]
     experiences = [part for part in parts if isinstance(part, dict)]
     if content is not None and not experiences:
         warn(f"{path.name} has no experiences and is left out")
+
     yield from enumerate(row for experience in experiences for row in batch_rows(experience))
 
 

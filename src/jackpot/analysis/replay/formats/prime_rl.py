@@ -1,7 +1,7 @@
-"""Reads prime-rl's token exports.
+"""The format of prime-rl's token exports.
 
 `trainer.enable_token_export` writes token_exports/step_N/rank_R.jsonl, one sequence a line (`TokenExporter`, read at
-559b447). The traces that it always writes are not read: they have the engine's log-probs alone.
+559b447). The traces that prime-rl always writes are not read: they have the engine's log-probs alone.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ the engine and of the trainer."""
 
 
 def where(path: Path) -> str:
-    """Name a file by its step."""
+    """Return the name of a file in messages: its step and its file name."""
     step = next((name for name in reversed(path.parts[:-1]) if name.startswith("step_")), path.parent.name)
     return f"{step}/{path.name}"
 

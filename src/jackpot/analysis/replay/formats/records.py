@@ -1,6 +1,7 @@
-"""Finds the files of saved rollouts and reads their records.
+"""The files of saved rollouts and the records in them, for all formats.
 
-A record is a response, or what stands in its place, with columns by the names of the library that wrote it.
+A record is a response whose columns have the names of the library that wrote it. A damaged file may have anything in
+place of a record.
 """
 
 import zipfile
@@ -19,13 +20,18 @@ from jackpot.core.foreign import LARGEST_TEXT, MOST_REPETITION, Expansion, check
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
-MOST_TOKENS = 1_000_000  # of a response, its prompt and padding included: a small file can stand for a huge one
-_LISTED = 64  # numbers for each token in one column of a response; beyond that a top-k list is refused
+MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding: a small file can stand for a huge response
+_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
 _ROWS = 64  # parquet rows in memory at once
 
 
 def check_size(tokens: int, numbers: int) -> None:
-    """Refuse a column of a response by its number of tokens and of all numbers. Raises DamagedRecord."""
+    """Refuse a column of a response that is too large. Raises DamagedRecord.
+
+    Args:
+        tokens: number of tokens that the column covers.
+        numbers: number of all numbers in the column, several for each token of a top-k list.
+    """
     if tokens > MOST_TOKENS:
         raise DamagedRecord(f"it has {tokens:,} tokens, and at most {MOST_TOKENS:,} are read")
     if numbers > _LISTED * MOST_TOKENS:
@@ -33,7 +39,7 @@ def check_size(tokens: int, numbers: int) -> None:
 
 
 def matching(path: Path, pattern: str) -> list[Path]:
-    """Return the file itself, or the matching files below a folder, numbers in their names in numeric order."""
+    """Return a file that matches a pattern, or all such files below a folder; numbers in names sort as numbers."""
     if path.is_file():
         return [path] if path.match(pattern) else []
 
@@ -45,7 +51,7 @@ def matching(path: Path, pattern: str) -> list[Path]:
 
 
 def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield number and content of every line that is a JSON object, and warn of the others."""
+    """Yield (number, content) of every line that is a JSON object, from 1, and warn of all other lines."""
     try:
         with open_foreign(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
@@ -67,10 +73,14 @@ def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
 
 
 def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield number and content of every row, a few in memory at a time, and warn of what is damaged or too large.
+    """Yield (number, content) of every row, from 0, and warn of rows that are damaged or too large.
+
+    A few rows are in memory at a time.
 
     Args:
-        columns: those that are read, as far as the file has them; None for all.
+        path: the parquet file.
+        warn: function that receives a sentence about everything that is left out.
+        columns: names of the columns to read, as far as the file has them; None: all.
     """
     number = 0
     try:
@@ -94,7 +104,7 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
 
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
-    """Count the tokens of the list in a row's column, and all numbers in it; 0 of each where it is no list."""
+    """Return the number of tokens and the number of all numbers in a row's column; both 0 if it holds no list."""
     sizes = []
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
@@ -103,7 +113,7 @@ def _sizes(column: pa.Array) -> tuple[int, int]:
 
 
 def torch_file(path: Path, warn: Warn) -> Any:
-    """Load tensors and plain values that torch.save wrote; warn and return None where it is damaged.
+    """Load tensors and plain values that torch.save wrote; of a damaged file, warn and return None.
 
     Tensors are memory-mapped, so that opening a file costs no memory.
     """
@@ -116,9 +126,13 @@ def torch_file(path: Path, warn: Warn) -> Any:
 
 
 def batch_rows(batch: DumpRecord) -> Iterator[dict[str, Any]]:
-    """Yield the responses of a batch [B, ...] of `sequences`, each with those columns of the batch that reach to it.
+    """Yield the responses of a batch, each as a record with its row of every column.
 
-    A batch without sequences counts as one response.
+    A column with fewer rows than the batch has responses is missing in the records behind its end. A batch without the
+    column `sequences` counts as one response.
+
+    Args:
+        batch: columns by name, `sequences` [B, S] among them.
 
     Raises:
         DamagedRecord: the file repeats one row, so that a few bytes stand for any number of sequences.

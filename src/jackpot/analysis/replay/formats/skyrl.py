@@ -1,8 +1,8 @@
-"""Reads SkyRL's `trainer.dump_data_batch`: dumped_data/global_step_N_training_input.pkl.
+"""The format of SkyRL's `trainer.dump_data_batch`: dumped_data/global_step_N_training_input.pkl.
 
 A file is a pickled `TrainingInputBatch` (skyrl/backends/skyrl_train/training_batch.py, read at a956457): `sequences`
-[B, S] and its `attention_mask`, padded on the left, and columns [B, R] that end where the sequences end. It is read
-without SkyRL, and of all that a pickle can name nothing is imported or called but this module.
+[B, S] and its `attention_mask`, padded on the left, and columns [B, R] that end where the sequences end. SkyRL is not
+needed to read the file, and nothing that the pickle names is imported or called.
 """
 
 import io
@@ -28,23 +28,23 @@ scored (at --temperature)."""
 
 
 class _Inert:
-    """Stands for whatever a pickle names: keeps what it is made of, and does nothing."""
+    """A stand-in for any class or function that a pickle names: it keeps its arguments and does nothing."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
 
     def __setstate__(self, state: Any) -> None:
-        """Forget the state."""
+        """Ignore the state that the pickle would set."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[_Inert]:
-        """Return the class that does nothing, whatever is asked for."""
+        """Return the class that does nothing, whatever the pickle names."""
         return _Inert
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield the responses of a file, numbered, without the copies that fill a batch up; warn where it is damaged."""
+    """Yield (number, record) of every response in a file, without copies that fill up the batch; warn of damage."""
     try:
         batch = _batch(path)
     except Exception as error:  # a damaged pickle may raise anything
@@ -54,9 +54,11 @@ def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
 
 
 def _batch(path: Path) -> dict[str, Tensor]:
-    """Return the columns of a file's batch. Raises DamagedRecord, and whatever a damaged pickle does."""
+    """Return the columns of a file's batch by name. Raises DamagedRecord, and whatever a damaged pickle raises."""
     with open_foreign(path) as file:
         content = _Unpickler(file).load()
+
+    # The pickle makes the batch by a call with two arguments, the second of which is the state.
     state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DamagedRecord("it holds no batch of SkyRL")
@@ -71,7 +73,7 @@ def _batch(path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(value: DumpRecord) -> Tensor:
-    """Make a tensor of its bytes, as numpy has them or as torch.save wrote them."""
+    """Make a tensor from the bytes that SkyRL stores, either numpy's or those of torch.save."""
     if value.get("format") == "torch":
         return torch.load(io.BytesIO(value["data"]), map_location="cpu", weights_only=True)
     return torch.from_numpy(np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy())

@@ -1,4 +1,4 @@
-"""Reads slime's debug dumps, of training or of rollouts.
+"""The format of slime's debug dumps, of training or of rollouts.
 
 `--save-debug-train-data` and `--save-debug-rollout-data` write {"rollout_id", "samples": [...]} with torch.save (read
 at 624b824, version 0.3.1). A sample's `tokens` are prompt and response, the other columns the response only. Only the
@@ -19,12 +19,12 @@ and advantages. --save-debug-rollout-data has only the engine's: give --model, a
 
 
 def files(path: Path) -> list[Path]:
-    """Find the dumps of training or rollouts of a path, without those of evaluations, in their order."""
+    """Find the dumps of training or rollouts at a path, in their order; those of evaluations are left out."""
     return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, Any]]:
-    """Yield the samples of a file, numbered, and warn of a file without a list of them."""
+    """Yield (number, record) of every sample in a file, and warn of a file without a list of samples."""
     content = torch_file(path, warn)
     samples = content.get("samples") if isinstance(content, dict) else None
     if isinstance(samples, list) and samples:

@@ -1,9 +1,9 @@
-"""Reads TRL's `log_completions`: OUTPUT_DIR/completions/completions_STEP.parquet.
+"""The format of TRL's `log_completions`: OUTPUT_DIR/completions/completions_STEP.parquet.
 
 GRPOTrainer writes `step, prompt, completion`, a column for each reward function, what is in `_logs["extra"]`, and
-`advantage` (read at f2cd577, version 1.10.0.dev, and in 1.16.0). Log-probs and token ids are not among them, so a
-subclass must add them. Its tensors are padded: prompts on the left, completions on the right. The tests run it with
-1.0.0 and 1.16.0, without vLLM.
+`advantage` (read at f2cd577, version 1.10.0.dev, and in 1.16.0). Log-probs and token ids are missing, so a subclass
+must add them. GRPOTrainer's tensors are padded: prompts on the left, completions on the right. The tests run such a
+subclass with 1.0.0 and 1.16.0, without vLLM.
 """
 
 from jackpot.analysis.replay.formats.base import DumpFormat

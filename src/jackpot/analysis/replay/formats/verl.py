@@ -1,9 +1,9 @@
-"""Reads and writes verl's `trainer.rollout_data_dir`: one STEP.jsonl for each step, a line for each response.
+"""The format of verl's `trainer.rollout_data_dir`: one STEP.jsonl for each step, a line for each response.
 
 verl writes `input, output, gts, score, step` and every list of `reward_extra_infos_dict` that has an entry for each
-response (`_write_generations`; read at 1dda039, version 0.10.0.dev). None of them has log-probs, so verl's trainer
-needs added lines. The tensors of ray_trainer.py are padded: prompts [P] on the left, responses [R] on the right,
-`attention_mask` has [P + R] entries. Those of v1/trainer_base.py, the default, are nested: not padded.
+response (`_write_generations`; read at 1dda039, version 0.10.0.dev). No column has log-probs, so verl's trainer needs
+added lines. The tensors of ray_trainer.py are padded: prompts [P] on the left, responses [R] on the right, and
+`attention_mask` has [P + R] entries. The tensors of v1/trainer_base.py, the default, are nested, without padding.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ _TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
 
 
 def record(iteration: int, row: DumpRecord) -> dict[str, Any]:
-    """Write a response with verl's columns and those of the hint, without padding."""
+    """Return our response as verl's record: verl's own columns and those that HOW adds, without padding."""
     return {
         "input": row["prompt"],
         "output": row["response"],
