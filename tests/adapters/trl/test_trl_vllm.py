@@ -41,7 +41,7 @@ def test_the_first_entry_of_trl_is_not_always_the_sampled_token():
     assert sizes == {TOP, TOP + 1}  # with the sampled token behind the top k, where it is not among them
 
 
-def test_what_a_server_writes_for_minus_infinity_is_none_of_the_support(adapter: ModuleType):
+def test_minus_infinity_of_a_server_is_not_of_the_support(adapter: ModuleType):
     """JSON has no infinity, and vLLM's server writes -9999 for a token that top-k left out."""
     listener = SimpleNamespace()
     answer = [[3]], [[5]], [[[-0.2, -1.7, -9999.0]]], [[[5, 6, 7]]]
