@@ -146,7 +146,7 @@ class Replica(Peer):
             raise PeerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
     async def _update(self, weights: SavedWeights) -> None:
-        """Replace the server's weights, and keep the file of the weights while the server reads it."""
+        """Replace the server's weights; until that is done, the server counts as one without weights."""
         self.weights = self._sent = None
         await self._load(weights)
         self._sent, self._was_updated = weights, True

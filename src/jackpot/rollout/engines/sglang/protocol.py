@@ -1,10 +1,10 @@
 """Translation between this project's requests and rollouts and SGLang's /generate, as SGLang 0.5.23 has it.
 
-What its source says, and what follows from it:
+What SGLang's source says, and what follows here:
 
 - Log-probs of a response are after temperature and before top-p and top-k, so filters are refused.
-- Log-probs of a prompt are at temperature 1. The id of the vocabulary's last token is reported as 0 beside them, so ids
-  are not compared there; the prompt that comes back is.
+- Log-probs of a prompt are at temperature 1. Beside them the id of the vocabulary's last token is reported as 0, so
+  these ids are not compared with the prompt; the prompt that the answer repeats is.
 - `ignore_eos` switches `stop_token_ids` off as well, so it is not sent as true.
 - A log-prob of minus infinity comes as the smallest float32.
 

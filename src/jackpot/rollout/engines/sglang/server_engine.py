@@ -67,7 +67,7 @@ class SGLangReplica(Replica):
             wrong = self._what_is_wrong(settings)
             info = ServerInfo(
                 device=str(settings["device"]),
-                # SGLang's limits: a prompt has at most one token less than this, a response ends four tokens later.
+                # The safe limit of the two: a prompt may have one token less, a response could end four tokens later.
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )
