@@ -248,11 +248,13 @@ def checked_scores(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list
     checked = []
     for rollout, score in zip(rollouts, scores, strict=True):
         is_valid = abs(score.reward) <= MAX_REWARD  # False for NaN
+
         if not is_valid or rollout.finish == "aborted":
             correct = None if score.correct is None else False
             if not is_valid:
                 text = f"the reward is {score.reward:g}; it must be a number from -1e30 to 1e30"
                 score = replace(score, reward_error="invalid", error_text=text)
             score = replace(score, reward=0.0, correct=correct)
+
         checked.append(score)
     return checked

@@ -73,9 +73,13 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     problems = len(values)
     if not problems:
         raise DataError("there are no problems, so there is nothing to take a mean of")
+
     mean = float(values.mean())
     if problems == 1:
         return Interval(mean, None, None)
+
+    # Wilson's interval with the effective number of responses N and Student's t, as at the head of this file: the roots
+    # m of (m - mean)^2 = t^2 m (1 - m) / N.
     largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)

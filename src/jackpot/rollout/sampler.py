@@ -325,10 +325,12 @@ class Sampler:
             ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
+
         compared: dict[Role | None, list[float]] = {}
         for rollout, score in zip(rollouts, scores, strict=True):
             key = rollout.sampled_by if self._config.objective.baseline == "model" else None
             compared.setdefault(key, []).append(score.reward)
+
         return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, compared.values())))
 
 

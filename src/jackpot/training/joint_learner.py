@@ -180,6 +180,7 @@ class JointLearner(Learner):
             rollout_model_each_step=options.rollout_model_each_step,
             ess_scaling=options.ess_scaling,
         )
+
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
@@ -188,11 +189,13 @@ class JointLearner(Learner):
             max_length=options.max_length,
             pads=not can_pack(policy),
         )
+
         self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
         self._kept: dict[Role, KeptWeights] = {}
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
         )
+
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,

@@ -54,7 +54,7 @@ class InFlightRequests:
         return [rollout for uid, rollout in self._completed.items() if uids is None or uid in uids]
 
     def pop(self, n: int, uids: Container[str] | None) -> list[Rollout]:
-        """Remove and return the first `n` of `completed(uids)`."""
+        """Remove and return up to `n` finished rollouts, oldest first, among those that `completed(uids)` returns."""
         popped = self.completed(uids)[:n]
         for rollout in popped:
             del self._completed[rollout.uid]

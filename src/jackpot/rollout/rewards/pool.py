@@ -106,6 +106,8 @@ class RewardWorkerPool:
         if self._executor is None:
             worker = self._started()
             self._idle.append(worker)
+
+            # Only the imported function shows whether calls share one process, and so how many threads are needed.
             if worker.is_shared:
                 self._batch_size, self._most = self._limits.batch_size, 1
             self._executor = ThreadPoolExecutor(self._most, f"rewards {self._function}")

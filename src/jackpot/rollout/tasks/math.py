@@ -146,11 +146,13 @@ class Math(Task):
         """Return the problems of each source of a split, read on the first call."""
         if split not in self._sources:
             raise DataError(unknown_name("split", split, self._sources))
+
         if split not in self._problems:
             limit = self._settings.max_prompt_tokens
             self._problems[split] = [Problems(source, self._measure, limit) for source in self._sources[split]]
             for source, problems in zip(self._sources[split], self._problems[split], strict=True):
                 _warn(source.name, split, problems.counts, limit)
+
         return self._problems[split]
 
     def _measure(self, rows: list[DataRow]) -> list[PromptSize]:

@@ -407,9 +407,11 @@ class RunFolder:
                 self._append(name, b"")
             if file.waiting:
                 _log.warning("%s: %d bytes did not fit on the disk and are lost", file.path, len(file.waiting))
+
         if self._wandb:
             with self.dispensable(self._finished(), "wandb"):
                 self._wandb.close()
+
         if self._lock is not None:
             self._lock.close()
 

@@ -106,6 +106,7 @@ class WeightsFolder:
         """
         quantized = self._format.quantized_names
         tensors = dict(read_weights(folder / "model.safetensors"))
+
         plain = ((name, weights[name] if name in quantized else tensors[name]) for name in weights)
         digest = weights_digest(plain, self._dtype)
         checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}

@@ -123,7 +123,7 @@ class DraftedBatch(DecodingBatch):
         return self._take_verified(records, drafted)
 
     def _start(self) -> None:
-        """Have the draft read the prompts, and take over the caches of both models."""
+        """Have the draft model read the prompts, and take over the KV caches of both models."""
         prompts = [request.prompt.token_ids for request in self._all_requests]
         reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
         reader.prefill()

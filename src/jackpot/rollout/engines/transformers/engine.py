@@ -190,9 +190,10 @@ class TransformersEngine(Engine):
             torch.cuda.empty_cache()
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events: `quantized`, where the settings quantize, and `decoding`.
+        """Return and forget the events since the last call: `quantized` and `decoding`.
 
-        `decoding` comes where `enforce_eager` is off, and once more if a step could not be captured.
+        `quantized` reports what the settings quantize. `decoding` says how tokens are decoded where `enforce_eager` is
+        off, and comes once more if a step could not be captured as a CUDA graph.
         """
         sources = [self._events] if self._capture is None else [self._events, self._capture.events]
         events = [event for source in sources for event in source]

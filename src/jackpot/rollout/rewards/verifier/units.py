@@ -148,7 +148,10 @@ def read_unit(text: str, symbols: bool) -> str | None:
 
 
 def units_agree(given: str, wanted: str) -> bool:
-    """Return whether an answer's unit fits the reference: an answer needs no unit, but not another one."""
+    """Return whether an answer's unit fits the reference's unit.
+
+    The units must be equal, where both have one. A label of the reference, such as `apples`, fits every unit.
+    """
     if given == _K:
         return wanted in (_K, "kelvin")
     return given in ("", wanted) or wanted in ("", LABEL) or (given, wanted) == ("kelvin", _K)
