@@ -86,6 +86,7 @@ class JointOptimizer:
         counts = dict(totals)
         if self._accumulator:
             counts.pop("rollout_model", None)
+
         norms = {role: self._prepare(role, count) for role, count in counts.items()}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 
@@ -98,6 +99,8 @@ class JointOptimizer:
         reading: Sums = {f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()}
         reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
         reading["tokens"] = Sum.number(sampled_tokens)
+
+        # All that the decisions below need comes to the CPU in this one transfer.
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
@@ -107,10 +110,12 @@ class JointOptimizer:
         for role in counts:
             optimizer, scale = self._optimizers[role], 1.0
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
+
             if role == "policy" and self._share and not why:
                 share = float(self._share(metrics))  # NaN where no sample has a weight
                 scale = math.sqrt(share) if share > 0.0 else 0.0
                 metrics["policy/ess_scale"] = Mean.number(scale)
+
             metrics[f"{role}/learning_rate"] = Mean.number(scale * optimizer.learning_rate)
             metrics[f"{role}/skipped_steps"] = Mean.number(float(why is not None))
             if why:
@@ -118,6 +123,7 @@ class JointOptimizer:
                 optimizer.discard()
             else:
                 optimizer.step(scale)
+
         return metrics, tuple(events)
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class StepTotals:
         self._last = totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals that were kept, each with the kind of its sum, as torch loads them with `weights_only`."""
+        """Return the totals that were kept as plain values, which torch loads with `weights_only`."""
         return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -53,12 +53,15 @@ def main() -> None:
     """Serve jobs until their socket ends. The first line on the socket names the function and its limits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
     lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
     # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
     if _LOAD.exists():
         lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+
+    # Keep the socket, and give the function an empty standard input and standard error as its standard output.
     pool = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -70,6 +73,8 @@ def main() -> None:
 
     setup = json.loads(jobs.readline())
     name, timeout, memory = setup["function"], setup["timeout"], setup["memory"]
+
+    # The kernel's alarm ends the process if the import, and later a job, takes too long and the parent does not end it.
     signal.setitimer(signal.ITIMER_REAL, setup["start_timeout"] + GRACE)
     try:
         function = import_object(name, "reward")
@@ -77,6 +82,7 @@ def main() -> None:
         ends = f"the reward {name!r} ends the process that imports it: {error!r}"
         return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
+
     start, worn = address_space(), math.inf  # size now, and size at which the process asks to be replaced, bytes
     if start and memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start + memory, start + memory))

@@ -179,6 +179,7 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     """
     if path.is_file() and kind_of(path):
         return [path]
+
     files = [
         file
         for file in sorted(path.rglob("*"))
@@ -191,6 +192,7 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     nameless = [file for file in files if not _SPLIT.search(str(file.relative_to(path)))]
     if split is None and nameless == files:
         return files
+
     wanted = split or usual_split
     chosen = [file for file in files if _is_of(file.relative_to(path), wanted)]
     if not chosen:
@@ -402,6 +404,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     Raises:
         DataError: fewer than 2 or more than 26 options, an empty option, or a value of another form.
     """
+    # Options stand in one column, with labels beside them or as keys or without labels, or each in a column.
     labels = None
     match [_lookup(values, name) for name in columns]:
         case [{"text": [*written]} as column]:
@@ -421,12 +424,14 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     plain = _unlabelled(options)
 
     def choose(answer: str, is_integer: bool) -> str:
+        # The answer may be a label, the text of an option, or a letter with punctuation, and last a number from 0.
         named = [(names, answer)]
         if not is_integer or labels is not None:
             named += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
         found = [texts.index(text) for texts, text in named if texts.count(text) == 1]
         if labels is None and answer.isdecimal():
             found.append(int(answer))
+
         if not found or found[0] >= len(plain):
             raise DataError(
                 f"the answer {answer!r:.80} is none of the {len(plain)} options ({', '.join(names)}); it is a label, a "

@@ -51,11 +51,13 @@ class Template:
         self._instruction, self._system_prompt = instruction, system_prompt
         has_bos = name != "chat" and tokenizer.bos_token_id in tokenizer.encode("")
         self._bos: list[Any] = [tokenizer.bos_token_id] if has_bos else []
+
         if self._format is chat and not _ends(str(tokenizer.chat_template), lambda: self.text("1+1")):
             raise DataError(
                 f"the tokenizer's chat template takes more than {CPU_SECONDS} s or {MEMORY:,} bytes for a question of "
                 f"three characters; look at it, take another tokenizer, or use `template: base`"
             )
+
         self.text("1+1")  # refuses a chat template that is missing or has no system prompt
 
     def text(self, problem: Problem) -> str:

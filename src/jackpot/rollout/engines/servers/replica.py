@@ -87,6 +87,7 @@ class Replica(Peer):
             version, self.was_restarted = await self._weight_version(), False
         except PeerRestarted:
             version, self.was_restarted, self._verified = _INITIAL_VERSION, True, None
+
         if self._sent is not None and self._sent.version != version:
             self._sent = None
         self.info = await self._read_facts()
