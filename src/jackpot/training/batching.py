@@ -111,6 +111,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     rollouts = [item.rollout for item in samples]
     prompts, index = unique_rows([rollout.prompt.token_ids for rollout in rollouts])
     prompt_ids, prompt_mask = pad_tokens(prompts, "left", torch.device("cpu"))
+
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
@@ -126,6 +127,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     values = [item.values for item in samples if item.values is not None]  # all samples have values, or none has
     returns = [item.returns for item in samples if item.returns is not None]
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
+
     return TokenBatch(
         uids=tuple(rollout.uid for rollout in rollouts),
         prompt_ids=prompt_ids,

@@ -357,6 +357,7 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
         f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
         for factor in TEMPERATURES
     }
+
     for description, changes in known.items():
         other = sampling.model_copy(update=changes)
         if other != sampling and engine_gap(rollouts, score(other)) <= allowed:
@@ -365,12 +366,15 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
     reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
     if torch.equal(reported, reported.bfloat16().float()):
         return "They are rounded to bf16; have the engine report them in fp32"
+
+    # Compare each token's reported probability with training's of the token before it, and of the token after it.
     scores = score(sampling)
     behind, before = slice(1, None), slice(None, -1)
     for here, there in ((behind, before), (before, behind)):
         pairs = [(one.rollout_log_probs[here].exp(), scores[one.uid][there, 0].exp()) for one in rollouts]
         if float(torch.cat([(own - other).abs() for own, other in pairs]).mean()) <= allowed:
             return "They are off by one: those of the token next to it; shift them where the rollouts are made"
+
     largest = max(float(rollout.rollout_log_probs[rollout.sampled_mask].max()) for rollout in rollouts)
     hint = "they are no distribution over tokens" if largest > 1e-3 else "other weights, or another tokenizer"
     return f"Likely causes: {hint}; a temperature or filter that one side does not apply; a broken weight update"

@@ -77,6 +77,7 @@ class Trainer:
             folder.event,
             self._check_engines,
         )
+
         self._engine_checks: dict[Role, EngineCheck] = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
@@ -88,6 +89,7 @@ class Trainer:
 
         self.iteration = -1  # newest finished iteration; 0 is the evaluation before training
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of each newest iteration
+
         if state is not None:
             self._sampler.load_state_dict(state)
             self._versions.extend(Version(*version) for version in state["versions"])

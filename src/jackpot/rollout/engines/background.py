@@ -163,7 +163,7 @@ class ThreadEngine(BackgroundEngine):
         """Generate for a short time, and hand over with `_complete` the rollouts that finished."""
 
     def _shut_down(self) -> None:
-        """Free what the thread owns, at its end."""
+        """Free what the thread owns; the thread calls this last."""
 
     def _run(self) -> None:
         """Serve calls and take steps until `close` or a failure."""

@@ -1,4 +1,4 @@
-"""Counts of what drafts are worth and what they cost, which every engine takes in the same way.
+"""Counts of what drafts are worth and what they cost, with one definition for all engines.
 
 Drafts are tokens that one model proposes and the model of the engine accepts or replaces.
 """

@@ -207,7 +207,10 @@ class HostPeer(Peer):
             self._is_starting = False
 
     def is_awaited(self, newest: Newest) -> bool:
-        """Return whether an update waits for the host; it also does for a host that starts as engines go to sleep."""
+        """Return whether an update waits for the host.
+
+        A host that is being started is also waited for when engines go to sleep, because its engines are awake.
+        """
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: HostRequest) -> Any:

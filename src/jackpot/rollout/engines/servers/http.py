@@ -26,7 +26,7 @@ _SHORT_SECONDS = 60.0  # limit of a call without generation; vLLM needs seconds 
 
 
 class ServerRefused(PeerLost):
-    """The error of a call to which a server answered that it cannot serve it, at least now."""
+    """The error of a call that a server answered with a refusal, which may be temporary."""
 
 
 def open_session(urls: Sequence[str], api_key_var: str) -> Any:
@@ -157,7 +157,7 @@ class HTTPClient(ABC):
 
 
 async def _read(response: Any, path: str, most: int) -> bytes:
-    """Return the body of a response.
+    """Read the body of a response.
 
     Raises:
         PeerLost: the body has more than `most` bytes, or is compressed, which no request asks for.

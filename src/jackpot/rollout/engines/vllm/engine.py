@@ -254,6 +254,7 @@ class VLLMEngine(ThreadEngine):
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             _LOADED.add(self)
+
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
             size = self._llm.model_config.get_vocab_size()
