@@ -137,13 +137,12 @@ class JointLearner(Learner):
         models: `policy`, with fp32 weights, and `rollout_model` unless the policy generates its own rollouts. Models
             with an optimizer are trained in place; a model without is frozen.
         optimizers: optimizers of the trained models.
-        objective, rollout_model_objective: the two parts of eq. 8; the second is None unless the rollout model has an
-            optimizer.
+        objective, rollout_model_objective: the parts of eq. 8; the second is None unless the rollout model is trained.
         options: further settings.
         critic: critic of PPO; None for advantages that need rewards alone.
         reference: reference model of the objective's `kl_loss_coef`; None without one.
-        gathered: all models, with critic and reference, where they are sharded over ranks; the optimizers then have
-            the sharded parameters. None: this process holds whole models.
+        gathered: all models, with critic and reference, where they are sharded over ranks, as the optimizers'
+            parameters then are. None: this process holds whole models.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class JointLearner(Learner):
 
         Args:
             trace: as in `train`.
-            steps_rollout_model: False to keep adding up the rollout model's gradient, if it does not step every time.
+            steps_rollout_model: False to keep adding up the rollout model's gradient instead of stepping it.
 
         Returns:
             The result of the step; without `trace` it has no per-token columns, which `train` adds.
@@ -292,10 +291,7 @@ class JointLearner(Learner):
     def _step(
         self, micro_batches: Sequence[MicroBatch], trace: bool, steps_rollout_model: bool
     ) -> tuple[StepResult, list[tuple[TokenBatch, Mapping[str, Tensor]]]]:
-        """Take a step as `update` does; return the result without per-token columns, and the columns on the device.
-
-        The columns are in the form that `rows_on_host` takes.
-        """
+        """Take a step as `update` does; return the result without columns, and the columns for `rows_on_host`."""
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         on_device = [replace(micro, tokens=self._sent(micro.tokens, micro.old)) for micro in micro_batches]
@@ -424,8 +420,7 @@ class JointLearner(Learner):
         """Continue from what `save` wrote to `folder` and `state_dict` returned; models were loaded from there already.
 
         Raises:
-            CheckpointError: the reference model is not the one that the run began with, or the moments do not fit the
-                models.
+            CheckpointError: the run began with another reference model, or the moments do not fit the models.
         """
         if self._reference and self._reference.digest != state["reference"]:
             raise CheckpointError(
@@ -514,8 +509,7 @@ class JointLearner(Learner):
             return scores
 
         z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in read.budgeted)
-        # Of the policy's own rollouts p_inf is the policy's probability, so every ratio is 1.
-        if batch.by_policy is not None:
+        if batch.by_policy is not None:  # every ratio of the policy's own rollouts is 1
             own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(own, objective.budget, z), torch.where(own, 1.0 / objective.budget, lam)
         return replace(scores, z=known_z(z), lam=lam)
@@ -564,11 +558,7 @@ class JointLearner(Learner):
         }
 
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
-        """Mark the tokens whose model sampled them, at this version, from the distribution that training computes.
-
-        Returns:
-            [B, T] bool.
-        """
+        """Mark tokens whose model sampled them, at this version, as training computes its distribution: [B, T] bool."""
         only = "rollout_model" if self._separate else "policy"
         is_exact: bool | Tensor = only in self._options.exact_engines
         if batch.by_policy is not None:
@@ -590,7 +580,7 @@ class JointLearner(Learner):
     def _run(self, work: Callable[[], _Result]) -> _Result:
         """Call `work`, part of a forward pass, in the precision of the settings and with sharded weights gathered.
 
-        Autocast keeps no copies of sharded weights, because the copies would outlive the gathered weights.
+        Autocast keeps no copies of sharded weights, which would outlive the gathered weights.
         """
         keeps = torch.is_autocast_cache_enabled() and self._gathered is None
         precision = (

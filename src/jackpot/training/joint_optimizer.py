@@ -123,7 +123,6 @@ class JointOptimizer:
                 optimizer.discard()
             else:
                 optimizer.step(scale)
-
         return metrics, tuple(events)
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,8 +68,7 @@ class TransformersEngine(Engine):
                 prompt and 1.5 times the longest response so far. Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
-            drafter: the engine whose model, with whatever weights it holds then, proposes tokens as `settings.draft`
-                says; None: this engine's model generates alone.
+            drafter: the engine whose model proposes tokens as `settings.draft` says; None: nothing drafts.
 
         Raises:
             EngineError: weights of several dtypes, no context length in the config, a model that cannot be quantized as
