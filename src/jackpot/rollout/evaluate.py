@@ -1,4 +1,4 @@
-"""Scores rollouts, and evaluates a model on problems.
+"""Scoring of rollouts, and evaluation of a model on problems.
 
 Sample j of a problem is drawn from its own random stream, keyed by (seed, set, problem, j). So a response depends
 neither on the other requests, nor on the number of samples, nor on where an interrupted evaluation continues.
@@ -25,13 +25,14 @@ from jackpot.rollout.rewards.worker import MAX_REWARD
 from jackpot.rollout.tasks.base import Task, decoded_response
 
 OWN_SET = ""  # name of the task's own held-out problems among the evaluation sets
-_SCORE_BATCH = 64  # responses scored together; a kill loses at most these,
-_SCORE_INTERVAL = 5.0  # or those that ended within this many seconds
+# Responses are scored together when so many have ended, or so many seconds have passed: a kill loses no more of them.
+_SCORE_BATCH = 64
+_SCORE_INTERVAL = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Holds k sampled responses to each of several problems: all of the first problem, then all of the second."""
+    """The k sampled responses to each of several problems: all of the first problem, then all of the second."""
 
     k: int  # samples of each problem
     rollouts: tuple[Rollout, ...]
@@ -40,17 +41,17 @@ class Evaluation:
 
     @property
     def has_verdict(self) -> bool:
-        """Return whether the task says of responses that they are right or wrong."""
+        """Return whether the task calls each response right or wrong."""
         return any(score.correct is not None for score in self.scores)
 
     @property
     def accuracy(self) -> float:
-        """Return mean@k, the share of all responses that are correct."""
+        """Return mean@k, the share of correct responses."""
         return sum(bool(score.correct) for score in self.scores) / len(self.scores)
 
     @property
     def accuracy_stderr(self) -> float:
-        """Return the standard error of `accuracy` over problems like these."""
+        """Return the standard error of `accuracy`, with the problems as a sample of all such problems."""
         return standard_error(self._means([bool(score.correct) for score in self.scores]))
 
     @property
@@ -66,12 +67,12 @@ class Evaluation:
 
     @property
     def reward_stderr(self) -> float:
-        """Return the standard error of `reward` over problems like these; NaN of a single problem."""
+        """Return the standard error of `reward`, with the problems as a sample of all such problems; NaN for one."""
         means = self._means([score.reward for score in self.scores])
         return float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
     def _means(self, values: Sequence[float]) -> NDArray[np.float64]:
-        """Return the mean over the k samples of each problem: [P]."""
+        """Return the mean over the k samples of each of P problems: [P]."""
         return np.array(values, dtype=np.float64).reshape(-1, self.k).mean(axis=1)
 
     @property
@@ -90,7 +91,7 @@ class Evaluation:
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
     def role_metrics(self) -> dict[str, float]:
-        """Return the metrics of the task's own problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
+        """Return the metrics of the held-out problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
         numbers = {"reward": self.reward}
         if self.has_verdict:
             numbers |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
@@ -100,7 +101,7 @@ class Evaluation:
         return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
-        """Return the metrics of another evaluation set, logged as `eval/NAME/...`; rewards where it has no verdict."""
+        """Return the metrics of a benchmark, logged as `eval/NAME/...`; rewards where its task has no verdict."""
         if self.has_verdict:
             shares = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr, "pass_at_k": self.pass_at_k}
         else:
@@ -113,7 +114,7 @@ class Evaluation:
 
 
 class ScoredResponse(NamedTuple):
-    """Holds one sampled response, as tokens and as text, with the task's score."""
+    """A sampled response, as tokens and as text, with the task's score."""
 
     rollout: Rollout
     response: str
@@ -121,11 +122,12 @@ class ScoredResponse(NamedTuple):
 
 
 def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, name: str = OWN_SET) -> Request:
-    """Return the request for sample number `sample` of a problem in the set `name`; it captures no top-k.
+    """Return the request for sample number `sample` of a problem in the set `name`, without top log-probs.
 
-    Its drafts are exact: an evaluation measures the model and not what a relaxed draft makes of it.
+    Drafts are accepted exactly (lam 1), because an evaluation measures the model, and not what relaxed drafts make of
+    its distribution.
     """
-    # Sample 0 of the task's own set is keyed by its problem alone, so more samples or sets leave it unchanged.
+    # Sample 0 of the held-out problems is keyed by the problem alone, so more samples or sets leave it unchanged.
     key = (prompt.uid, *((sample,) if sample else ())) if name == OWN_SET else (name, prompt.uid, sample)
     return Request(
         uid="/".join(map(str, ("eval", *key))),
@@ -160,7 +162,7 @@ def evaluate(
 def generate_and_score(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterable[Request], concurrency: int
 ) -> Iterator[list[ScoredResponse]]:
-    """Yield the scored response to every request exactly once, a few at a time as they end, in any order.
+    """Yield the scored response to every request exactly once, a few at a time as responses end, in any order.
 
     At most `2 * concurrency` requests are in flight, and yielded responses are not kept, so memory does not grow with
     the number of requests.
@@ -188,8 +190,11 @@ def generate_and_score(
 def _as_completed(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterator[Request], concurrency: int
 ) -> Iterator[Rollout]:
-    """Yield rollouts as they end. Each chunk of requests is submitted before the one before it has ended, so that the
-    engine never idles."""
+    """Yield rollouts as they end.
+
+    Two chunks of `concurrency` requests are in flight, so that the engine has work while the last responses of the
+    older chunk are generated.
+    """
     current: Iterator[Rollout] = iter(())
     while chunk := list(islice(requests, concurrency)):
         following = stream_rollouts(engine, task, tokenizer, chunk)
@@ -201,7 +206,7 @@ def _as_completed(
 def score_rollouts(
     rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[Score]]:
-    """Decode every rollout and score all of them in one call of the task, as `start_scoring` does."""
+    """Decode every rollout, score all of them in one call of the task, and return texts and scores in their order."""
     responses = decoded_responses(rollouts, task, tokenizer)
     return [response.text for response in responses], checked_scores(rollouts, task.scores(responses))
 
@@ -221,7 +226,7 @@ def start_scoring(
 def decoded_responses(
     rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> list[DecodedResponse]:
-    """Return rollouts as the text that a task scores."""
+    """Decode rollouts to the responses that a task scores."""
     return [
         decoded_response(
             tokenizer,
@@ -236,16 +241,20 @@ def decoded_responses(
 
 
 def checked_scores(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Score]:
-    """Return a task's scores, with reward 0 and no right answer where the response was aborted or the reward is
-    invalid."""
+    """Return a task's scores, with reward 0 and a wrong answer where the response was aborted or the reward is invalid.
+
+    A reward is invalid if it is NaN or larger than `MAX_REWARD` in absolute value.
+    """
     checked = []
     for rollout, score in zip(rollouts, scores, strict=True):
         is_valid = abs(score.reward) <= MAX_REWARD  # False for NaN
+
         if not is_valid or rollout.finish == "aborted":
             correct = None if score.correct is None else False
             if not is_valid:
                 text = f"the reward is {score.reward:g}; it must be a number from -1e30 to 1e30"
                 score = replace(score, reward_error="invalid", error_text=text)
             score = replace(score, reward=0.0, correct=correct)
+
         checked.append(score)
     return checked

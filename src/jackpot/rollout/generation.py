@@ -1,4 +1,7 @@
-"""A generation batch holds all responses to one batch of prompts, scored; a checkpoint holds it as plain tensors."""
+"""The scored responses to one batch of prompts, and their form in a checkpoint: plain values and one tensor a column.
+
+A rollout batch consists of one generation batch, or of several where groups of responses are filtered.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,23 +16,24 @@ from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Score, ScoredRoll
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptGroup:
-    """Holds the usable responses to one prompt."""
+    """The usable responses to one prompt, with their scores."""
 
     members: list[ScoredRollout]
-    has_equal_rewards: bool  # whether all members that are compared got the same reward of the task, before shaping
+    # Whether the members that are compared with each other all have equal rewards, as the task gave them (unshaped)
+    has_equal_rewards: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBatch:
-    """Holds all responses to one batch of prompts, in the order of the requests."""
+    """All responses to one batch of prompts, in the order of the requests."""
 
     generated: list[Rollout]
     discarded: dict[str, str]  # uid of an unusable rollout and the reason, `aborted` or `non_finite`
     groups: list[PromptGroup]  # by prompt, without discarded rollouts and without empty groups
-    metrics: dict[str, float]  # the engines' own, by name
+    metrics: dict[str, float]  # metrics that the engines report, by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as plain values and one tensor for each column, loadable with `weights_only`."""
+        """Return the batch as plain values and one tensor a column, which torch loads with `weights_only`."""
         prompts = {rollout.prompt.uid: rollout.prompt for rollout in self.generated}
         return {
             "prompts": [_values(prompt) for prompt in prompts.values()],
@@ -47,7 +51,7 @@ class GenerationBatch:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "GenerationBatch":
-        """Return the batch that `state_dict` describes."""
+        """Return the batch of which `state_dict` returned `state`."""
         prompts = {prompt.uid: prompt for prompt in (Prompt(**_named(Prompt, one)) for one in state["prompts"])}
         ends = [0]
         for *_, length in state["rollouts"]:
@@ -85,12 +89,16 @@ class GenerationBatch:
 
 
 def _joined(rollouts: Sequence[Rollout], name: str) -> Tensor:
-    """Join a column of all rollouts; one without a token may have another K."""
+    """Join a column of all rollouts, [tokens of all rollouts, ...].
+
+    Rollouts without tokens are left out, because the K of their empty lists may differ.
+    """
     columns = [getattr(rollout, name) for rollout in rollouts]
     return torch.cat([column for column in columns if len(column)] or columns[:1])
 
 
 def _values(item: Prompt | Score) -> tuple:
+    # Unlike `dataclasses.astuple` this copies nothing.
     return tuple(getattr(item, name) for name in item.__dataclass_fields__)
 
 

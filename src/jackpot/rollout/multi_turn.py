@@ -1,6 +1,6 @@
-"""Generates responses of several turns: the engine samples the model's turns, the task replies between them.
+"""Generation of responses of several turns: the engine samples the model's turns, the task replies between two turns.
 
-The first turn is the request itself. Every later turn is a request of its own: its prompt is the whole response so far,
+The first turn is the request itself. Every later turn is another request: its prompt is the whole response so far,
 and its uid and seed are derived from the first request and the number of the turn. So a response depends neither on its
 batch nor on how long others take. Responses advance independently, and each turn samples at least one token, so the
 limit on tokens also bounds the number of turns.
@@ -24,7 +24,7 @@ def stream_rollouts(
 ) -> Iterator[Rollout]:
     """Yield the rollout of every request as it ends, in any order.
 
-    For a task without `turn_end_token_ids` the requests go to the engine as they are, and its rollouts come back.
+    For a task without `turn_end_token_ids` the requests go to the engine as they are, and come back as its rollouts.
 
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.
@@ -89,7 +89,7 @@ def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
 
 
 class _Episode:
-    """Assembles one response from segments of the model and the environment, each with the columns of a rollout."""
+    """A response in the making: segments of the model and of the environment, each with the columns of a rollout."""
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
         self._task, self._tokenizer, self._request = task, tokenizer, request
@@ -115,7 +115,7 @@ class _Episode:
         )
 
     def add_turn(self, turn: Rollout) -> None:
-        """Append the model's turn and the environment's reply to it, or set `finish`."""
+        """Append a turn of the model and the environment's reply to that turn, or set `finish`."""
         self._segments.append(turn)
         response, sampled = self._column("token_ids"), self._column("sampled_mask")
         prompt = self._request.prompt
@@ -134,7 +134,7 @@ class _Episode:
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=finish, sampled_by=None, **columns)
 
     def _column(self, name: str) -> torch.Tensor:
-        """Return a column of all tokens of the response so far, [T, ...]; without any, no token ids."""
+        """Return a column of all tokens of the response so far, [T, ...]; before the first turn, no token ids."""
         if not self._segments:
             return torch.zeros(0, dtype=torch.int64)
         return torch.cat([getattr(segment, name) for segment in self._segments])

@@ -1,4 +1,4 @@
-"""Estimates mean@k and pass@k, with confidence intervals, from n sampled responses to each of several problems.
+"""Estimates of mean@k and pass@k, with confidence intervals, from n sampled responses to each of several problems.
 
 mean@k is the share of correct responses. pass@k is the probability that at least one of k responses is correct; from n
 responses of which c are correct its unbiased estimate is
@@ -51,8 +51,9 @@ def pass_probabilities(samples: int, k: int) -> NDArray[np.float64]:
 def standard_error(values: NDArray[np.float64]) -> float:
     """Return the standard error of the mean of numbers from 0 to 1, one for each problem: [P] -> a number above 0.
 
-    Problems of the largest spread that a mean allows are added, since the spread of few problems is too small whenever
-    the rare ones are not among them. Where all are 0, or all 1, one more of either is assumed.
+    `_PSEUDO_PROBLEMS` problems with the largest spread that their mean allows are added, since the measured spread of a
+    few problems is too small whenever rare ones are missing. Where all values are 0, or all are 1, one problem with the
+    other value is assumed.
     """
     problems, mean = len(values), float(values.mean())
     largest = mean * (1.0 - mean)
@@ -72,9 +73,13 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     problems = len(values)
     if not problems:
         raise DataError("there are no problems, so there is nothing to take a mean of")
+
     mean = float(values.mean())
     if problems == 1:
         return Interval(mean, None, None)
+
+    # Wilson's interval with the effective number of responses N and Student's t, as at the head of this file: the roots
+    # m of (m - mean)^2 = t^2 m (1 - m) / N.
     largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)
@@ -90,7 +95,7 @@ def pass_at_k(correct: NDArray[np.int64], samples: int) -> dict[int, Interval]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseOutcomes:
-    """Holds the outcomes of n responses to each of P problems; every field is [P, n]."""
+    """The outcomes of n responses to each of P problems; every field is [P, n]."""
 
     correct: NDArray[np.bool_] | None  # None where the task has no verdict
     rewards: NDArray[np.float64]
@@ -101,10 +106,10 @@ class ResponseOutcomes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSummary:
-    """Summarizes the responses to one evaluated set; shares are of all responses.
+    """A summary of the responses to the problems of one evaluation set; shares are of all responses.
 
-    Aborted responses and those that could not be scored count as wrong; those cut at the limit count as the task scored
-    them.
+    Aborted responses, and responses that could not be scored, count as wrong. A response that was cut at the length
+    limit counts as the task scored it.
     """
 
     problems: int  # number of problems
@@ -121,7 +126,7 @@ class EvaluationSummary:
 
 
 def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
-    """Compute all numbers of one evaluated set.
+    """Compute the summary of one evaluation set from the outcomes of its responses.
 
     Raises:
         DataError: there are no problems or no responses.

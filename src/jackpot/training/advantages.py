@@ -22,13 +22,14 @@ def response_advantages(
 ) -> list[TrainingSample]:
     """Give every token of a response the advantage of the response.
 
-    The responses to one prompt are a group, or `within_model` those of one model to it. Lengths, for the
+    A group is all responses to a prompt or, with `within_model`, the responses of one model to a prompt. Lengths, for
     advantages that are whitened over tokens, count the sampled tokens only.
 
     Args:
         name: key of `objectives.advantages.ADVANTAGES`.
         scored: a whole rollout batch.
-        beta: of the advantage `oapl`.
+        within_model: compare the responses of each model with each other alone.
+        beta: coefficient of the advantage `oapl`.
     """
     numbers: dict[tuple[str | None, ...], int] = {}
     keys = [(item.rollout.prompt.uid, item.rollout.sampled_by) for item in scored]
@@ -53,14 +54,14 @@ def response_advantages(
 
 
 class Critic:
-    """Estimates the value of the state that each response token is sampled in, and learns to.
+    """The critic of PPO, a model that estimates the value of the state in which each response token is sampled.
 
-    Values and returns of a rollout batch are computed once, before any update on it, and travel with its samples; all
-    updates on the batch learn from these.
+    Values and returns of a rollout batch are computed once, before any update on the batch, and stored in its samples;
+    all updates on the batch learn from these.
 
     Args:
-        model: for token classification, with one label; trained in place.
-        micro_batch_tokens: the most tokens in one of `batches`.
+        model: model for token classification with one label, trained in place.
+        micro_batch_tokens: most tokens in one of `batches`.
     """
 
     def __init__(
@@ -70,21 +71,21 @@ class Critic:
         self._config, self._micro_batch_tokens = config, micro_batch_tokens
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Compute V of the state before each response token: [B, T], 0 where masked, with gradient."""
+        """Compute the value of the state before each response token: [B, T], 0 where masked, with gradient."""
         return batch.spread(response_values(self.model, batch).float())
 
     def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
-        """Cut a rollout batch into micro-batches, whose values `compute_advantages` needs."""
+        """Cut a rollout batch into micro-batches; `compute_advantages` needs the `values` of all of them."""
         rollouts = [item.rollout for item in scored]
         return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout], values: Mapping[str, Tensor]) -> list[TrainingSample]:
-        """Give every token its own advantage by GAE, whitened over the batch as PPO does.
+        """Compute the advantage of every token by GAE, whitened over the batch as PPO does.
 
-        The reward of a response stands at the last token that the model sampled.
+        The reward of a response counts at the last token that the model sampled.
 
         Args:
-            values: of each rollout by its uid, [T] on the CPU.
+            values: value of the state before each token, by rollout uid, [T] on the CPU.
         """
         if not scored:
             return []
@@ -116,7 +117,7 @@ class Critic:
         """Compute half the clipped squared error of a micro-batch, summed over its sampled tokens.
 
         Returns:
-            The sum (scalar, with gradient), to be divided by the number of tokens of the optimizer step; and metrics.
+            The sum (scalar, with gradient), which is to be divided by the optimizer step's number of tokens; metrics.
         """
         mask, old, returns = batch.response_mask, batch.values, batch.returns
         assert old is not None and returns is not None, "`compute_advantages` has given them to every sample"

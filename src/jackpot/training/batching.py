@@ -1,6 +1,6 @@
-"""Deal training samples out to mini-batches (one optimizer step each) and micro-batches (one forward pass each).
+"""Distribution of training samples to mini-batches (an optimizer step each) and micro-batches (a forward pass each).
 
-Nothing is dropped and nothing is cut: every sequence of the rollout batch is in exactly one micro-batch of each epoch.
+No sequence is dropped or cut: each sequence of the rollout batch is in exactly one micro-batch of each epoch.
 """
 
 import random
@@ -31,14 +31,15 @@ def mini_batches(
     seed: int,
     pads: bool = False,
 ) -> Iterator[list[TokenBatch]]:
-    """Yield the mini-batch of every optimizer step over one rollout batch, epoch after epoch, as its micro-batches.
+    """Yield, for every optimizer step on one rollout batch, the mini-batch as a list of micro-batches.
 
-    With one step per epoch the order is the rollouts' own; with more, whole sequences are shuffled by `seed` and epoch,
-    as PPO does. The uniforms of OBRS are hashed from (seed, rollout uid, position, epoch): no batching can change them.
+    With one step per epoch sequences keep the order of the rollouts; with more, whole sequences are shuffled by `seed`
+    and epoch, as PPO does. The uniforms of OBRS are hashed from (seed, rollout uid, position, epoch), so that no
+    batching changes them.
 
     Args:
-        mini_batch_size: sequences in one optimizer step; divides the number of rollouts.
-        micro_batch_tokens: the most tokens in one micro-batch, the prompt of each response included.
+        mini_batch_size: number of sequences in one optimizer step; divides the number of rollouts.
+        micro_batch_tokens: most tokens in one micro-batch, where the prompt counts for each response.
         pads: as in `micro_batches`.
     """
     for epoch in range(epochs):
@@ -52,14 +53,14 @@ def mini_batches(
 def micro_batches(
     samples: Sequence[TrainingSample], budget: int, seed: int, epoch: int, pads: bool = False
 ) -> list[TokenBatch]:
-    """Cut one mini-batch into micro-batches of at most `budget` tokens, prompts included with each response.
+    """Cut one mini-batch into micro-batches of at most `budget` tokens, where the prompt counts for each response.
 
     Sequences are ordered prompt by prompt, then by length, so that the responses of a group share one forward pass of
-    their prompt. Where models read padding, it counts, and sequences are ordered by length instead where that leaves
-    models fewer tokens to read.
+    the prompt. With `pads`, padding counts as tokens, and sequences are ordered by length alone where models then have
+    fewer tokens to read.
 
     Args:
-        pads: some model cannot read a micro-batch without padding (`can_pack`).
+        pads: True where some model cannot read a micro-batch without padding (`can_pack`).
 
     Raises:
         ConfigError: one sequence alone is longer than the budget.
@@ -87,7 +88,7 @@ def micro_batches(
 
 
 def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, pads: bool = False) -> list[TokenBatch]:
-    """Cut rollouts that have no advantages yet into micro-batches, to be read and not trained on."""
+    """Cut rollouts without advantages into micro-batches, for models to score and not to train on."""
     nothing = Score(reward=0.0, correct=False)
     samples = [
         TrainingSample(rollout=rollout, score=nothing, advantages=torch.zeros(len(rollout.token_ids)))
@@ -97,7 +98,7 @@ def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, pads: boo
 
 
 def _tokens_read(part: Sequence[TrainingSample]) -> int:
-    """Count the tokens of a micro-batch with padding, each prompt once."""
+    """Count the tokens that models read of a micro-batch with padding, each prompt once."""
     prompts = {item.rollout.prompt.token_ids for item in part}
     return len(prompts) * max(map(len, prompts)) + len(part) * max(len(item.rollout.token_ids) for item in part)
 
@@ -105,11 +106,12 @@ def _tokens_read(part: Sequence[TrainingSample]) -> int:
 def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBatch:
     """Stack samples into tensors: unique prompts [U, P] padded on the left, responses [B, T] padded on the right.
 
-    An empty response is allowed: its row is all mask.
+    An empty response is allowed; its whole row is masked.
     """
     rollouts = [item.rollout for item in samples]
     prompts, index = unique_rows([rollout.prompt.token_ids for rollout in rollouts])
     prompt_ids, prompt_mask = pad_tokens(prompts, "left", torch.device("cpu"))
+
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
@@ -122,9 +124,10 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 
     response_mask = pad(rollout.sampled_mask for rollout in rollouts)
     rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
-    values = [item.values for item in samples if item.values is not None]  # of all, or of none
+    values = [item.values for item in samples if item.values is not None]  # all samples have values, or none has
     returns = [item.returns for item in samples if item.returns is not None]
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
+
     return TokenBatch(
         uids=tuple(rollout.uid for rollout in rollouts),
         prompt_ids=prompt_ids,
@@ -148,11 +151,12 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 
 
 def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: bool = False) -> list[TokenBatch]:
-    """Deal chosen rows of each batch out to as few batches as fit, none with more tokens than the largest given.
+    """Gather chosen rows of several batches in as few batches as possible, none larger than the largest of `batches`.
 
-    They have what a model reads, advantages and versions; no top-k lists, and other uniforms.
+    The new batches have what a model reads, advantages and versions. They have no top-k lists, and other uniforms.
 
     Args:
+        rows: indices of the chosen rows of each batch.
         pads: as in `micro_batches`.
     """
     samples = [_sample(batch, row) for batch, chosen in zip(batches, rows, strict=True) for row in chosen]
@@ -160,15 +164,16 @@ def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: 
 
 
 def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
-    """Deal micro-batches out to ranks in turn, equally many to each: the last ones may be `empty_like` the first.
+    """Deal micro-batches out to ranks in turn, equally many to each rank.
 
-    Ranks that share the weights of their models have to run the same number of passes.
+    Ranks that share the weights of their models have to run equally many passes. Where micro-batches are too few,
+    ranks get empty ones (`empty_like`).
 
     Returns:
         The micro-batches of each rank.
 
     Raises:
-        ValueError: no micro-batch.
+        ValueError: `batches` is empty.
     """
     if not batches:
         raise ValueError("there is no micro-batch to deal; give at least one")
@@ -178,9 +183,9 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
 
 
 def empty_like(batch: TokenBatch) -> TokenBatch:
-    """Return a micro-batch without sequences, which models read in a pass with the kernels of any other one.
+    """Return a micro-batch without sequences, on which models run a forward pass as on any other micro-batch.
 
-    It has one prompt, that of the first sequence of `batch`; all columns are [0, T].
+    It has the prompt of the first sequence of `batch`; all columns are [0, T].
     """
     if not batch.uids:
         return batch
@@ -204,14 +209,14 @@ _NO_COLUMNS = {"prompt_ids", "prompt_mask", "packed"}  # fields of a batch that 
 
 
 def _tokens(batch: TokenBatch, pads: bool) -> int:
-    """Count the tokens of a batch as `micro_batches` does, on the CPU."""
+    """Count the tokens of a batch, which is on the CPU, as `micro_batches` does."""
     if pads:
         return len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
     return int(batch.prompt_mask[batch.prompt_index].sum() + batch.attention_mask.sum())
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
-    """Undo `collate` for one row, but for what no model reads."""
+    """Return one row of a batch as a sample, without what no model reads: `collate` undone."""
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 
@@ -231,7 +236,7 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    """Copy the tensors of a batch to `device`; to a GPU from pinned memory, without waiting for the copies."""
+    """Copy the tensors of a batch to `device`; copies to a GPU go through pinned memory and are not waited for."""
     return _to(batch, device) if device.type != "cpu" else batch
 
 

@@ -1,4 +1,7 @@
-"""The components of a run stand in one object, which only `launch` builds."""
+"""The components of a run in one object: task, engines and learner. Only `launch` builds it.
+
+It also copies the learner's weights to the engines.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,14 +27,15 @@ from jackpot.training.learner import Learner
 
 @dataclass(frozen=True, kw_only=True)
 class RunComponents:
-    """Holds task, engines and learner of one run; engines and learner begin with the same weights."""
+    """The task, engines and learner of one run; engines and learner begin with equal weights."""
 
     config: Config
     task: Task
     tokenizer: PreTrainedTokenizerBase
-    engine: Engine  # generates the rollouts; with a rollout model, those of that model
-    policy_engine: Engine  # generates the policy's responses in evaluations, and its share of the rollouts where there
-    # is a rollout model; else may be `engine` itself
+    engine: Engine  # generates the rollouts of the rollout model or, without one, of the policy
+    # Generates the policy's responses in evaluations and, where there is a rollout model, the policy's share of the
+    # rollouts; may be `engine` itself where there is none
+    policy_engine: Engine
     learner: Learner
     costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of policy and rollout model, without adapters
     benchmarks: Mapping[str, Task] = field(default_factory=dict)  # further test sets that the policy is evaluated on
@@ -43,21 +47,21 @@ class RunComponents:
 
     @property
     def writers(self) -> dict[Role, Engine]:
-        """Return the engine of each model that may generate rollouts."""
+        """Return the engine of each model that may generate rollouts, by model."""
         if self.config.rollout_model is None:
             return {"policy": self.engine}
         return {"policy": self.policy_engine, "rollout_model": self.engine}
 
     def next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return the engines that need the weights of after an iteration to generate rollouts."""
+        """Return, by model, the engines that generate rollouts after `iteration`, and so need its new weights."""
         roles = self.config.writers(iteration + 1, iteration + 1 + self.config.batch.ahead)
         drafts = self.config.draft is not None and "policy" in roles
         return {role: engine for role, engine in self.writers.items() if role in roles or drafts}
 
     def training_flops(self, tokens: int, iteration: int) -> int:
-        """Return the FLOPs of training on one sequence: a forward pass of each model, and of twice that backward.
+        """Return the FLOPs of training on one sequence: one forward pass of each model, and twice as much backward.
 
-        A model that is not trained has no backward pass, and one with nothing left to do no pass at all.
+        A model that is not trained has no backward pass. A model with nothing left to do in `iteration` has no pass.
 
         Args:
             tokens: length of prompt and response together.
@@ -68,8 +72,12 @@ class RunComponents:
         return sum(number * self.costs[role].sequence(tokens) for role, number in passes.items())
 
     def send_weights(self, engine: Engine, role: Role) -> Sums:
-        """Copy the learner's weights of one model into an engine and verify by digest that all of them arrived, as
-        codes and scales where the engine takes these. Return what is reported of that.
+        """Copy the learner's weights of one model into an engine, and verify by a digest that all of them arrived.
+
+        Weights travel as codes and scales where the engine takes these.
+
+        Returns:
+            Metrics of the update.
 
         Raises:
             WeightsError: the engine holds other weights than the learner sent.
@@ -84,11 +92,11 @@ class RunComponents:
         for task in self.tasks:
             yield from task.take_events()
         for setting, engine in {"engine": self.engine, "evaluation.engine": self.policy_engine}.items():
-            for event in engine.take_events():  # where both are one engine, the second call finds none
+            for event in engine.take_events():  # if both settings share an engine, the second call finds none
                 yield event | {"engine": setting}
 
     def close(self) -> None:
-        """Close engines and tasks, all of them even if closing one raises."""
+        """Close all engines and tasks, even if closing some of them raises."""
         with ExitStack() as closing:
             for task in self.tasks:
                 closing.callback(task.close)
@@ -97,11 +105,11 @@ class RunComponents:
 
 
 def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:
-    """Copy all weights of a model into an engine, as `RunComponents.send_weights`; those are of `version`."""
+    """Copy all weights of a model, of version `version`, into an engine, as `RunComponents.send_weights` does."""
     dtype, codes = engine.capabilities.dtype, engine.capabilities.coded_weights
     digest = WeightsDigest(None if codes else dtype)
 
-    if codes:  # quantized here, once
+    if codes:  # quantize once here, not in every process of the engine
         numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
         weights = quantize_named(numbers, codes.names, codes.scheme)
 

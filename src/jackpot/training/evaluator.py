@@ -1,4 +1,4 @@
-"""The evaluator measures both models of a run while it trains them."""
+"""The evaluator measures both models of a run between iterations: on held-out problems and on benchmarks."""
 
 from collections.abc import Collection, Mapping
 
@@ -13,25 +13,26 @@ from jackpot.training.run_folder.folder import RunFolder
 
 
 class Evaluator:
-    """Evaluates both models on the task's held-out problems, and the policy on every benchmark.
+    """An evaluator of both models on the task's held-out problems, and of the policy on every benchmark.
 
     Args:
-        folder: gets a file with every response of every evaluation.
-        engine_checks: by model, measures how far the log-probs of its engine are from training's.
+        folder: run folder, which gets a file with every response of every evaluation.
+        engine_checks: by model, the check that measures how far the engine's log-probs are from training's.
     """
 
     def __init__(self, components: RunComponents, folder: RunFolder, engine_checks: Mapping[Role, EngineCheck]) -> None:
         self._components, self._folder, self._engine_checks = components, folder, engine_checks
-        self._prompts: dict[str, list[Prompt]] = {}  # of each set that was evaluated
+        self._prompts: dict[str, list[Prompt]] = {}  # of each evaluation set, once it was evaluated
 
     def evaluate(self, iteration: int, current: Collection[Engine]) -> dict[str, float]:
-        """Return the metrics `eval/*` and `tokens/evaluate` of the weights after `iteration`.
+        """Evaluate the weights after `iteration`, and return the metrics `eval/*` and `tokens/evaluate`.
 
-        Both models get the same problems and the same uniforms, in every evaluation of a run. A policy without a
-        rollout model is its own: its numbers stand under both names.
+        All evaluations of a run give both models equal problems and equal uniforms. A policy without a rollout model
+        counts as its own rollout model: its numbers stand under both names.
 
         Args:
-            current: engines that hold these weights and go on with them; others are sent them, and sleep afterwards.
+            current: engines that already hold these weights and keep them. Other engines are sent the weights, and
+                sleep afterwards.
         """
         parts = self._components
         engines: dict[Role, Engine] = {"policy": parts.policy_engine}
@@ -65,7 +66,7 @@ class Evaluator:
         return values
 
     def _run(self, engine: Engine, name: str) -> Evaluation:
-        """Evaluate on a set: `evaluation.problems` of the task's own held-out problems, or all of a benchmark's."""
+        """Evaluate on one set: on `evaluation.problems` held-out problems of the task, or on a whole benchmark."""
         config, parts = self._components.config, self._components
         task = parts.task if name == OWN_SET else parts.benchmarks[name]
         if name not in self._prompts:

@@ -1,6 +1,6 @@
-"""Compares every response token's probability with training's, by its depth, with limits that a run learns itself.
+"""A check of every response token's probability against training's, with limits that a run learns from its batches.
 
-Shapes: `T` response tokens, `P` prompts, `D` ranges of depth. The depth of a token is its position in the response.
+The depth of a token is its position in the response. Shapes: `T` response tokens, `P` prompts, `D` ranges of depth.
 """
 
 from collections.abc import Sequence
@@ -12,38 +12,38 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 from jackpot.training.reported_lists import Bets
 
-DEPTHS = 20  # ranges: the tokens 1, 2-3, 4-7, ...; the last one has no end
-LEARNT = 2  # batches that a run learns from before it judges: as many as are checked thoroughly
-MAY_GROW = 4.0  # times its own gap in the run so far may a range have
-MEMORY = 0.95  # what a batch weighs a batch later: gaps may grow as a run goes on
+DEPTHS = 20  # number of ranges of depth: tokens 1, 2-3, 4-7, ...; the last range has no end
+LEARNT = 2  # batches that a run learns from before it judges, as many as are checked thoroughly
+MAY_GROW = 4.0  # a range's gap may be so many times its mean gap in the run so far
+MEMORY = 0.95  # weight of a batch relative to the next one: gaps may grow as a run goes on
 
 
 class GapEvidence:
-    """Accumulates evidence that an engine's log-probs have moved away from training's, at some depth.
+    """The evidence in a run that, at some depth, an engine's log-probs have moved away from training's.
 
-    For a prompt let x be the mean |p_engine - p_training| of its responses' tokens in a range of depths, and L the
-    largest that x may be on average: MAY_GROW times its mean in the batches before, also where shallower tokens have
-    more, and at least what is always allowed. The bet (`Bets`) of the range is the factor (1 + x / L) / 2 for every
-    prompt, which has mean 1 at most as long as L bounds the mean of x. What a batch teaches is cut off at L, and of the
-    first batches, which are not judged, at MAY_GROW times what is always allowed: an engine that was wrong before a
-    restart does not teach that this is usual.
+    For a prompt let x be the mean |p_engine - p_training| of its responses' tokens in a range of depths. L is the
+    largest mean that x may have: MAY_GROW times the mean of x in earlier batches, in this range or a shallower one
+    with a larger mean, and at least what is always allowed. The bet (`Bets`) of the range is the factor
+    (1 + x / L) / 2 for every prompt, whose mean is at most 1 as long as L bounds the mean of x. The means learn from x
+    cut off at L, and in the first batches, which are not judged, at MAY_GROW times what is always allowed: so an engine
+    that was wrong before a restart does not teach that its gap is usual.
     """
 
     def __init__(self) -> None:
         self._bets = Bets(torch.full((DEPTHS,), 1.0 / DEPTHS, dtype=torch.float64))
-        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)  # of x, and of its prompts
+        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)  # sum of x, and number of prompts
         self._batches = 0
 
     def add(self, rollouts: Sequence[Rollout], gaps: Sequence[Tensor], always: float) -> float:
-        """Take in one more batch; return the evidence, as `Bets.share`.
+        """Add the gaps of a batch to the evidence; return the evidence as `Bets.share` does.
 
         Args:
-            rollouts: whose prompts are looked at.
-            gaps: |p_engine - p_training| of their tokens, [T] each; NaN where it is unknown.
-            always: a mean gap that is always allowed.
+            rollouts: rollouts of the batch.
+            gaps: |p_engine - p_training| of each rollout's tokens, [T] each; NaN where it is unknown.
+            always: mean gap that is always allowed.
 
         Raises:
-            EngineError: the gaps are larger than they were.
+            EngineError: the gaps are larger than they were in earlier batches.
         """
         means = _means(rollouts, gaps)
         known = means.isfinite()
@@ -67,7 +67,7 @@ class GapEvidence:
 
 
 def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
-    """Say what is wrong at a range of depths."""
+    """Describe, for the error, the gaps in one range of depths and how large they may be."""
     first, gap = 2**depth, float(means[:, depth].nanmean())
     return (
         f"the engine's log-probs have moved away from training's: at the tokens {first} to {2 * first - 1} of "
@@ -80,7 +80,7 @@ def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
 
 
 def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
-    """Average the gaps of every prompt by depth, [P, D] float64; NaN where none is known."""
+    """Return the mean gap of each prompt in each range of depths, [P, D] float64; NaN where no gap is known."""
     prompts: dict[str, int] = {}
     rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()

@@ -1,4 +1,7 @@
-"""Guards stop a run whose engine or gradients are broken, instead of letting it train on."""
+"""Guards: checks that stop a run whose engine or gradients are broken, instead of letting the run train on.
+
+They compare what engines report with what training computes, and count steps with non-finite gradients.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,60 +29,62 @@ from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, che
 
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
-QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # the most tokens and rollouts that a quick check scores
-QUICK_SHARE, QUICK_FEWEST = 16, 4  # of so many rollouts it takes one, but no fewer than these
-ALWAYS_ALLOWED = 4.0  # a gap so many times smaller than the largest one is allowed at any depth
-LISTS_MAY = 3.0  # times as much may whole lists differ, in total variation: they are never closer than single tokens
+QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
+QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one of so many rollouts, but at least so many
+ALWAYS_ALLOWED = 4.0  # a gap that is so many times smaller than the largest allowed gap is allowed at any depth
+LISTS_MAY = 3.0  # top-k lists, which differ more than single tokens, may have so many times the gap (total variation)
 
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)  # of the engine over training's, which are tried
+# Ratios of the engine's temperature to training's that are tried as the cause of a gap
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
-ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # `Learner.score` by rollout uid, under `Sampling`
+ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # computes log-probs under `Sampling` by rollout uid
 RecordEvent = Callable[[int, dict[str, Any]], None]  # iteration, event
 
 
 class EngineCheck:
-    """Compares an engine's report with training while a run goes on, and stops the run where they disagree.
+    """A check of one engine against training, which goes on through a run and stops the run where the two disagree.
 
-    Every rollout batch is checked before it is trained on. What the engine reports must be consistent in itself, over
-    all tokens: its lists, and how often it draws what (`SamplingEvidence`). Training scores some of the tokens again:
-    many in the first two batches after a start that other weights generated, then few. After the steps on the batch all
-    tokens are compared, by the log-probs that the training pass had anyway (`GapEvidence`). `guard.check_engine` turns
-    these checks off.
+    Every rollout batch is checked before it is trained on. Over all tokens, the engine's report must be consistent in
+    itself: its top-k lists, and how often it draws each token (`SamplingEvidence`). Training also scores some tokens
+    again: many in the first two batches after a start that different weights generated, then few. After the steps on
+    the batch all tokens are compared, by log-probs that training computed anyway (`GapEvidence`). `guard.check_engine`
+    turns these checks off.
 
     A batch that was begun ahead (`batch.ahead`) is scored by a copy of the weights that generated it.
 
     The evidence begins anew with every start of a run, since the engine is a new process, perhaps of another version.
 
     Args:
-        learner: holds the weights that the engine should hold.
-        role: the model that generates what is checked.
-        record: called with every event: what a thorough check found, why the run stops.
+        learner: learner with the weights that the engine should hold.
+        role: model whose rollouts are checked.
+        record: called with every event: what a thorough check found, or why the run stops.
     """
 
     def __init__(self, config: Config, learner: Scorer, role: Role, record: RecordEvent) -> None:
         self._config, self._learner, self._record = config, learner, record
         self._role: Role = role
-        self._column = Version._fields.index(role)  # of `Rollout.versions`
-        self._thorough: set[int] = set()  # versions whose text was checked thoroughly since the start
+        self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
+        self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
-        self._kept: int | None = None  # version of the learner's copy of the weights
+        self._kept: int | None = None  # version of the copy of weights that the learner keeps
 
     def keep_weights(self) -> None:
-        """Keep the weights that the learner holds now: what is begun ahead is checked when it has moved on."""
+        """Have the learner keep a copy of its weights, to check batches that are begun ahead after the next steps."""
         if self._config.guard.check_engine:
             self._learner.keep_weights(self._role)
             self._kept = self._learner.version[self._column]
 
     def check_batch(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Check the rollouts of an iteration that the model generated.
+        """Check the rollouts of an iteration that the model generated, before they are trained on.
 
-        A rollout of other weights than the learner holds or keeps cannot be scored again and is passed over.
+        Rollouts of weights that the learner neither holds nor keeps cannot be scored again and are skipped.
 
         Raises:
-            EngineError: an id outside the vocabulary, which is looked for always; the engine's log-probs are not those
-                of the distribution that it samples from, or no rollout carries the version of weights that it was sent.
+            EngineError: an id lies outside the vocabulary (checked even without `guard.check_engine`); the engine's
+                log-probs are not those of the distribution that it samples from; or no rollout carries the version of
+                the weights that the engine was sent.
         """
         config = self._config
         if not rollouts:
@@ -116,16 +121,16 @@ class EngineCheck:
     def check_gaps(
         self, engine: Engine, rollouts: Sequence[Rollout], gaps: Mapping[str, Tensor], iteration: int
     ) -> None:
-        """Check every token of an iteration that the model generated, after the steps on it and before these are saved.
+        """Check every token of an iteration that the model generated, after the steps on the batch and before saving.
 
-        Where top-p or top-k truncates and the lists do not name what is left, training's log-probs are of another
-        distribution: then nothing is checked.
+        Nothing is checked where top-p or top-k truncates the engine's distribution and the top-k lists do not name all
+        tokens that are left, because then training's log-probs are those of another distribution.
 
         Args:
             gaps: `engine_gap` of `StepResult.traces`, by rollout uid.
 
         Raises:
-            EngineError: the engine's log-probs are further from training's than they were in this run.
+            EngineError: the engine's log-probs are further from training's than earlier in this run.
         """
         config = self._config
         own = [one for one in rollouts if one.uid in gaps]
@@ -136,13 +141,13 @@ class EngineCheck:
                 self._gap_evidence.add(own, [gaps[one.uid] for one in own], allowed / ALWAYS_ALLOWED)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
-        """Return the mean |p_engine - p_training| over a few of an evaluation's rollouts; NaN where none can be used.
+        """Return the mean |p_engine - p_training| over a few rollouts of an evaluation; NaN if none can be used.
 
-        To read them all takes as long as to generate them.
+        Only a few, because scoring all rollouts would take as long as generating them.
 
         Raises:
-            EngineError: an id outside the vocabulary, or the gap is more than rounding and `guard.check_engine` is on;
-                an event of `iteration` says so.
+            EngineError: an id lies outside the vocabulary, or the gap is more than rounding and `guard.check_engine`
+                is on; an event of `iteration` reports the error.
         """
         config = self._config
 
@@ -160,12 +165,12 @@ class EngineCheck:
             return check_gap(chosen, config.evaluation_sampling, self._precisions(engine), score)["mean_gap"]
 
     def _version_of(self, rollouts: Sequence[Rollout], iteration: int) -> int | None:
-        """Return the version of the weights that generated a batch, among those that can score it again.
+        """Return the version of the weights that generated a batch, if the learner holds or keeps these weights.
 
-        None where no token says.
+        Return None where no token carries a version.
 
         Raises:
-            EngineError: no rollout carries one of them.
+            EngineError: no rollout was generated by weights that the learner holds or keeps.
         """
         versions = torch.cat([rollout.versions[:, self._column] for rollout in rollouts]).unique().tolist()
         known = [self._learner.version[self._column], self._kept]
@@ -198,22 +203,22 @@ class EngineCheck:
 
 
 class NonFiniteGuard:
-    """Counts consecutive optimizer steps with a non-finite gradient, and stops a run at the limit.
+    """A counter of consecutive optimizer steps with a non-finite gradient, which stops a run at a limit.
 
     Args:
         limit: `guard.max_non_finite_steps`.
         record: called with the event that says why the run stops.
-        count: consecutive bad steps before this start of the run, from its checkpoint.
+        count: number of consecutive bad steps before this start of the run, from the checkpoint.
     """
 
     def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:
         self._limit, self._record, self.count = limit, record, count
 
     def check(self, results: Sequence[StepResult], iteration: int) -> None:
-        """Take in the optimizer steps of an iteration.
+        """Count the bad steps among the optimizer steps of an iteration.
 
         Raises:
-            TrainingError: the limit is reached; none of the bad steps has touched the weights.
+            TrainingError: the limit is reached. No bad step has changed the weights.
         """
         for result in results:
             is_bad = bool(result.metrics["health/non_finite_steps"].value)
@@ -230,7 +235,7 @@ class NonFiniteGuard:
 
 @contextmanager
 def stop_recorded(record: RecordEvent, iteration: int, kind: type[JackpotError] = JackpotError) -> Iterator[None]:
-    """Record an error of a kind, which stops a run, as an event of `iteration`, and raise it on."""
+    """Record an error of class `kind` from the `with` block as an event of `iteration`, and let it stop the run."""
     try:
         yield
     except kind as error:
@@ -241,23 +246,23 @@ def stop_recorded(record: RecordEvent, iteration: int, kind: type[JackpotError] 
 def check_gap(
     rollouts: Sequence[Rollout], sampling: Sampling, precisions: Sequence[str], score: ScoreFn
 ) -> dict[str, float]:
-    """Check that training agrees with the engine's log-probs: those of the sampled tokens, and its top-k lists.
+    """Check that training agrees with the log-probs that an engine reports, of sampled tokens and of top-k lists.
 
-    Training scores the same tokens with the same weights, after temperature, top-p and top-k, so that the differences
-    must be rounding. A few tokens suffice to catch a broken weight update: an engine that kept all or some of its old
-    weights.
+    Training scores the engine's tokens with equal weights, after temperature, top-p and top-k, so that all differences
+    must be rounding. A few tokens suffice to catch a broken weight update, after which an engine still has some or all
+    of its old weights.
 
     Args:
         rollouts: generated by the weights that training holds now, with a sampled token in each.
-        precisions: of engine and training, keys of `LARGEST_GAPS`; the largest of their gaps is allowed.
-        score: `Learner.score` of the model that generated them, on these rollouts.
+        precisions: precisions of engine and training, keys of `LARGEST_GAPS`; the largest of their gaps is allowed.
+        score: computes training's log-probs of these rollouts, as `Learner.score` does.
 
     Returns:
         `mean_gap` (`engine_gap`), `list_gap` (`list_gap`) and `allowed`, the largest `mean_gap`.
 
     Raises:
-        EngineError: a gap is larger than the precisions explain; names what the reported numbers do agree with, if
-            anything.
+        EngineError: a gap is larger than the precisions explain; names a distribution that the reported numbers do
+            agree with, if one is found.
     """
     scores = score(sampling)
     gap, lists = engine_gap(rollouts, scores), list_gap(rollouts, scores)
@@ -284,7 +289,7 @@ def check_gap(
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
-    """Return the mean |p_engine - p_training| over the sampled tokens of rollouts; NaN for no rollouts.
+    """Return the mean |p_engine - p_training| over the sampled tokens of rollouts; NaN without rollouts.
 
     Args:
         scores: by rollout uid, [T, 1 + K] log-probs as training computes them (`Learner.score`).
@@ -294,21 +299,25 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
 
 
 def list_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
-    """Return the mean total variation between the engine's top-k lists and training's probabilities of the same ids.
+    """Return the mean total variation between the engine's top-k lists and training's probabilities of the listed ids.
 
-    Arguments as in `engine_gap`; 0 for empty lists.
+    It is 0 for empty lists. Arguments are as in `engine_gap`.
     """
     gaps = [_differences(one, one.top_log_probs, scores[one.uid][:, 1:]) for one in rollouts]
     return float(torch.cat(gaps).sum(-1).mean() / 2.0) if gaps else math.nan
 
 
 def _differences(rollout: Rollout, reported: Tensor, scored: Tensor) -> Tensor:
-    """Return |p_engine - p_training| of log-probs of equal shapes, [T, ...], at the sampled tokens of a rollout."""
+    """Return |p_engine - p_training| at the sampled tokens of a rollout.
+
+    Args:
+        reported, scored: log-probs of engine and training, of equal shapes [T, ...].
+    """
     return (scored.double().exp() - reported.double().exp())[rollout.sampled_mask].abs()
 
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Take the first rollouts of a batch until they have CHECKED_TOKENS sampled tokens."""
+    """Return the first rollouts of a batch, up to the one with which they have CHECKED_TOKENS sampled tokens."""
     taken, tokens = [], 0
     for rollout in rollouts:
         if tokens >= CHECKED_TOKENS:
@@ -319,11 +328,11 @@ def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
-    """Take the beginnings of up to QUICK_ROLLOUTS rollouts, one from each of as many equal parts of the batch.
+    """Return the beginnings of up to QUICK_ROLLOUTS rollouts, one from each of as many equal parts of the batch.
 
-    The seed decides which one of its part: at equal distances all could come from one of several servers that take
-    turns. Of a small batch they are fewer, since each is read with a prompt of its own: 16 of 64 short ones took as
-    long as a quarter of what is trained on.
+    The seed chooses the rollout of each part, because at equal distances all could come from one of several servers
+    that take turns. A small batch gives fewer rollouts, since each is read with its prompt: scoring 16 of 64 short
+    rollouts took as long as scoring a quarter of the batch.
     """
     count = min(QUICK_ROLLOUTS, max(QUICK_FEWEST, len(rollouts) // QUICK_SHARE), len(rollouts))
     edges = [len(rollouts) * part // count for part in range(count + 1)] if count else []
@@ -337,7 +346,7 @@ def _beginning(rollout: Rollout, length: int) -> Rollout:
 
 
 def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, allowed: float) -> str:
-    """Guess what an engine's wrong log-probs are, as a sentence: a known distribution, or else the likely causes."""
+    """Guess, as a sentence, which distribution an engine's wrong log-probs belong to, or else name likely causes."""
     plain = {"top_p": 1.0, "top_k": 0}
     known = {
         "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
@@ -348,6 +357,7 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
         f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
         for factor in TEMPERATURES
     }
+
     for description, changes in known.items():
         other = sampling.model_copy(update=changes)
         if other != sampling and engine_gap(rollouts, score(other)) <= allowed:
@@ -356,12 +366,15 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
     reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
     if torch.equal(reported, reported.bfloat16().float()):
         return "They are rounded to bf16; have the engine report them in fp32"
+
+    # Compare each token's reported probability with training's of the token before it, and of the token after it.
     scores = score(sampling)
     behind, before = slice(1, None), slice(None, -1)
     for here, there in ((behind, before), (before, behind)):
         pairs = [(one.rollout_log_probs[here].exp(), scores[one.uid][there, 0].exp()) for one in rollouts]
         if float(torch.cat([(own - other).abs() for own, other in pairs]).mean()) <= allowed:
             return "They are off by one: those of the token next to it; shift them where the rollouts are made"
+
     largest = max(float(rollout.rollout_log_probs[rollout.sampled_mask].max()) for rollout in rollouts)
     hint = "they are no distribution over tokens" if largest > 1e-3 else "other weights, or another tokenizer"
     return f"Likely causes: {hint}; a temperature or filter that one side does not apply; a broken weight update"

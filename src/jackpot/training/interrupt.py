@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP end a run: the first one after the iteration in progress, the second one at once."""
+"""Signals that end a run: the first Ctrl-C, SIGTERM or SIGHUP after the iteration in progress, the second at once."""
 
 import os
 import signal
@@ -12,11 +12,12 @@ TERMINATIONS = [signal.SIGTERM, HANGUP]
 
 
 class StopSignal:
-    """Turns the first SIGINT, SIGTERM or SIGHUP in a `with` block into a request to stop; the second ends the process.
+    """A `with` block in which the first SIGINT, SIGTERM or SIGHUP sets `requested`, and the second ends the process.
 
     Only the main thread of a process receives signals: in another thread `requested` stays False. SIGINT counts also
-    where it is ignored on entry, as in a process that a script starts in its background; SIGHUP does not, as in one
-    that was started with nohup. After SIGHUP, output to a terminal that is gone is dropped: writing it would fail.
+    if it was ignored on entry, as in a process that a script starts in its background; SIGHUP does not count then, as
+    in a process that was started with nohup. After SIGHUP, output to a terminal that is gone is dropped, because
+    writing it would fail.
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,9 @@ class StopSignal:
 
 
 def _drop_lost_output() -> None:
-    """Lead standard output and standard error to nowhere, unless they are files or a terminal that is still there.
+    """Drop what is written to standard output and standard error, unless it goes to a file or to a living terminal.
 
-    A process behind a pipe, such as tee, is ended by the same hangup, now or in a moment.
+    A pipe is dropped too: the process at its other end, such as tee, ends by the same hangup.
     """
     for descriptor in (1, 2):
         try:

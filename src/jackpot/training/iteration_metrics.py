@@ -1,4 +1,4 @@
-"""Compute the metrics of one iteration: sums over its optimizer steps, numbers derived from them, and speed."""
+"""The metrics of one iteration: sums over its optimizer steps, numbers derived from the sums, and speed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -14,12 +14,12 @@ from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
-WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # of the first epoch only
-_BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"  # the first's is computed from both
-FEWEST_TOKENS = 100  # the effective share of fewer is near 1 whatever their weights are
-_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers from the sums of a metric
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # taken from the first epoch only
+_BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"  # for the error of the first above
+FEWEST_TOKENS = 100  # with fewer tokens the effective share is near 1, whatever the weights are
+_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further metrics, computed from the sums of a metric
     "mismatch/ratio": {
-        "mismatch/ratio_stderr": lambda entry: entry.standard_error,  # uncorrelated between tokens
+        "mismatch/ratio_stderr": lambda entry: entry.standard_error,  # ratios are uncorrelated between tokens
         "mismatch/ess": lambda entry: _of_many(entry, entry.effective_share),
     },
     "mismatch/log_ratio": {
@@ -29,7 +29,7 @@ _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further numbers f
     "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
     "correction/weight": {"correction/ess": lambda entry: _of_many(entry, entry.effective_share)},
 }
-_PREFIX = "mismatch/prefix_ess_"  # begins names of effective shares that few tokens make meaningless
+_PREFIX = "mismatch/prefix_ess_"  # prefix of the names of effective shares that need enough tokens
 _NOT_SHOWN = (
     "policy/largest_kept_advantage",
     "policy/largest_advantage",
@@ -43,10 +43,10 @@ _NOT_SHOWN = (
 def training_sums(
     samples: Sequence[TrainingSample], results: Sequence[StepResult], components: RunComponents, iteration: int
 ) -> Sums:
-    """Add up the metrics of all optimizer steps of an iteration, and count what was trained on.
+    """Add up the metrics of all optimizer steps of an iteration, and count tokens and FLOPs of training.
 
     The metrics of `WITH_STANDARD_ERROR`, and the effective share `mismatch/ess` that is computed from one of them, are
-    of the first epoch only: a standard error must not count a token twice.
+    taken from the first epoch only, because a standard error must not count a token twice.
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
@@ -62,10 +62,10 @@ def training_sums(
 
 
 def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Sums:
-    """Count for each sampled token the iterations whose update its model has had since it was generated.
+    """Measure the lag of sampled tokens: how many iterations have updated the model since it generated the token.
 
     Args:
-        starts: weights at the start of the newest iterations, oldest first; the last one is that of this iteration.
+        starts: versions of the weights at the start of the newest iterations, oldest first, this iteration's last.
     """
     if not samples:
         return {}
@@ -82,7 +82,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 
 
 def metric_values(sums: Sums) -> dict[str, float]:
-    """Return name and value of every metric, with the numbers derived from its sums; one wait for the device."""
+    """Return the value of every metric by name, derived metrics included; waits for the device once."""
     values: dict[str, Tensor] = {
         name: _of_many(entry, entry.value)
         if isinstance(entry, EffectiveSampleSize) and _PREFIX in name
@@ -111,16 +111,16 @@ def metric_values(sums: Sums) -> dict[str, float]:
 def _acceptance_error(sums: Sums) -> Tensor:
     """Return the standard error of mean acceptance minus mean Z.
 
-    It is clustered by response, as the error of a Z that misses mass is alike within one. And it is at least that of
-    independent acceptances, whose variance is Z (1 - Z) at most: where rejections are rare, a batch without one would
-    show no spread at all.
+    It is clustered by response, because the error of a Z that misses mass is alike within a response. It is at least
+    the error of independent acceptances, whose variance is Z (1 - Z) at most: where rejections are rare, a batch
+    without any would show no spread at all.
     """
     observed, expected = ClusteredMean.named(sums, _BY_RESPONSE), Mean.named(sums, _VARIANCE)
     return torch.maximum(observed.standard_error, expected.total.sqrt() / expected.count)
 
 
 def _of_many(entry: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
-    """Return an effective share of tokens; NaN where fewer than `FEWEST_TOKENS` were counted."""
+    """Return an effective share of tokens, or NaN if fewer than `FEWEST_TOKENS` tokens were counted."""
     return torch.where(entry.count < FEWEST_TOKENS, torch.nan, share)
 
 
@@ -128,9 +128,9 @@ def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overl
     """Return the seconds of every phase of an iteration, and tokens per second.
 
     Args:
-        spent: by phase.
-        rollout_tokens: tokens generated in the iteration; None or 0 for an iteration without rollouts.
-        overlaps: the engine generates while the learner trains, so the time that generation alone takes is unknown.
+        spent: seconds by phase.
+        rollout_tokens: number of tokens generated in the iteration; None or 0 for an iteration without rollouts.
+        overlaps: True where the engine generates while the learner trains, so that the time of generation is unknown.
     """
     timings = {f"seconds/{phase}": one.wall for phase, one in spent.items()}
     timings |= {f"cpu_seconds/{phase}": one.processor for phase, one in spent.items()}

@@ -1,8 +1,8 @@
 """The joint learner trains policy and rollout model, in one process or as one of several ranks.
 
-It runs the forward and backward passes of an optimizer step. What stands before a step is in `old_policy` (log-probs
-before the first update on a rollout batch) and `kappa` (sums that the correction needs first); the step of the
-optimizers is in `joint_optimizer`; the objective is pure and stands in `objectives.joint`.
+It runs the forward and backward passes of an optimizer step. What comes before a step is in `old_policy` (log-probs
+before the first update on a rollout batch) and `kappa` (sums that the correction needs first), and the step of the
+optimizers is in `joint_optimizer`. The objective, a pure function, is in `objectives.joint`.
 
 An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
 clipping, by denominators that cover all micro-batches and ranks.
@@ -67,31 +67,31 @@ from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 
 _Result = TypeVar("_Result")
-_MOMENTS = "moments"  # folder of a checkpoint
+_MOMENTS = "moments"  # folder of the optimizers' moments in a checkpoint
 
 
 class _Read(NamedTuple):
-    """Holds what the models say of the N tokens of a micro-batch."""
+    """The outputs of the models at the N tokens of a micro-batch."""
 
     hidden: dict[Role, Tensor]  # states that predict the tokens, [N, H]
     head: HeadOutput | JointOutput
-    reference_kl: Tensor | None  # [N]; None where it is not wanted
-    budgeted: tuple[Tensor, Tensor] | None  # Z and lam that the budget chooses, [N] float64; None where it does not
+    reference_kl: Tensor | None  # [N] KL to the reference; None where there is no reference
+    budgeted: tuple[Tensor, Tensor] | None  # Z and lam that a budget chooses, [N] float64; None without a budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BackwardPass:
-    """Holds what the backward pass of a micro-batch leaves beside the gradients."""
+    """The results of a micro-batch's backward pass, beside the gradients."""
 
     policy: PolicyPass
-    measured: Sums  # of the policy's correction
-    metrics: Sums  # all but those of the correction
-    trace: dict[str, Tensor]  # `engine_gap`, and of both models what saved rollouts have, where that is wanted
+    measured: Sums  # sums that the policy's correction measured
+    metrics: Sums  # metrics of everything but the correction
+    trace: dict[str, Tensor]  # per-token columns: `engine_gap` and, where wanted, those of saved rollouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerOptions:
-    """The settings of a joint learner that are numbers and names."""
+    """The settings of a joint learner, beside its models, optimizers and objectives."""
 
     temperature: float
     """Temperature of the sampling; every log-prob of the learner uses it."""
@@ -129,19 +129,20 @@ class LearnerOptions:
 class JointLearner(Learner):
     """A learner that trains both models on one device; several ranks, each with a learner, sum their gradients.
 
-    Ranks may hold shards of the models (`gathered`). Then all of them make the same calls, with as many micro-batches
-    in each (`batching.deal`). `weights` gives the first rank whole tensors, and the others nothing; each
-    rank saves a part, and any number of ranks loads what some number has saved.
+    Ranks may hold shards of the models (`gathered`). Then all ranks make equal calls, with equally many micro-batches
+    (`batching.deal`). `weights` gives the first rank whole tensors, and other ranks nothing. Each rank saves a part of
+    the models; a checkpoint can be loaded by another number of ranks.
 
     Args:
-        models: `policy`, with fp32 weights, and `rollout_model` unless the policy generates its own rollouts. Those
-            with an optimizer are trained in place, one without is frozen.
-        optimizers: of the models that are trained.
-        objective, rollout_model_objective: eq. 8; the second is None unless the rollout model has an optimizer.
-        critic: of PPO; None for advantages that the rewards alone give.
-        reference: that the objective's `kl_loss_coef` pulls towards; None for none.
-        gathered: all models, the critic and the reference too, where they are sharded over ranks; their optimizers have
-            the sharded parameters. None: this process holds them.
+        models: `policy`, with fp32 weights, and `rollout_model` unless the policy generates its own rollouts. Models
+            with an optimizer are trained in place; a model without is frozen.
+        optimizers: optimizers of the trained models.
+        objective, rollout_model_objective: the parts of eq. 8; the second is None unless the rollout model is trained.
+        options: further settings.
+        critic: critic of PPO; None for advantages that need rewards alone.
+        reference: reference model of the objective's `kl_loss_coef`; None without one.
+        gathered: all models, with critic and reference, where they are sharded over ranks, as the optimizers'
+            parameters then are. None: this process holds whole models.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class JointLearner(Learner):
         policy, rollout_model = models["policy"], models.get("rollout_model")
         self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._separate = rollout_model is not None
-        self._runs_both = self._separate  # in the rollout batch that is trained on
+        self._runs_both = self._separate  # whether both models run on the rollout batch that is trained on
         self._objective = objective
         self._rollout_objective = rollout_model_objective
         self._options = options
@@ -178,6 +179,7 @@ class JointLearner(Learner):
             rollout_model_each_step=options.rollout_model_each_step,
             ess_scaling=options.ess_scaling,
         )
+
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
@@ -186,11 +188,13 @@ class JointLearner(Learner):
             max_length=options.max_length,
             pads=not can_pack(policy),
         )
-        self._old_version = Version(0, 0)  # weights that the old log-probs are of
+
+        self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
         self._kept: dict[Role, KeptWeights] = {}
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
         )
+
         self._head = LinearHead(
             output_layer(policy),
             output_layer(rollout_model) if rollout_model else None,
@@ -206,7 +210,7 @@ class JointLearner(Learner):
 
     @property
     def critic(self) -> Critic | None:
-        """Return the critic, if there is one."""
+        """Return the critic, or None without one."""
         return self._critic
 
     @property
@@ -239,15 +243,15 @@ class JointLearner(Learner):
             results.append(replace(result, traces=rows_on_host(traced)) if trace else result)
             columns += traced
 
-        if results and not trace:  # one wait for all columns; of a token those of its first step count
+        if results and not trace:  # one copy, so one wait; of a token the columns of its first step count
             results[0] = replace(results[0], traces=rows_on_host(columns[::-1]))
         return results
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
-        """Score a rollout batch with the policy before its first update on it.
+        """Compute the policy's log-probs of a rollout batch before the first update on the batch.
 
-        A single optimizer step needs no scores of its own, nor do several that only distil. Other steps cost one
-        forward pass without gradient over the rollout batch.
+        They cost a forward pass without gradient over the rollout batch. The pass is left out for a single optimizer
+        step, whose training pass gives the log-probs, and for steps that only distil.
         """
         self._old_version = self.version
         if len(mini_batches) == 1 or self._only_distils:
@@ -267,20 +271,19 @@ class JointLearner(Learner):
     ) -> StepResult:
         """Take one optimizer step of policy and critic, and of the rollout model where it steps too.
 
-        What is known of the totals that the correction needs comes first, then a forward and a backward pass over each
-        micro-batch. Where the totals are those of a step before, the policy's gradient is then brought to those of this
-        step. What is reported of the correction comes last, from these; then the optimizers step.
+        The order is: find the totals that the correction needs, as far as they are known; run a forward and a backward
+        pass over each micro-batch; if the totals were those of an earlier step, adapt the policy's gradient to the
+        totals of this step; compute the metrics of the correction; step the optimizers.
 
         Args:
             trace: as in `train`.
-            steps_rollout_model: False to add the gradient of the rollout model up further, where it does not step each
-                time.
+            steps_rollout_model: False to keep adding up the rollout model's gradient instead of stepping it.
 
         Returns:
-            The step; without `trace` no columns of tokens, which `train` has.
+            The result of the step; without `trace` it has no per-token columns, which `train` adds.
 
         Raises:
-            ValueError: no micro-batch.
+            ValueError: `micro_batches` is empty.
         """
         result, traced = self._step(micro_batches, trace, steps_rollout_model)
         return replace(result, traces=rows_on_host(traced)) if trace else result
@@ -288,7 +291,7 @@ class JointLearner(Learner):
     def _step(
         self, micro_batches: Sequence[MicroBatch], trace: bool, steps_rollout_model: bool
     ) -> tuple[StepResult, list[tuple[TokenBatch, Mapping[str, Tensor]]]]:
-        """Take a step as `update` does; return it without its columns, and these as `rows_on_host` takes them."""
+        """Take a step as `update` does; return the result without columns, and the columns for `rows_on_host`."""
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
         on_device = [replace(micro, tokens=self._sent(micro.tokens, micro.old)) for micro in micro_batches]
@@ -325,12 +328,12 @@ class JointLearner(Learner):
         return StepResult(metrics=metrics, events=events, traces={}), traced
 
     def _backward(self, dealt: TokenBatch, micro: MicroBatch, known: BeforeBackward, trace: bool) -> _BackwardPass:
-        """Add up the gradients of all models on a micro-batch.
+        """Run the forward and backward pass of a micro-batch, which adds to the gradients of all models.
 
         Args:
-            dealt: its tokens on the CPU.
-            micro: it, on the device.
-            known: the totals of the step, as far as they are known.
+            dealt: tokens of the micro-batch, on the CPU.
+            micro: the micro-batch, on the device.
+            known: totals of the step, as far as they are known.
             trace: as in `train`.
         """
         batch = micro.tokens
@@ -340,7 +343,7 @@ class JointLearner(Learner):
         scores = self._scores(batch, read, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
-        totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: this is the only one
+        totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: no others
 
         loss = joint_loss(
             self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
@@ -380,7 +383,7 @@ class JointLearner(Learner):
         return self._gathered.keep(merged) if self._gathered else merged
 
     def release_memory(self) -> None:
-        """Release memory of the GPU that torch keeps for later (not run)."""
+        """Release the GPU memory that torch keeps cached (not run on a GPU so far)."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -389,14 +392,14 @@ class JointLearner(Learner):
         for write in self._writers(folder, roles):
             try:
                 files |= {path.relative_to(folder).as_posix(): flushed_checksum(path) for path in write()}
-            except Exception as error:  # the libraries have no common error class; other ranks wait for what is left
+            except Exception as error:  # libraries have no common error class; go on, since other ranks wait
                 failed = failed or error
         if failed:
             raise CheckpointError(cause_of(failed)) from failed
         return files
 
     def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
-        """Gather what this rank saves, a model or its moments at a time, and yield what writes it."""
+        """Yield functions that write this rank's part of each model, and of each optimizer's moments."""
         part = self._gathered.part if self._gathered else WHOLE
         for role in roles:
             model = self._critic.model if self._critic and role == "critic" else self.models[role]
@@ -414,11 +417,10 @@ class JointLearner(Learner):
         }
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
-        """Continue from what `save` wrote to `folder` and `state_dict` returned; the models are those of the folder.
+        """Continue from what `save` wrote to `folder` and `state_dict` returned; models were loaded from there already.
 
         Raises:
-            CheckpointError: the reference model is no longer the one that the run began with, or the moments are not
-                those of the models.
+            CheckpointError: the run began with another reference model, or the moments do not fit the models.
         """
         if self._reference and self._reference.digest != state["reference"]:
             raise CheckpointError(
@@ -431,7 +433,7 @@ class JointLearner(Learner):
             self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])
 
     def _sent(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
-        """Check a micro-batch on the CPU, where that waits for nothing, and copy it to the device.
+        """Check a micro-batch while it is on the CPU, where no check waits for the device, and copy it to the device.
 
         Raises:
             ConfigError: as `check_exact`.
@@ -444,25 +446,25 @@ class JointLearner(Learner):
 
     @property
     def _active_objective(self) -> RolloutModelObjective | None:
-        """The rollout model's objective; None where it is not trained on this rollout batch."""
+        """Return the rollout model's objective; None where the rollout model is not trained on this rollout batch."""
         return self._rollout_objective if self._runs_both else None
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Name how Z is estimated; not exactly where `old` holds the Z in use."""
+        """Return the name of the way to estimate Z, which is not `exact` where `old` already holds the Z in use."""
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None) -> TokenScores:
-        """Run both models over a micro-batch, through the joint head."""
+        """Run both models and the joint head over a micro-batch."""
         return self._scores(batch, self._run(lambda: self._read(batch, old)), old)
 
     def _read(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool = False) -> _Read:
-        """Run the backbones and the joint head over a micro-batch; within `_run`.
+        """Run the backbones and the joint head over a micro-batch; called inside `_run`.
 
-        Where `old` has the Z in use, the exact Z of the current policy is not computed: the weights that generated the
-        rollouts may be gone.
+        Where `old` has the Z in use, the exact Z of the current policy is not computed, because the weights that
+        generated the rollouts may no longer exist.
 
         Args:
-            is_trained: also compute what only a backward pass and its report need.
+            is_trained: True to compute also what only a backward pass and its metrics need.
         """
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self._runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self.models[role], batch) for role in roles}
@@ -493,7 +495,7 @@ class JointLearner(Learner):
         return _Read(hidden, head, reference_kl, budgeted)
 
     def _scores(self, batch: TokenBatch, read: _Read, old: OldLogProbs | None) -> TokenScores:
-        """Put what the models say of the tokens of a micro-batch in their places."""
+        """Return the outputs of the models as columns of the micro-batch, [B, T]."""
         objective = self._objective
         distill = self._active_objective.distill if self._active_objective else None
 
@@ -507,13 +509,13 @@ class JointLearner(Learner):
             return scores
 
         z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in read.budgeted)
-        if batch.by_policy is not None:  # p_inf is the policy's own, and every ratio 1
+        if batch.by_policy is not None:  # every ratio of the policy's own rollouts is 1
             own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(own, objective.budget, z), torch.where(own, 1.0 / objective.budget, lam)
         return replace(scores, z=known_z(z), lam=lam)
 
     def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
-        """Report the weight of the distillation in this step, and set that of the next one where it is controlled."""
+        """Report this step's weight of the distillation and, with `distill_control`, set the next step's weight."""
         objective, control = self._active_objective, self._options.distill_control
         if objective is None:
             return {}
@@ -529,7 +531,7 @@ class JointLearner(Learner):
         return {"rollout_model/distill_weight": Mean.number(objective.distill_weight)}
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
-        """Add up the critic's gradient on a micro-batch, and return its metrics."""
+        """Run the critic forward and backward over a micro-batch, and return the metrics of its loss."""
         critic = self._critic
         if critic is None:
             return {}
@@ -538,10 +540,10 @@ class JointLearner(Learner):
         return metrics
 
     def _engine_gap(self, micro: MicroBatch, old: OldLogProbs) -> tuple[Tensor, Sums]:
-        """Measure |p_engine - p_training| of the tokens of the weights that the old log-probs are of, NaN of others.
+        """Measure |p_engine - p_training| of the tokens that the weights of the old log-probs generated, else NaN.
 
-        The mean of p_training / p_engine over them is the mass that top-p and top-k keep: p_engine is normalized on the
-        kept tokens, and p_training, untruncated, sums to that mass on them.
+        The metrics have the mean of p_training / p_engine over these tokens, which is the mass that top-p and top-k
+        keep: p_engine is normalized on the kept tokens, and the untruncated p_training sums to that mass on them.
         """
         batch, log_probs = micro.tokens, old.rollout_model_old_log_probs
         if batch.by_policy is not None:
@@ -556,7 +558,7 @@ class JointLearner(Learner):
         }
 
     def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
-        """Mark the tokens sampled from the distribution that the model of theirs has in training: [B, T] bool."""
+        """Mark tokens whose model sampled them, at this version, as training computes its distribution: [B, T] bool."""
         only = "rollout_model" if self._separate else "policy"
         is_exact: bool | Tensor = only in self._options.exact_engines
         if batch.by_policy is not None:
@@ -564,7 +566,7 @@ class JointLearner(Learner):
         return _has_version(batch, version) & is_exact
 
     def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
-        """Run the policy alone over a batch: its log-probs of the tokens, [B, T] with gradient, 0 where masked."""
+        """Run the policy alone over a batch; return log-probs of the tokens, [B, T] with gradient, 0 where masked."""
 
         def read() -> Tensor:
             hidden, temperature = response_hidden(self.models["policy"], batch), self._options.temperature
@@ -576,9 +578,9 @@ class JointLearner(Learner):
         return batch.spread(self._run(read))
 
     def _run(self, work: Callable[[], _Result]) -> _Result:
-        """Run a part of a forward pass in the precision of the settings, with the weights that it reads.
+        """Call `work`, part of a forward pass, in the precision of the settings and with sharded weights gathered.
 
-        Autocast keeps no copies of weights that are sharded: they would outlive the weights.
+        Autocast keeps no copies of sharded weights, which would outlive the gathered weights.
         """
         keeps = torch.is_autocast_cache_enabled() and self._gathered is None
         precision = (
@@ -591,7 +593,7 @@ class JointLearner(Learner):
 
 
 def _has_version(batch: TokenBatch, version: Version) -> Tensor:
-    """Mark the tokens that were sampled with the weights that their model has in `version`: [B, T] bool."""
+    """Mark the tokens that were sampled with the weights of `version` of the model that sampled them: [B, T] bool."""
     by_rollout_model = batch.versions[..., 1] == version.rollout_model
     if batch.by_policy is None:
         return by_rollout_model

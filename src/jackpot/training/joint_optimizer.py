@@ -1,7 +1,7 @@
 """The joint optimizer steps policy, critic and rollout model on their accumulated gradients.
 
-Beside it stands what only the rollout model needs: its gradient added up over several steps and split into its two
-losses, and the control of the weight of its distillation.
+Also here is what only the rollout model needs: a sum of its gradient over several steps, a measure of how the gradient
+splits into two losses, and the control of the weight of its distillation.
 """
 
 import math
@@ -21,8 +21,8 @@ from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
 NON_FINITE = "non-finite gradient"
 
-# The effective sample size of an optimizer step, over all ranks, as a share of its samples, in (0, 1]: by name of
-# `policy.ess_scaling`.
+# By value of `policy.ess_scaling`: a function from the metrics of an optimizer step, over all ranks, to the effective
+# sample size of the step as a share of its samples, in (0, 1].
 EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
     "response": lambda sums: sums["mismatch/sequence_ess"].value,
     "token": lambda sums: Mean.named(sums, "correction/weight").effective_share,
@@ -30,19 +30,19 @@ EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
 
 
 class JointOptimizer:
-    """Divides, clips and applies the gradients of all trained models, or skips a model and says why.
+    """The optimizers of all trained models, which divide, clip and apply gradients, or skip a model and say why.
 
-    A non-finite gradient of one model skips all of them. Gradients arrive as sums over micro-batches; they are summed
+    A non-finite gradient of one model skips all models. Gradients arrive as sums over micro-batches; they are summed
     over ranks and divided once, by denominators that cover the whole optimizer step.
 
     Args:
-        optimizers: of `policy`, and of `critic` and `rollout_model` where these are trained.
-        regularized: the policy has a gradient even where all advantages are 0.
-        rollout_model_each_step: the rollout model steps with the policy; else its gradients add up until `step` is
-            called with `steps_rollout_model`.
-        ess_scaling: key of `EFFECTIVE_SHARES`: the policy's learning rate is multiplied by the square root of that, as
-            by VCPO, arXiv 2602.17616 (mit-han-lab/vcpo, verl/workers/actor/megatron_actor.py, commit c7f030f), which
-            takes that of responses. None: it is not.
+        optimizers: optimizer of `policy`, and of `critic` and `rollout_model` where these are trained.
+        regularized: True where the policy has a gradient even if all advantages are 0.
+        rollout_model_each_step: True where the rollout model steps with the policy; else its gradients add up until
+            `step` is called with `steps_rollout_model`.
+        ess_scaling: key of `EFFECTIVE_SHARES`. The policy's learning rate is multiplied by the square root of this
+            share, as in VCPO, arXiv 2602.17616 (mit-han-lab/vcpo, verl/workers/actor/megatron_actor.py, commit
+            c7f030f), where it is the share of responses. None: the learning rate is not scaled.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class JointOptimizer:
             self._accumulator = GradientAccumulator(optimizers["rollout_model"])
 
     def steps(self, role: Role) -> int:
-        """Return the number of steps that a model has taken; 0 for one that is not trained."""
+        """Return the number of steps that a model has taken; 0 for a model that is not trained."""
         return self._optimizers[role].steps if role in self._optimizers else 0
 
     def step(
         self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool
     ) -> tuple[Sums, tuple[dict[str, Any], ...]]:
-        """Step the models on the gradients in their parameters, which are gone after it.
+        """Step the models on the gradients in their parameters, and clear the gradients.
 
-        Whether they step follows from the advantages in `sums`, the tokens and the norms of all gradients, which the
-        host reads in one transfer.
+        Whether a model steps follows from the advantages in `sums`, the number of tokens and the norms of all
+        gradients, which the CPU reads in one transfer.
 
         Args:
-            sums: metrics of the optimizer step over all micro-batches and ranks, on the device; the count of
-                `ROLE/loss` is the denominator of the model's gradient. A model without it has no gradient and stays.
-            sampled_tokens: of the optimizer step, a scalar over all ranks; without any no model steps.
-            steps_rollout_model: False to add its gradient up further, where the rollout model does not step each time.
+            sums: metrics of the optimizer step over all micro-batches and ranks, on the device. The count of
+                `ROLE/loss` is the denominator of the model's gradient; a model without this metric does not step.
+            sampled_tokens: number of sampled tokens of the optimizer step over all ranks, a scalar; 0: no model steps.
+            steps_rollout_model: False to keep adding up the rollout model's gradient, if it does not step every time.
 
         Returns:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
@@ -86,6 +86,7 @@ class JointOptimizer:
         counts = dict(totals)
         if self._accumulator:
             counts.pop("rollout_model", None)
+
         norms = {role: self._prepare(role, count) for role, count in counts.items()}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 
@@ -98,6 +99,8 @@ class JointOptimizer:
         reading: Sums = {f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()}
         reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
         reading["tokens"] = Sum.number(sampled_tokens)
+
+        # All that the decisions below need comes to the CPU in this one transfer.
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
@@ -107,10 +110,12 @@ class JointOptimizer:
         for role in counts:
             optimizer, scale = self._optimizers[role], 1.0
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
+
             if role == "policy" and self._share and not why:
                 share = float(self._share(metrics))  # NaN where no sample has a weight
                 scale = math.sqrt(share) if share > 0.0 else 0.0
                 metrics["policy/ess_scale"] = Mean.number(scale)
+
             metrics[f"{role}/learning_rate"] = Mean.number(scale * optimizer.learning_rate)
             metrics[f"{role}/skipped_steps"] = Mean.number(float(why is not None))
             if why:
@@ -121,7 +126,7 @@ class JointOptimizer:
         return metrics, tuple(events)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer by role, without its moments; None for a model that is not trained."""
+        """Return the state of every optimizer by role, without moments; None for a model that is not trained."""
         roles: tuple[Role, ...] = ("policy", "rollout_model", "critic")
         return {role: self._optimizers[role].state_dict() if role in self._optimizers else None for role in roles}
 
@@ -130,26 +135,26 @@ class JointOptimizer:
         return ((role, optimizer.moments()) for role, optimizer in self._optimizers.items())
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Continue from what `state_dict` returned, and the moments in the parts of `folder`.
+        """Continue from what `state_dict` returned, and from the moments in the files of `folder`.
 
         Raises:
-            CheckpointError: they cannot be read, or are not those of the models.
+            CheckpointError: the moments cannot be read, or do not fit the models.
         """
         for role, optimizer in self._optimizers.items():
             with read_parts(folder, role) as moments:
                 optimizer.load_state_dict(state[role], moments)
 
     def _prepare(self, role: Role, count: Tensor) -> Tensor:
-        """Make a gradient the mean over all ranks, clip it, and return its norm before that."""
+        """Divide a model's gradient, summed over ranks, by `count`, clip it, and return the norm before clipping."""
         self._optimizers[role].reduce(count)
         return self._optimizers[role].clip().to(count.device)
 
     def _reason_to_skip(self, role: Role, metrics: Sums, tokens: float, count: float) -> str | None:
-        """Say why a model does not step; None where it does. `count` is the denominator of its gradient.
+        """Return why a model does not step, or None if it does. `count` is the denominator of the model's gradient.
 
-        AdamW would move the weights by its momentum even on a zero gradient.
+        A zero gradient is a reason, because AdamW would still move the weights by its momentum.
         """
-        accumulates = role == "rollout_model" and self._accumulator is not None  # it holds finite gradients only
+        accumulates = role == "rollout_model" and self._accumulator is not None  # the sum holds finite gradients only
         if metrics["health/non_finite_steps"].value > 0 and not accumulates:
             return NON_FINITE
         if (count if accumulates else tokens) == 0:
@@ -163,22 +168,22 @@ class JointOptimizer:
 
 
 class GradientAccumulator:
-    """Adds up the rollout model's gradient over several optimizer steps, for `rollout_model.update: iteration`."""
+    """The sum of the rollout model's gradient over several optimizer steps, for `rollout_model.update: iteration`."""
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
-        self._saved: list[Tensor] = []  # none before the first step
+        self._saved: list[Tensor] = []  # sums of the gradients, one a parameter; empty before the first step
         self._count = torch.zeros((), dtype=torch.float64)
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
-        """Add the gradient of one optimizer step and its denominator, and clear it in the parameters.
+        """Add the gradient of one optimizer step and its denominator, and clear the gradient in the parameters.
 
-        A step with a non-finite gradient, of this model on any rank or of another model, adds nothing. All scalars are
-        on the device, so that nothing waits for it.
+        A step with a non-finite gradient, of this model on any rank or of another model, adds nothing. All scalars stay
+        on the device, so that the CPU does not wait.
 
         Args:
             count: denominator of the gradient, a scalar.
-            others_are_finite: bool scalar, no other model's gradient is non-finite.
+            others_are_finite: bool scalar, True where the gradients of all other models are finite.
 
         Returns:
             Bool scalar, True where the step was added.
@@ -201,9 +206,9 @@ class GradientAccumulator:
         return is_added
 
     def pop(self) -> Tensor:
-        """Move the sum into the parameters as their gradient, and return its denominator, a scalar.
+        """Move the sum into the parameters as their gradient, and return the sum's denominator, a scalar.
 
-        After at least one `add`.
+        Call `add` at least once before.
         """
         for parameter, grad in zip(self._parameters, self._saved, strict=True):
             parameter.grad = grad
@@ -214,20 +219,20 @@ class GradientAccumulator:
 
 
 class GradientSplit:
-    """Measures how the rollout model's gradient splits into that of PPO (eq. 6) and that of distillation (eq. 7).
+    """A measure of how the rollout model's gradient splits into PPO (eq. 6) and distillation (eq. 7).
 
-    It is the gradient of the hidden states [N, H] that the head reads, where the two losses meet: the backbone passes
-    on nothing but their sum. The PPO part takes a backward pass through the head alone; the other part is what is left
-    of the whole when the backward pass of both comes to the hidden states.
+    Measured is the gradient of the hidden states [N, H] that the head reads, where the two losses meet; below them the
+    backbone sees only the sum. The PPO part takes a backward pass through the head alone. The distillation part is the
+    rest of the gradient that arrives at the hidden states in the backward pass of both losses.
 
     Args:
-        ppo: numerator of eq. 6.
-        hidden: that the head has read, with gradient; the backward pass of both losses is still to come.
+        ppo: numerator of eq. 6, a scalar with gradient.
+        hidden: [N, H] hidden states that the head has read, with gradient, before the backward pass of both losses.
     """
 
     def __init__(self, ppo: Tensor, hidden: Tensor) -> None:
         (self._ppo,) = torch.autograd.grad(ppo, hidden, retain_graph=True)
-        self.sums: Sums = {}  # over the tokens, for `split_numbers`; known after the backward pass of both losses
+        self.sums: Sums = {}  # sums over tokens for `split_numbers`, set by the backward pass
         hidden.register_hook(self._measure)
 
     def _measure(self, whole: Tensor) -> None:
@@ -240,10 +245,10 @@ _SPLIT = "rollout_model/split"
 
 
 def split_numbers(sums: Sums) -> Sums:
-    """Take the sums of `GradientSplit` out of those of an optimizer step, and return the numbers that they make.
+    """Remove the sums of `GradientSplit` from the sums of an optimizer step, and return the metrics they give.
 
-    These are the norms of both parts over the denominator of the step, and the cosine between them, which is left out
-    where a part is 0. Nothing is returned where nothing was measured.
+    The metrics are the norms of both parts, over the denominator of the step, and the cosine between the parts, which
+    is left out where a part is 0. There are none where nothing was measured.
 
     Args:
         sums: on the CPU, over all micro-batches and ranks.
@@ -261,25 +266,26 @@ def split_numbers(sums: Sums) -> Sums:
     return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
 
 
-LARGEST_ERROR = 0.2  # relative error that one step reacts to
+LARGEST_ERROR = 0.2  # largest relative error that one step of the control reacts to
 
 
 def next_distill_weight(control: DistillControlConfig, weight: float, *, kl: float, acceptance: float) -> float:
-    """Return the weight of the next step, from what was measured in this one. It changes by a factor
+    """Return the weight of distillation for the next step, by what was measured in this step.
+
+    The weight changes by the factor
 
         1 + clip((measured - target) / target, -0.2, 0.2) / horizon
 
-    (arXiv 1909.08593, section 2.2). For the acceptance both are the shares rejected, 1 - a, which more distillation
-    lowers as it lowers the KL.
+    (arXiv 1909.08593, section 2.2). Where the target is an acceptance a, measured and target are the shares rejected,
+    1 - a, which more distillation lowers as it lowers the KL.
 
     Args:
-        weight: of this step.
-        kl: KL(policy || rollout model) in this step, over all micro-batches and ranks, so that all ranks return the
-            same.
-        acceptance: of what the rollout model sampled, in the same way.
+        weight: weight of this step.
+        kl: KL(policy || rollout model) in this step, over all micro-batches and ranks, so that all ranks agree.
+        acceptance: acceptance of what the rollout model sampled, over all micro-batches and ranks.
 
     Returns:
-        A weight from `control.low` to `control.high`; `weight` itself where what decides is not finite.
+        A weight from `control.low` to `control.high`; `weight` itself where the measured number is not finite.
     """
     measured, target = (kl, control.target) if control.metric == "kl" else (1.0 - acceptance, 1.0 - control.target)
     if not math.isfinite(measured):

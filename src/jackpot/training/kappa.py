@@ -1,26 +1,26 @@
-"""Finds the sums over an optimizer step that its correction needs, of which OBRS makes kappa = sum a / sum Z.
+"""The sums over an optimizer step that its correction needs, from which OBRS computes kappa = sum a / sum Z.
 
-Where they are not known before the first backward pass (`StepTotals`), the policy gradient that holds the kappa of
-another step is brought to the kappa of its own (`KappaRepair`). With weights w(kappa) that are linear in kappa but for
-their caps, S the surrogate and m the acceptance mask, the policy's gradient is
+`StepTotals` finds the sums. Where they are not known before the first backward pass, the gradient is computed with the
+kappa of another step, and `KappaRepair` then changes it to the gradient with the kappa of this step. With weights
+w(kappa) that are linear in kappa but for caps, S the surrogate and m the acceptance mask, the policy's gradient is
 
     G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS        s = kappa / kappa_0
     delta    = w(kappa) - s w(kappa_0)                                    0 unless a cap holds w(kappa) or w(kappa_0)
 
 So after backward passes with any kappa_0 the gradient is multiplied by s, which is exact for all tokens that no cap
-touches. The sequences with the others are read once more with the weights delta: as few of them as leave an error
-below a tolerance. With a tolerance of 0 that is G(kappa) up to rounding for every correction; piecewise linear weights
-make it cheap.
+touches. Sequences with other tokens are read once more with the weights delta, but only as many as are needed for an
+error below a tolerance. With a tolerance of 0 the result is G(kappa) up to rounding for every correction; it is cheap
+where weights are piecewise linear.
 
-h_i being the hidden state that predicts token i, the error of sequences that are not read again is estimated as
+With h_i the hidden state that predicts token i, the error of sequences that are not read again is estimated as
 
     3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
 
-relative to |G(kappa)|. The gradients of two tokens add up at worst within a sequence and are taken for unrelated
-otherwise; those of parameters, which a token reaches through its h_i alone, are taken to be as large as those of the
-hidden states. Without the factor 3 the error came to lie up to 2.4 times above it (docs/corrections.md). It is no
-bound: where the gradients of a step's tokens cancel, |G| is smaller than unrelated ones would make it, and the relative
-error larger by as much. A tolerance of 0 leaves no error.
+relative to |G(kappa)|. The estimate assumes that gradients of tokens add up fully within a sequence and are unrelated
+between sequences, and that gradients of parameters are as large as those of the hidden states, through which alone a
+token reaches them. Without the factor 3 the error was up to 2.4 times the estimate (docs/corrections.md). The estimate
+is no bound: where the gradients of a step's tokens cancel, |G| is smaller than for unrelated tokens, and the relative
+error larger. A tolerance of 0 leaves no error.
 """
 
 import time
@@ -49,22 +49,22 @@ ForwardFn = Callable[[TokenBatch, OldLogProbs | None], TokenScores]
 class BeforeBackward(NamedTuple):
     """The totals that are known before the first backward pass of an optimizer step, over all ranks."""
 
-    totals: Sums | None  # None: the only micro-batch of each rank gives them in its own forward pass
-    are_provisional: bool  # they are those of a step before; this step's are known after its backward passes
-    seconds: float  # wall-clock of their own forward passes
+    totals: Sums | None  # None: the forward pass of each rank's only micro-batch gives the totals
+    are_provisional: bool  # True: totals of an earlier step; this step's are known after its backward passes
+    seconds: float  # wall-clock seconds of forward passes that were run for the totals alone
 
 
 class StepTotals:
-    """Finds the totals of an optimizer step in the cheapest way that its correction allows.
+    """The totals of an optimizer step, found in the cheapest way that the correction allows.
 
-    OBRS estimates kappa = sum of acceptance / sum of Z from them. They cost nothing where the step has a single
-    micro-batch, or where the old log-probs hold them. Elsewhere `kappa: prepass` takes one more forward pass without
-    gradient, unless no rank has more than one micro-batch; `kappa: auto` begins with those of the last step in which
-    the policy moved, none at first, and `KappaRepair` puts the gradient right once this step's are known. The
-    regularizers of the loss do not scale with kappa, so with them `auto` does as `prepass`.
+    From the totals OBRS estimates kappa = sum of acceptance / sum of Z. They cost nothing where no rank has more than
+    one micro-batch in the step, or where the old log-probs determine them. Elsewhere `kappa: prepass` takes one more
+    forward pass without gradient. `kappa: auto` begins with the totals of the last step in which the policy moved, none
+    at first, and `KappaRepair` corrects the gradient once the totals of this step are known. Regularizers of the loss
+    do not scale with kappa, so with them `auto` does what `prepass` does.
 
-    Which passes run follows from all ranks together, so that all run the same ones, and how kappa is found does not
-    depend on their number.
+    All ranks decide together which passes run, so that all run equal passes, and so that the way to find kappa does not
+    depend on the number of ranks.
 
     Raises:
         ConfigError: the correction names an unknown `kappa`.
@@ -74,10 +74,10 @@ class StepTotals:
         if objective.correction.kappa not in get_args(Kappa):
             raise ConfigError(unknown_name("kappa", objective.correction.kappa, get_args(Kappa)))
         self._objective = objective
-        self._last: Sums = {}  # totals of the last step in which the policy moved; none at first
+        self._last: Sums = {}  # totals of the last step in which the policy moved; empty at first
 
     def before_backward(self, micro_batches: Sequence[MicroBatch], forward: ForwardFn) -> BeforeBackward:
-        """Return what is known of a step before its first backward pass."""
+        """Return the totals that are known before the first backward pass of a step."""
         wanted = self._objective.correction.kappa
         if wanted == "none":
             return BeforeBackward({}, False, 0.0)
@@ -85,7 +85,7 @@ class StepTotals:
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
         counts: Sums = {
             "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),
-            "rank": Max.number(len(micro_batches)),  # the most of any
+            "rank": Max.number(len(micro_batches)),  # most micro-batches of any rank
         }
         counts = all_reduce_sums(counts)
 
@@ -105,11 +105,11 @@ class StepTotals:
         return BeforeBackward(all_reduce_sums(totals), False, time.perf_counter() - started)
 
     def keep(self, totals: Sums) -> None:
-        """Keep the totals of a finished step, in which the policy moved, for the next one."""
+        """Keep the totals of a finished step, in which the policy moved, for the next step."""
         self._last = totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals that were kept, each with its kind, loadable with `weights_only`."""
+        """Return the totals that were kept as plain values, which torch loads with `weights_only`."""
         return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -118,35 +118,36 @@ class StepTotals:
         self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
 
 
-ROUNDING = 4e-6  # of float32 weights that are products of an exp, relative
-MARGIN = 3.0  # the factor of the estimate
+ROUNDING = 4e-6  # relative rounding error of float32 weights that are products of an exp
+MARGIN = 3.0  # factor 3 of the estimated error
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPass:
-    """Holds what the backward pass of a micro-batch leaves of the policy's loss."""
+    """The policy's part in the backward pass of a micro-batch, from which the gradient can be repaired."""
 
-    batch: TokenBatch  # as it was dealt, on the CPU
-    terms: PolicyTerms  # detached
-    correction: Correction  # that the gradient contains
-    norms: Tensor | None  # [B, T] norm of the gradient of the hidden state that predicts each token, 0 where masked;
-    # None where the correction is final
+    batch: TokenBatch  # tokens of the micro-batch, on the CPU
+    terms: PolicyTerms  # terms of the policy's loss, detached
+    correction: Correction  # correction that the gradient contains
+    # [B, T] norm of the gradient of the hidden state that predicts each token, 0 where masked; None where the
+    # correction is final, so that nothing is repaired
+    norms: Tensor | None
 
     @property
     def weights(self) -> Tensor:
-        """Factor on the surrogate of each token, the acceptance mask included: [B, T]."""
+        """Return the factor on the surrogate of each token, the acceptance mask included: [B, T]."""
         return self.correction.weights * self.correction.accept_mask
 
 
 class HiddenNorms:
-    """Records the norm of each row of the gradient of hidden states [N, H] when a backward pass comes to it."""
+    """A record of the gradient norms of hidden states [N, H], one for each row, which the backward pass fills in."""
 
     def __init__(self, hidden: Tensor) -> None:
         self._rows: Tensor | None = None
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the norms where their tokens are: [B, T] float32, 0 where masked or where no gradient came."""
+        """Return the norms at the positions of their tokens: [B, T] float32, 0 where masked or without a gradient."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:
@@ -154,10 +155,10 @@ class HiddenNorms:
 
 
 class KappaRepair:
-    """Brings the policy's gradient to the totals of its own optimizer step.
+    """The repair of a policy gradient that was computed with the totals of an earlier optimizer step.
 
     Args:
-        parameters: of the policy, which hold the gradient's numerators.
+        parameters: trained parameters of the policy, whose gradients are sums that are not yet divided.
         log_probs: computes the policy's log-probs of a batch, [B, T] with gradient.
         max_length: as in `joint_loss`.
         pads: as in `batching.micro_batches`.
@@ -176,19 +177,20 @@ class KappaRepair:
         self._max_length, self._pads = max_length, pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
-        """Give the gradient of all passes the weights that `totals` lead to.
+        """Change the gradient of all passes to the gradient with the weights that follow from `totals`.
 
         Args:
-            totals: of this step, over all ranks.
+            passes: the backward passes of this step.
+            totals: totals of this step, over all ranks.
 
         Returns:
-            The passes with these weights, and metrics of this rank.
+            The passes with the new weights, and metrics of this rank.
         """
         final = [replace(one, correction=self._objective.correction.apply(one.terms.inputs, totals)) for one in passes]
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # of all, as no correction was final
+        norms = [old.norms for old in passes if old.norms is not None]  # all of them: no correction was final
         worth = [
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * of_pass)
             for delta, old, of_pass in zip(deltas, passes, norms, strict=True)
@@ -208,9 +210,9 @@ class KappaRepair:
         }
 
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
-        """Add the gradient of the flagged sequences with the weights `deltas` [B, T].
+        """Add the gradient of the flagged sequences, with the weights `deltas`, [B, T] for each pass.
 
-        All ranks run as many passes as the one with the most: a rank with nothing left reads a prompt for nothing.
+        All ranks run as many passes as the rank with the most; a rank that has finished reads a prompt without effect.
         """
         batches = [one.batch for one in passes]
         rows: list[list[int]] = []
@@ -245,7 +247,7 @@ class KappaRepair:
 
 
 def _delta(wanted: Tensor, held: Tensor) -> Tensor:
-    """wanted - held, 0 where they differ by rounding alone: [B, T]."""
+    """Return wanted - held, or 0 where the two differ by rounding alone: [B, T]."""
     delta = wanted - held
     return torch.where(delta.abs() > ROUNDING * wanted.abs(), delta, 0.0)
 
@@ -255,17 +257,17 @@ def _to_repair(worth: Sequence[Tensor], norms: Sequence[Tensor], tolerance: floa
 
     Args:
         worth: |delta_i / (s w_i)| |dL/dh_i| of each micro-batch, [B, T].
-        norms: |dL/dh_i|, [B, T].
-        tolerance: largest error that the sequences which are not chosen may have together.
+        norms: |dL/dh_i| of each micro-batch, [B, T].
+        tolerance: largest error that all sequences which are not chosen may have together.
 
     Returns:
-        The error if none is read again, a scalar, 0 where no cap touches a token; and whether this rank's sequences are
-        among the fewest of all ranks that have to be.
+        The error if no sequence is read again, a scalar, 0 where no cap touches a token; and for each sequence of this
+        rank whether it is chosen. As few sequences as possible are chosen.
     """
     squares = torch.cat([of_pass.double().sum(-1).square() for of_pass in worth])
     of_all = all_gather(squares).sort().values
     norm = sum((of_pass.double().square().sum() for of_pass in norms), start=squares.new_zeros(()))
     unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
-    errors = torch.where(of_all == 0, 0.0, of_all.cumsum(0) * unit).sqrt()  # if this one and all smaller ones are left
+    errors = torch.where(of_all == 0, 0.0, of_all.cumsum(0) * unit).sqrt()  # error without this and all smaller ones
     least = torch.where(errors <= tolerance, torch.inf, of_all).min()
     return errors[-1], ~(squares < least) & (squares != 0)

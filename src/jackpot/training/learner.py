@@ -1,4 +1,4 @@
-"""The interface that every learner implements."""
+"""The interface of a learner, which the trainer calls, and the result of an optimizer step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,17 +17,18 @@ from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Versio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Reports one optimizer step: its metrics, events and per-token columns."""
+    """The result of one optimizer step: metrics, events and per-token columns."""
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
-    # By rollout uid: per-token columns [T] and [T, K]. `engine_gap` is |p_engine - p_training|, NaN where training has
-    # no log-prob of the weights that sampled the token. Without a trace it is the only one, all in the first step
+    # Per-token columns [T] and [T, K] by name, for each rollout uid. `engine_gap` is |p_engine - p_training|, NaN where
+    # training has no log-prob of the weights that sampled the token; without a trace it is the only column, of all
+    # steps in the first one
     traces: dict[str, dict[str, Tensor]]
 
 
 class Scorer(Protocol):
-    """Describes what an engine is compared with: the models in training, as in `Learner`."""
+    """The part of a `Learner` that checks of an engine need: scores of the models in training."""
 
     @property
     def version(self) -> Version: ...
@@ -43,7 +44,7 @@ class Scorer(Protocol):
 
 
 class Learner(ABC):
-    """Trains the policy and, where there is one, the rollout model."""
+    """A learner trains the policy and, where there is one, the rollout model."""
 
     @property
     @abstractmethod
@@ -53,13 +54,13 @@ class Learner(ABC):
     @property
     @abstractmethod
     def pads(self) -> bool:
-        """Return whether some model reads padding, so that it counts as tokens of a micro-batch."""
+        """Return whether some model reads padding, so that padding counts as tokens of a micro-batch."""
 
     @abstractmethod
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
-        """Give every token of a rollout batch its advantage, before the batch is trained on.
+        """Compute the advantage of every token of a rollout batch, before the batch is trained on.
 
-        A critic gives each token its own; without one all tokens of a response share the advantage of the response.
+        With a critic, each token has an advantage; without a critic all tokens of a response share one.
         """
 
     @abstractmethod
@@ -69,15 +70,18 @@ class Learner(ABC):
         """Take all optimizer steps on one rollout batch.
 
         Args:
-            mini_batches: one for each optimizer step, each as its micro-batches.
+            mini_batches: for each optimizer step the list of its micro-batches.
             trace: also return what costs extra: per-token columns for saved rollouts, and how the rollout model's
-                gradient splits into its two losses.
-            with_rollout_model: False to run and train the policy alone, on rollouts of its own.
+                gradient splits into the gradients of its two losses.
+            with_rollout_model: False to run and train the policy alone, on rollouts that the policy generated.
+
+        Returns:
+            The results of the optimizer steps, in their order.
         """
 
     @abstractmethod
     def keep_weights(self, role: Role) -> None:
-        """Keep a copy of a model's weights in the host's memory, for `score`, instead of the one kept before.
+        """Copy a model's weights to the host's memory, for `score`; the copy replaces an earlier copy.
 
         A model that is not trained needs no copy.
         """
@@ -86,13 +90,16 @@ class Learner(ABC):
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
     ) -> dict[str, Tensor]:
-        """Compute the log-probs of every response token and of its `top_ids`, by rollout uid: [T, 1 + K] float32, CPU.
+        """Compute the log-probs of every response token and of the `top_ids` at its position.
 
-        They are those of the distribution that `sampling` draws from, filters included; -inf for a token that the
-        filters drop.
+        They belong to the distribution that `sampling` draws from, top-p and top-k included: a token that these filters
+        drop has -inf.
 
         Args:
-            kept: compute with the weights of the last `keep_weights`.
+            kept: True to compute with the weights of the last `keep_weights`.
+
+        Returns:
+            [T, 1 + K] float32 on the CPU, by rollout uid.
         """
 
     @abstractmethod
@@ -102,30 +109,31 @@ class Learner(ABC):
         Where there is no rollout model, its weights are the policy's.
 
         Args:
-            dtype: that the caller casts them to; weights that have to be copied anyway come in it. None: their own.
+            dtype: dtype that the caller casts weights to. Weights that have to be copied anyway come in this dtype,
+                others in their own. None: all come in their own.
         """
 
     def release_memory(self) -> None:
-        """Release memory that is held for the next training and that engines take meanwhile."""
-        return  # of most learners engines take none
+        """Release memory that the learner caches for its next steps, so that engines can use it meanwhile."""
+        return  # most learners do not share memory with engines
 
     @abstractmethod
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
         """Write the models and the moments of their optimizers, which `state_dict` lacks.
 
-        A model's folder is a plain `save_pretrained` folder: an adapter is merged in, and stands by itself in
-        `adapter/` too.
+        A model's folder is a plain `save_pretrained` folder. An adapter is merged into the model, and also saved alone
+        in `adapter/`.
 
         Returns:
-            Checksums of the files that are large, which are on the disk, by their paths in `folder`.
+            Checksums of the large files, which are then safe on the disk, by their paths in `folder`.
 
         Raises:
-            CheckpointError: something cannot be written.
+            CheckpointError: a file cannot be written.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what a learner that continues needs beside what `save` writes: steps, settings and running sums.
+        """Return what a learner needs to continue, beside what `save` writes: steps, settings and running sums.
 
-        It is loadable with `weights_only`.
+        torch can load the state with `weights_only`.
         """

@@ -1,7 +1,7 @@
 """Limits beyond which a guard stops a run or takes it back. No torch.
 
-They are how far an engine's log-probs may be from those of training, by the number formats of both; and how far the
-accuracy of a policy may fall before it counts as collapsed, for the guard of a run, `jackpot compare` and `diagnose`.
+One limit is how far an engine's log-probs may be from training's, by the number formats of both. The other is how far
+a policy's accuracy may fall before it counts as collapsed, for the guard of a run, `jackpot compare` and `diagnose`.
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from jackpot.config.config import Config
 from jackpot.config.sampling import Sampling
 
-# Mean |p_engine - p_training| of sampled tokens beyond which a run stops. The gap of a quantized engine is what its
-# user wants to see and no reason to stop: 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is past all of that.
+# Mean |p_engine - p_training| of sampled tokens beyond which a run stops. A quantized engine is meant to have a gap:
+# 1e-3 to 2e-2 are usual, more in a run that drifts. 0.25 is larger than all of these.
 CPU_FP32 = "fp32 on a CPU"
 LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
 
@@ -20,8 +20,8 @@ LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
 def precisions(engine: str, training: str, device: str, sampling: Sampling) -> list[str]:
     """Return the keys of `LARGEST_GAPS` for an engine and for training, given as "fp32", "bf16" or "quantized".
 
-    On a CPU both sides in fp32 agree to 1e-6. With top-p or top-k they need not: a token at the limit may be kept by
-    one side and dropped by the other, and then its whole probability is the gap.
+    On a CPU engine and training in fp32 agree to 1e-6. With top-p or top-k they may not: one may keep a token at the
+    limit which the other drops, and then the token's whole probability is the gap.
 
     Args:
         device: kind of device of the engine, as in `Capabilities.device`.
@@ -31,46 +31,47 @@ def precisions(engine: str, training: str, device: str, sampling: Sampling) -> l
     return [engine, training]
 
 
-COLLAPSED_BELOW = 0.5  # share of its best accuracy below which a policy counts as collapsed
+COLLAPSED_BELOW = 0.5  # share of the best accuracy below which a policy counts as collapsed
 IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
 
 Evaluations = Sequence[tuple[int, float]]  # (iteration, accuracy of the policy)
 
 
 class Fall(NamedTuple):
-    """Says when a policy's accuracy fell, and from where."""
+    """A fall of a policy's accuracy: when it was, and from what to what."""
 
-    iteration: int  # of the first low evaluation
-    accuracy: float  # in that evaluation
+    iteration: int  # iteration of the first low evaluation
+    accuracy: float  # accuracy in that evaluation
     best: float  # highest accuracy before it
 
     @property
     def why(self) -> str:
-        """Return a phrase for tables and events."""
+        """Describe the fall in a phrase, for tables and events."""
         return f"{self.accuracy:.1%} right at iteration {self.iteration}, after {self.best:.1%}"
 
 
 def evaluations(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Return the iterations and accuracies of the lines of metrics.jsonl that hold an evaluation with a verdict."""
+    """Return (iteration, accuracy) for each line of metrics.jsonl with an evaluation that has a verdict."""
     name = "eval/policy_accuracy"
     return [(line["iteration"], line[name]) for line in lines if line.get(name) is not None]
 
 
 def problems_of(lines: Iterable[Mapping[str, Any]], config: Config) -> int:
-    """Return how many held-out problems each evaluation of a run has: `evaluation.problems`, or all where fewer exist.
+    """Return how many held-out problems each evaluation of a run has: `evaluation.problems`, or all if there are fewer.
 
     Args:
-        lines: of metrics.jsonl, whose newest `eval/problems` says it; there is none before the first evaluation.
+        lines: lines of metrics.jsonl, whose newest `eval/problems` is the number; before the first evaluation the
+            settings give it.
     """
     counted = [line["eval/problems"] for line in lines if line.get("eval/problems")]
     return int(counted[-1]) if counted else config.evaluation.problems
 
 
 def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
-    """Return the first fall of a policy; None where it has not collapsed.
+    """Return the first fall of a policy's accuracy, or None if the policy has not collapsed.
 
-    It has collapsed where in 2 evaluations in a row it has less than half of its best accuracy, by more than two
-    standard errors.
+    A policy has collapsed if in 2 evaluations in a row its accuracy is less than half of the best one before, by more
+    than two standard errors.
 
     Args:
         problems: number of problems in each evaluation.
@@ -91,7 +92,7 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
 def two_errors(problems: int, accuracy: float) -> float:
     """Return two standard errors of the difference between two evaluations on `problems` problems.
 
-    Two right and two wrong answers are added, so that the error of a small evaluation without any is not 0.
+    Two right and two wrong answers are added, so that the error is not 0 where all answers are right, or all wrong.
     """
     share = (accuracy * problems + 2) / (problems + 4)
     return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / (problems + 4))

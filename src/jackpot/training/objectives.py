@@ -1,4 +1,4 @@
-"""Makes the objectives of eq. 8 from settings."""
+"""Construction of the objectives of eq. 8, of policy and rollout model, from the settings."""
 
 import math
 from functools import partial
@@ -14,8 +14,9 @@ from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES,
 def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """Build the policy's objective, eq. 5, from the settings.
 
-    A correction without a `target` setting aligns to its proximal point; where that is the rollout model, acceptance
-    and Z are measured towards the old policy. One without `normalizer` only reports Z, from the top-k.
+    A correction without a `target` setting aligns rollouts to its proximal point; where that is the rollout model,
+    acceptance and Z are measured towards the old policy. A correction without `normalizer` only reports Z, estimated
+    from the top-k lists.
     """
     correction = objective.correction
     own_target = "old" if correction.proximal == "rollout" else correction.proximal
@@ -43,7 +44,7 @@ def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -
     """Build the rollout model's objective, eqs. 6 and 7, from the settings.
 
     Args:
-        loss_agg_mode: of the policy's loss, which is the rollout model's too.
+        loss_agg_mode: how token losses are averaged, `objective.loss_agg_mode`, which holds for both models.
     """
     return RolloutModelObjective(
         correction=construct_correction(objective.correction),
@@ -58,5 +59,5 @@ def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -
 
 
 def _clip(value: float | None) -> float:
-    """Return a clip setting as a number: null means no clip, math.inf."""
+    """Return a clip setting as a number, which is infinite for null, no clip."""
     return math.inf if value is None else value

@@ -1,7 +1,7 @@
-"""What is kept of the models as they were: the old policy's log-probs, and weights.
+"""Copies of how the models were before: log-probs of the old policy, and weights.
 
 The old policy is the policy before its first update on a rollout batch. Rollouts that were generated ahead are checked
-by a copy of the weights that generated them, when the model has moved on.
+with a copy of the weights that generated them, once training has changed the model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ from jackpot.objectives.obrs import ZEstimate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Holds the tokens of one forward and backward pass, with the log-probs that the old policy gives them.
+    """The tokens of one forward and backward pass, with their log-probs under the old policy.
 
-    `old` is None in the first update on the tokens: there the training forward pass gives the old log-probs as well.
+    `old` is None in the first update on the tokens, because that update's forward pass gives the old log-probs too.
     """
 
     tokens: TokenBatch
@@ -34,14 +34,14 @@ class MicroBatch:
 
 
 class OldPolicySnapshot:
-    """Stores old log-probs by rollout.
+    """A store of old log-probs by rollout.
 
-    A later epoch deals the rollouts out to other micro-batches, and other ranks, than those that were scored.
+    Log-probs are stored by rollout because a later epoch deals the rollouts out to other micro-batches and ranks.
     """
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Tensor]] = {}  # columns [T] by `_key` of the rollout
-        self._none: dict[str, Tensor] = {}  # columns [0, T] of no rollout
+        self._none: dict[str, Tensor] = {}  # columns [0, T], for micro-batches without rollouts
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
         """Store the old log-probs of a micro-batch."""
@@ -56,7 +56,7 @@ class OldPolicySnapshot:
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
-        """Copy the rows of all ranks to each, where any rank lacks some of its own micro-batches."""
+        """Copy all stored rows to all ranks, if any rank lacks a row for its own `batches`."""
         wanted = _keys(uid for batch in batches for uid in batch.uids).tolist()
         if not max_over_ranks(not self._rows.keys() >= set(wanted)):
             return
@@ -71,7 +71,7 @@ class OldPolicySnapshot:
 
         ranks = dist.get_world_size()
         shares = [one.view(ranks, -1).unbind() for one in (keys, lengths, *columns.values())]
-        for of_rank, counts, *values in zip(*shares, strict=True):  # filled up with rows of length 0
+        for of_rank, counts, *values in zip(*shares, strict=True):  # padded to the longest share by rows of length 0
             counts = [*counts.tolist(), len(values[0]) - int(counts.sum())]
             rows = zip(*(column.split(counts) for column in values), strict=True)
             self._rows |= {
@@ -79,7 +79,7 @@ class OldPolicySnapshot:
             }
 
     def look_up(self, batch: TokenBatch) -> OldLogProbs:
-        """Return the old log-probs of a micro-batch, padded to its length: [B, T] each."""
+        """Return the old log-probs of a micro-batch, padded to its T tokens: columns [B, T]."""
         mine = [self._rows[key] for key in _keys(batch.uids).tolist()]
         padded = {
             name: pad_sequence([row[name] for row in mine], batch_first=True)
@@ -92,7 +92,11 @@ class OldPolicySnapshot:
 
 
 def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Return the batches in whose place any rank has a rollout that none has in an earlier place."""
+    """Return the batches to read so that each rollout of any rank is read at least once.
+
+    Batch i is left out where the rollouts in batch i of every rank are all in earlier batches of some rank. All ranks
+    leave out batches with equal numbers i.
+    """
     uids = [(place, uid) for place, batch in enumerate(batches) for uid in batch.uids]
     places = all_gather(torch.tensor([place for place, _ in uids], dtype=torch.int64)).tolist()
     keys = all_gather(_keys(uid for _, uid in uids)).tolist()
@@ -103,17 +107,17 @@ def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
 
 
 def _keys(uids: Iterable[str]) -> Tensor:
-    """Hash the uids of rollouts to int64, [B], for ranks that do not have them."""
+    """Hash the uids of rollouts to int64, [B], which ranks can exchange as a tensor."""
     return key_tensor([fold_in(uid) for uid in uids])
 
 
 def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGuard[OldLogProbs]:
-    """Return whether old log-probs determine acceptance and Z, so that the current policy does not change them."""
+    """Return whether the old log-probs alone determine acceptance and Z, whatever the current policy is."""
     return old is not None and objective.target == "old"
 
 
 def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split columns [B, T, ...] into one row without padding, [T_i, ...], for every rollout uid."""
+    """Split columns [B, T, ...] into rows without padding, [T_i, ...], by rollout uid and name of the column."""
     lengths = batch.attention_mask.sum(-1).tolist()
     return {
         uid: {name: tensor[row, :length] for name, tensor in columns.items()}
@@ -122,11 +126,11 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
 
 
 def rows_on_host(parts: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """Copy columns of many micro-batches to the CPU in one transfer, and split them as `by_rollout`.
+    """Copy columns of many micro-batches to the CPU in one transfer, and split them as `by_rollout` does.
 
     Args:
-        parts: pairs of a micro-batch, on the CPU, and columns [B, T, ...], on the device; a micro-batch may come again
-            with further columns.
+        parts: pairs of a micro-batch, on the CPU, and its columns [B, T, ...], on the device. Several pairs may have
+            the same micro-batch and different columns.
     """
     rows: dict[str, dict[str, Tensor]] = {}
     columns = iter(tensors_to_host([column for _, named in parts for column in named.values()]))
@@ -137,9 +141,9 @@ def rows_on_host(parts: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> di
 
 
 class KeptWeights:
-    """Keeps the newest copy of the parameters that are trained; the others never change.
+    """A copy of the trained parameters, kept in the host's memory; other parameters never change.
 
-    Where they are sharded, each rank keeps its part.
+    Where parameters are sharded, each rank keeps the copy of its shard.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -148,13 +152,13 @@ class KeptWeights:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the parameters as they are now."""
+        """Copy the parameters as they are now, in place of an earlier copy."""
         for copy, piece in zip(self._copies, self._pieces(), strict=True):
             copy.copy_(piece)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the kept weights while the body runs, and then bit for bit its own again."""
+        """Put the kept weights into the model for the `with` block, and then the current weights back, bit for bit."""
         self._swap()
         try:
             yield
@@ -169,7 +173,7 @@ class KeptWeights:
             copy.copy_(now)
 
     def _pieces(self) -> list[Tensor]:
-        """Return the parameters in flat pieces of 2**n numbers: torch rounds the size of pinned memory up to such."""
+        """Return the parameters as flat pieces of 2**n numbers, because torch rounds pinned memory up to such sizes."""
         pieces: list[Tensor] = []
         for parameter in self._parameters:
             numbers = local(parameter.detach()).view(-1)

@@ -17,7 +17,7 @@ from jackpot.core.shards import is_sharded, locals_of, norm, part_like
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` of `total_steps`, counted from 0: warm-up, then the schedule.
 
-    Linear and cosine reach 0 one step after the last, so the last step still moves.
+    The schedules `linear` and `cosine` reach 0 one step after the last, so that the last step still moves the weights.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -33,13 +33,13 @@ SCHEDULES = {
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_MESSAGE = 2**26  # most bytes of one message, which is a copy of its tensors, unless one tensor is larger
+_MESSAGE = 2**26  # most bytes of a message, in which tensors are copied together; a larger tensor is sent alone
 
 
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
-    """Sum tensors over all ranks, in place, many in one message; does nothing where torch.distributed is not set up.
+    """Sum tensors over all ranks, in place, many in one message; without torch.distributed do nothing.
 
-    Those that are sharded stay: FSDP has summed them.
+    Sharded tensors are left alone, because FSDP has already summed them.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -56,7 +56,7 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
 
 
 class ModelOptimizer:
-    """Steps the parameters of one model. Gradients arrive as sums; `reduce` makes means of them.
+    """The optimizer of one model: AdamW, clipping and the learning rate. Gradients arrive as sums over micro-batches.
 
     Args:
         total_steps: number of optimizer steps of the whole run, where the schedule ends.
@@ -71,7 +71,7 @@ class ModelOptimizer:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=True,  # in place: no temporaries of the size of the weights
+            fused=True,  # works in place, without temporaries of the weights' size
         )
         self.steps = 0
 
@@ -86,19 +86,19 @@ class ModelOptimizer:
         return self._parameters
 
     def reduce(self, denominator: Tensor) -> None:
-        """Sum the gradients over ranks and divide them by `denominator`, a scalar on their device.
+        """Sum the gradients over ranks and divide them by `denominator`, a scalar on the device of the gradients.
 
-        A denominator of 0 means that no token was counted, so all gradients are 0; they stay 0.
+        A denominator of 0 means that no token was counted, so that all gradients are 0; they stay 0.
         """
         for parameter in self._parameters:
-            if parameter.grad is None:  # no token reached it on this rank
+            if parameter.grad is None:  # no token of this rank reached the parameter
                 parameter.grad = torch.zeros_like(parameter)
         sum_over_ranks(self._gradients())
         gradients = locals_of(self._gradients())
         torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0]))
 
     def clip(self) -> Tensor:
-        """Clip the gradients to `max_grad_norm`, and return their norm before that, a float64 scalar where they are."""
+        """Clip the gradients to `max_grad_norm`; return the norm before clipping, a float64 scalar on their device."""
         whole = norm(self._gradients())
         gradients = locals_of(self._gradients())
         scale = (self._config.max_grad_norm / (whole + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
@@ -109,8 +109,10 @@ class ModelOptimizer:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def step(self, scale: float = 1.0) -> None:
-        """Take one AdamW step at `scale` times the scheduled learning rate, round the weights as `weights_dtype` says,
-        and drop the gradients."""
+        """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients.
+
+        Then the weights are rounded as `weights_dtype` says.
+        """
         for group in self._adamw.param_groups:
             group["lr"] = scale * self.learning_rate
         self._adamw.step()
@@ -125,23 +127,26 @@ class ModelOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of each parameter, sharded as it is, by its number and their name; none before a step."""
+        """Yield the moments of each parameter, named by parameter number and moment; none before the first step.
+
+        The moments of a sharded parameter are sharded too.
+        """
         for number, parameter in enumerate(self._parameters):
             held = self._adamw.state.get(parameter, {})
             yield from ((f"{number}.{name}", held[name]) for name in _MOMENTS if name in held)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run continues from beside the moments; the same on all ranks."""
+        """Return what a run needs to continue beside the moments; it is equal on all ranks."""
         return {"groups": self._adamw.state_dict()["param_groups"], "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any], moments: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` and `moments` returned, whole or sharded otherwise.
+        """Continue from what `state_dict` and `moments` returned, also where shards were cut in another way then.
 
         Args:
-            moments: by name, as `part_like` takes them.
+            moments: moments by name, as `part_like` takes them.
 
         Raises:
-            CheckpointError: they are not those of the parameters.
+            CheckpointError: the moments do not fit the parameters.
         """
         self.steps = state["steps"]
         has_moments = enumerate(self._parameters) if self.steps else ()
@@ -149,7 +154,7 @@ class ModelOptimizer:
         self._adamw.load_state_dict({"state": held, "param_groups": state["groups"]})
 
     def _held(self, number: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return what AdamW keeps of one parameter; all of them have taken as many steps."""
+        """Return AdamW's state of one parameter; all parameters have taken equally many steps."""
         try:
             found = {name: part_like(moments[f"{number}.{name}"], parameter) for name in _MOMENTS}
         except (KeyError, ValueError) as error:

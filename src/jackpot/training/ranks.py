@@ -1,12 +1,12 @@
-"""Several processes train one run: rank 0 leads with the same trainer as ever, the other ranks follow its commands.
+"""Training of one run by several processes: rank 0 runs the trainer, and the other ranks follow its commands.
 
     rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ──┬──► its own learner
     rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
 
-Only the learner runs on all ranks, which share its models. What it does within a command it does on all of them at
-once, so collectives (sums over gradients, gathered weights) meet. A command and what comes back are messages over gloo
-(`core.messages`). Each rank writes its newest command to ranks/R.json of the run folder, for the error when one is
-lost.
+Only the learner runs on all ranks, which share its models. All ranks carry out a command at the same time, so that
+their collective calls (sums of gradients, gathered weights) meet. Commands and replies are messages over gloo
+(`core.messages`). Each rank writes its newest command to ranks/R.json of the run folder, for the error message when a
+rank is lost.
 """
 
 import contextlib
@@ -37,40 +37,42 @@ from jackpot.training.batching import deal
 from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner, StepResult
 
-_BEATS = 4  # signs of life of rank 0 within one time-out
+_BEATS = 4  # number of signs of life that rank 0 sends within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
-_ALIVE = torch.tensor([0, ~0])  # in place of the size of a message, which comes twice, to be sure of it
+# A sign of life, sent in place of a message's size; a size comes with its complement, to be sure of it
+_ALIVE = torch.tensor([0, ~0])
 
 
 class Ranks:
-    """Moves commands from rank 0 to the other ranks of torch.distributed's default group, and the replies back.
+    """The channel for commands from rank 0 to the other ranks of torch.distributed's default group, and for replies.
 
-    A rank waits for a command as long as rank 0 runs, which says so a few times within each time-out: it may generate
-    rollouts for hours. Within a command, the time-out of the default group holds.
+    Rank 0 may generate rollouts for hours between two commands, so it sends signs of life, a few within each time-out,
+    and a rank waits for a command as long as they come. Within a command, the time-out of the default group holds.
 
     Args:
-        run: the run folder, in which every rank writes its last command.
-        timeout: of the default group, in seconds.
+        run: the run folder, in which every rank writes its newest command.
+        timeout: time-out of the default group, in seconds.
     """
 
     def __init__(self, run: Path, timeout: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # twice: a rank may begin to wait while rank 0 waits for the reply of another one
+        # Twice the time-out: a rank may begin to wait while rank 0 still waits for the reply of another rank.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
         self._waiting = group
         self._run, self._last = run, LastCommand(run, self.rank)
         self._is_idle = True
-        self._turn, self._ended = threading.Lock(), threading.Event()  # who may send to the ranks that wait
+        # The lock is held to send to waiting ranks; the event says that the run has ended.
+        self._turn, self._ended = threading.Lock(), threading.Event()
         if self.rank == 0:
             threading.Thread(target=self._beat, args=(timeout / _BEATS,), daemon=True).start()
 
     def carry_out(self, name: str, parts: Sequence[Any], work: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
-        """Do one command on all ranks; only rank 0 calls this.
+        """Carry out one command on all ranks; only rank 0 calls this.
 
         Args:
-            parts: the arguments of each rank.
-            work: what rank 0 does with its own.
+            parts: arguments of the command for each rank.
+            work: function that carries out the command on rank 0, with `parts[0]`.
 
         Returns:
             What `work` returned, and the replies of ranks 1, 2, ...
@@ -85,9 +87,9 @@ class Ranks:
             return done, [self._receive(rank, None) for rank in range(1, self.size)]
 
     def follow(self, do: Callable[[str, Any], Any]) -> None:
-        """Carry out commands with `do` and send back what it returns, until rank 0 ends.
+        """Carry out the commands of rank 0 with `do`, and send back what `do` returns, until rank 0 ends.
 
-        The threads of torch are as many as rank 0 has, so that a run does not depend on which rank computes what.
+        Torch gets as many threads as on rank 0, so that results do not depend on which rank computes what.
 
         Raises:
             RankError: rank 0 or another rank was lost.
@@ -104,7 +106,7 @@ class Ranks:
                 self._send(do(name, part), 0)
 
     def end(self) -> None:
-        """End the other ranks; only rank 0 calls this. A rank that is within a command notices that rank 0 has gone."""
+        """End the other ranks; only rank 0 calls this. A rank within a command ends once it notices rank 0's end."""
         self._ended.set()
         if self._is_idle:
             with self._turn, self._lost_named("ending"):
@@ -120,7 +122,7 @@ class Ranks:
                 try:
                     for rank in range(1, self.size):
                         dist.send(_ALIVE, rank, group=self._waiting)
-                except RuntimeError:  # a rank is lost: the next command says which
+                except RuntimeError:  # a rank is lost; the next command reports which
                     return
 
     @contextmanager
@@ -173,16 +175,16 @@ class Ranks:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return what torch says, without the place in its source and without advice."""
+    """Return the message of an error of torch, without the position in torch's source and without advice."""
     line = str(error).strip().partition("\n")[0]
     return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
 
 
 class LedLearner(Learner):
-    """Trains on all ranks: every call is a command to which each rank brings its own learner.
+    """The learner of rank 0, each call of which is a command that the learners of all ranks carry out together.
 
     Args:
-        learner: rank 0's, which shares the models with those of the other ranks.
+        learner: rank 0's own learner, which shares the models with the learners of the other ranks.
     """
 
     def __init__(self, learner: JointLearner, ranks: Ranks) -> None:
@@ -209,7 +211,7 @@ class LedLearner(Learner):
         same = {"trace": trace, "with_rollout_model": with_rollout_model}
         parts = [{"mini_batches": [step[rank] for step in dealt]} | same for rank in range(self._ranks.size)]
         results, others = self._all("train", parts)
-        traces = zip(*([one.traces for one in results], *others), strict=True)  # of each step, by rank
+        traces = zip(*([one.traces for one in results], *others), strict=True)  # of each step, from all ranks
         return [replace(one, traces=_merged(rows)) for one, rows in zip(results, traces, strict=True)]
 
     def score(
@@ -222,7 +224,7 @@ class LedLearner(Learner):
         self._on_all("keep_weights", role=role)
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> list[tuple[str, Tensor]]:
-        """Return all weights: no rank waits for another while they are sent to an engine."""
+        """Return all weights as a list, so that no rank waits for another while an engine takes them."""
         return self._on_all("weights", role=role, dtype=dtype and str(dtype).removeprefix("torch."))
 
     def release_memory(self) -> None:
@@ -243,12 +245,12 @@ class LedLearner(Learner):
         return self._learner.state_dict()
 
     def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **same: Any) -> dict[str, Tensor]:
-        """Share batches out to the ranks, and return what is known of each rollout by its uid."""
+        """Have each rank do a command on its share of the batches, and join the results, which are by rollout uid."""
         own, others = self._all(name, [{"batches": mine} | same for mine in deal(batches, self._ranks.size)])
         return _merged([own, *others])
 
     def _on_all(self, name: str, **same: Any) -> Any:
-        """Do the same on all ranks, and return what rank 0 has of it."""
+        """Carry out a command with equal arguments on all ranks, and return the result of rank 0."""
         return self._all(name, [same] * self._ranks.size)[0]
 
     def _all(self, name: str, parts: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
@@ -256,10 +258,10 @@ class LedLearner(Learner):
 
 
 def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> None:
-    """Bring a learner to every command of rank 0, until it ends.
+    """Carry out the commands of rank 0 with this rank's learner, until rank 0 ends.
 
     Args:
-        build: makes the learner that the command `build` describes, in place of the one before.
+        build: makes the learner that the command `build` describes, which replaces an earlier learner.
 
     Raises:
         RankError: rank 0 or another rank was lost.
@@ -268,7 +270,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
 
     def do(name: str, part: dict[str, Any]) -> Any:
         if name == "build":
-            learner.clear()  # before the next one loads its models
+            learner.clear()  # frees the models before the next learner loads its own
             learner.append(build(part))
             return None
         done = _work(learner[0], name, part)
@@ -278,21 +280,21 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
 
 
 def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
-    """Do what a command says with a rank's own learner."""
+    """Carry out a command with this rank's learner, and return its result."""
     match name:
         case "score":
             return learner.score(part["role"], part["batches"], Sampling(**part["sampling"]), part["kept"])
         case "save":
             try:
                 return {"files": learner.save(Path(part["folder"]), part["roles"])}
-            except CheckpointError as error:  # a full disk ends no run
+            except CheckpointError as error:  # returned and not raised, because a full disk does not end a run
                 return {"failed": str(error)}
         case "weights":
             return list(learner.weights(part["role"], part["dtype"] and getattr(torch, part["dtype"])))
     return getattr(learner, name)(**part)
 
 
-# by command: what rank 0 wants of what another rank's learner returned; of the other commands nothing
+# By command: a function that picks what rank 0 needs from the result of another rank; other commands need nothing
 _REPLIES: dict[str, Callable[[Any], Any]] = {
     "train": lambda results: [one.traces for one in results],
     "score": lambda scores: scores,
@@ -302,12 +304,12 @@ _REPLIES: dict[str, Callable[[Any], Any]] = {
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join what is known by rollout uid."""
+    """Join dicts by rollout uid into one."""
     return {uid: row for one in rows for uid, row in one.items()}
 
 
 class LastCommand:
-    """Writes the newest command of one rank; does without the file where it cannot be written.
+    """The newest command of one rank, written to ranks/R.json; a file that cannot be written is left out.
 
     Args:
         run: the run folder.
@@ -327,7 +329,7 @@ class LastCommand:
         return f"command {self.number} ({self.name})"
 
     def write(self, state: str, **more: Any) -> None:
-        """Say what has become of the command: it waits, runs, is done, or has failed."""
+        """Write the state of the command: the rank waits for it, runs it, has done it, or has failed."""
         facts = self._facts | {"number": self.number, "command": self.name, "state": state, "time": time.time()} | more
         partial = self._path.with_suffix(".partial")
         with contextlib.suppress(OSError):
@@ -337,7 +339,7 @@ class LastCommand:
 
 
 def describe(run: Path, size: int) -> str:
-    """Say what each rank of a run was last commanded to do, from ranks/R.json."""
+    """Describe, from ranks/R.json, which command each rank of a run had last."""
     return "; ".join(_sentence(run / "ranks" / f"{rank}.json", rank) for rank in range(size))
 
 

@@ -1,4 +1,4 @@
-"""A KL term holds the policy near a frozen reference model; this module estimates that KL."""
+"""The KL divergence of the policy from a frozen reference model, with which a loss term holds the policy near it."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from jackpot.objectives.losses import SAMPLED_KL
 
 
 class Reference:
-    """Estimates KL(policy || reference) of every response token.
+    """A frozen reference model, and the estimate of KL(policy || reference) at every response token.
 
     Args:
-        model: the reference; frozen from now on.
+        model: the reference, which is frozen here.
         policy: model whose output layer the exact estimate reads.
         estimate: `exact`, over the whole vocabulary, or a key of `SAMPLED_KL`.
         temperature: sampling temperature.
-        head: how the head is computed.
+        head: options for computing the output layer.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Reference:
         self._estimate, self._temperature = estimate, temperature
         self.digest = weights_digest(model.named_parameters(), torch.float32)
         is_exact = estimate == "exact"
-        self._head = LinearHead(  # the head detaches its first model, which here is the reference
+        self._head = LinearHead(  # it computes without gradient for its first model, here the reference
             output_layer(model),
             output_layer(policy) if is_exact else None,
             policy_soft_cap=logit_softcap(model),
@@ -45,7 +45,7 @@ class Reference:
         )
 
     def kl(self, batch: TokenBatch, policy_hidden: Tensor, log_probs: Tensor) -> Tensor:
-        """Estimate the KL divergence at every response token: [N], with the policy's gradient.
+        """Estimate the KL divergence at every response token, in nats: [N], with the policy's gradient.
 
         Args:
             policy_hidden: [N, H] hidden states of the policy that predict the response tokens.

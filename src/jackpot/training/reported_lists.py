@@ -1,4 +1,4 @@
-"""Checks what an engine reports, without a forward pass: its top-k lists, and whether it samples as it reports.
+"""Checks of an engine's report that need no forward pass: of top-k lists, and whether tokens are sampled as reported.
 
 Shapes: `N` sampled tokens, `K` top log-probs. Log-probs are in nats.
 """
@@ -14,21 +14,21 @@ from torch import Tensor
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 
-LISTED_TOKENS = 65536  # tokens of a batch whose lists are read, in whole rollouts
-LARGEST_MASS = 1.0 + 1e-3  # of a top-k list; more than rounding makes it
+LISTED_TOKENS = 65536  # most tokens of a batch whose lists are read, in whole rollouts
+LARGEST_MASS = 1.0 + 1e-3  # largest sum of the probabilities of a top-k list, with room for rounding
 FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
-TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: the engine would sample at 1 / (1 + d) of its temperature
-ANOTHER_PASS = 0.02  # nats of a token by which its log-prob may be another in another batch
-REPEATS = (0.02, 0.5)  # shares of responses that are copies of earlier ones
-BIASES = (-0.5, -0.1, 0.1, 0.5)  # of one token: the engine would draw it so much more readily
-WATCHED = 32  # tokens that such bets are made on
-SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))  # of all bets, by their kind
-FLOOR = -10.0  # log-prob below which all tokens count alike
-ROUNDING = 1e-5  # how far the sampled distribution may be from the reported one, total variation for each token
+TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: bets that the engine samples at temperature / (1 + d)
+ANOTHER_PASS = 0.02  # nats by which the log-prob of a token may differ between two batches
+REPEATS = (0.02, 0.5)  # b: bets that this share of responses are copies of earlier ones
+BIASES = (-0.5, -0.1, 0.1, 0.5)  # d: bets that the engine draws one token 1 + d times as readily
+WATCHED = 32  # number of tokens on which the bets of BIASES are made
+SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))  # (weight, number) of each kind of bet
+FLOOR = -10.0  # log-probs below this one count as this one
+ROUNDING = 1e-5  # largest total variation that rounding makes between sampled and reported distribution of a token
 
 
 class ReportedLists(NamedTuple):
-    """Holds what an engine reports about its sampled tokens."""
+    """The report of an engine about sampled tokens: the tokens with their top-k lists."""
 
     token_ids: Tensor  # [N] int64, as drawn
     top_ids: Tensor  # [N, K] int64, most probable first
@@ -36,7 +36,7 @@ class ReportedLists(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> "ReportedLists":
-        """Join the sampled tokens of the first rollouts, up to the one with which they are LISTED_TOKENS."""
+        """Join the sampled tokens of the first rollouts, up to the rollout with which they are LISTED_TOKENS."""
         before = accumulate((len(rollout.token_ids) for rollout in rollouts), initial=0)
         rollouts = [rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < LISTED_TOKENS]
         sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
@@ -48,10 +48,10 @@ class ReportedLists(NamedTuple):
 
 
 def check_ids(rollouts: Sequence[Rollout], vocab_size: int) -> None:
-    """Refuse ids that the model does not know, of tokens and of top-k lists: the learner takes them as they are.
+    """Refuse token ids outside the vocabulary, of responses and of top-k lists, since the learner does not check ids.
 
     Raises:
-        EngineError: an id outside the vocabulary.
+        EngineError: an id lies outside the vocabulary.
     """
     for name in ("token_ids", "top_ids"):
         ids = torch.cat([getattr(rollout, name).flatten() for rollout in rollouts])
@@ -66,7 +66,7 @@ def check_lists(lists: ReportedLists) -> None:
     """Refuse top-k lists that no distribution has.
 
     Raises:
-        EngineError: an id twice in a list, or probabilities that sum to more than 1.
+        EngineError: a list has an id twice, or probabilities that sum to more than 1.
     """
     if not lists.top_ids.numel():
         return
@@ -87,23 +87,24 @@ def check_lists(lists: ReportedLists) -> None:
 
 
 class Bets:
-    """Products of factors that have mean 1 at most where an engine is sound, whatever came before them.
+    """A test of an engine by bets, each a running product of factors whose mean is at most 1 if the engine is sound.
 
-    Averages of such products are supermartingales, which by Ville's inequality ever exceed 1 / FALSE_ALARM with
-    probability FALSE_ALARM at most. Those that begin with the first batch have the weight 0.9, and with every later
-    batch j new ones begin with 0.1 / (j (j - 1)), which sums to 0.1: so an engine that breaks late is found nearly as
-    quickly as one that is broken from the start.
+    The mean must be at most 1 whatever came before. The weighted average of the products is then a supermartingale,
+    which by Ville's inequality ever exceeds 1 / FALSE_ALARM with probability FALSE_ALARM at most. Products that begin
+    with the first batch have the weight 0.9. With every later batch j new products begin, of weight 0.1 / (j (j - 1)),
+    which sums to 0.1, so that an engine that breaks late is found nearly as quickly as one that is broken from the
+    start.
 
     Args:
-        shares: weight of each bet, [bets] float64, which sum to 1.
+        shares: weights of the bets, [bets] float64, which sum to 1.
     """
 
     def __init__(self, shares: Tensor) -> None:
         self._weights, self._batches = shares.log(), 0
-        self.products = torch.full_like(shares, -math.inf)  # log of each bet's
+        self.products = torch.full_like(shares, -math.inf)  # log of each bet's weighted product
 
     def add(self, logs: Tensor) -> float:
-        """Take in the log of each bet's factors in one more batch, [bets]; return `share`."""
+        """Multiply each bet by the factors of a batch, whose logs are given as [bets]; return `share`."""
         self._batches += 1
         begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
         self.products = torch.logaddexp(self.products, self._weights + math.log(begun)) + logs
@@ -111,23 +112,24 @@ class Bets:
 
     @property
     def share(self) -> float:
-        """Return the evidence as a share of what ends a run: 1 is FALSE_ALARM, below 0 speaks for the engine."""
+        """Return the log of the average product over the log at which a run ends: 1 ends it, below 0 is no evidence."""
         return float(self.products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
 
 
 class SamplingEvidence:
-    """Accumulates evidence that an engine samples from another distribution than it reports.
+    """The evidence in a run that an engine samples from another distribution than it reports.
 
-    Each of its bets (`Bets`) is a factor for every token or response that has mean 1 where that was drawn as reported:
+    A bet (`Bets`) multiplies a factor for every token or response, with mean 1 if it was drawn as reported. The bets:
 
-    - Another temperature. Of a token x let f(x) be its reported log-prob, at least FLOOR, and outside the list the
-      smallest f in it. For every tilt d the factor is exp(d f(x)) / E[exp(d f)], E over the reported distribution: the
-      likelihood ratio of an engine at 1 / (1 + d) of its temperature.
-    - Equal responses, as of one seed for all. That a response equals one before it in its group has a probability p of
-      at most the sum of their reported ones; the factor is 1 - b, plus b / p where it does, for every share b.
-    - One token too often or too rarely. Of a token v that the first batch had most reason to draw, the factor is
-      (1 + d [x = v]) / (1 + d p(v)) for every bias d, where the list has v: the likelihood ratio of an engine that
-      draws it 1 + d times as readily.
+    - Another temperature. For a token x let f(x) be its reported log-prob, at least FLOOR; for a token outside the
+      top-k list, f is the smallest f in the list. For every tilt d the factor is exp(d f(x)) / E[exp(d f)], with E over
+      the reported distribution. It is the likelihood ratio of an engine whose temperature is divided by 1 + d.
+    - Equal responses, as when all have one seed. The probability p that a response equals an earlier one of its group
+      is at most the sum of the probabilities reported for the earlier ones. For every share b the factor is 1 - b, plus
+      b / p where the response does equal an earlier one.
+    - One token too often or too rarely. For each of the tokens v that the first batch should have drawn most, and every
+      bias d, the factor is (1 + d [x = v]) / (1 + d p(v)) where the list has v. It is the likelihood ratio of an engine
+      that draws v 1 + d times as readily.
 
     Expectations are raised by what rounding can add (ROUNDING). The products of all bets are averaged by SHARES.
     """
@@ -135,15 +137,16 @@ class SamplingEvidence:
     def __init__(self) -> None:
         shares = [share / count for share, count in SHARES for _ in range(count)]
         self._bets = Bets(torch.tensor(shares, dtype=torch.float64))
-        self._watched: Tensor | None = None  # [WATCHED] ids in ascending order, -1 where there were fewer
+        self._watched: Tensor | None = None  # [WATCHED] ids in ascending order, or -1; None at first
         self._tokens = 0
-        self._drawn = self._expected = 0.0  # sums of f as drawn, and as the reported distributions expect it
+        self._drawn = self._expected = 0.0  # sums of f over drawn tokens, and of its reported mean
 
     def add(self, lists: ReportedLists, rollouts: Sequence[Rollout] = ()) -> float:
-        """Take in the sampled tokens of one more batch; return the evidence, as `Bets.share`.
+        """Add the sampled tokens of a batch to the evidence; return the evidence as `Bets.share` does.
 
         Args:
-            rollouts: whole responses of the batch, whose equality is looked at.
+            lists: the sampled tokens with their top-k lists.
+            rollouts: whole responses of the batch, for the bets on equal responses.
 
         Raises:
             EngineError: the engine samples from another distribution than it reports.
@@ -159,7 +162,7 @@ class SamplingEvidence:
         return share
 
     def _most(self) -> str:
-        """Say what the largest product bets on."""
+        """Describe, for the error, what the bet with the largest product bets on."""
         largest = int(self._bets.products.argmax()) - len(TILTS)
         if largest < 0:
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
@@ -184,7 +187,7 @@ class SamplingEvidence:
         )
 
     def _tilted(self, lists: ReportedLists) -> Tensor:
-        """Return the log of each tilt's product over the tokens, [tilts]; add up f."""
+        """Return the log of each tilt's factors, multiplied over the tokens, [tilts]; also add up f for the error."""
         probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)
         outside, rest = f.min(-1).values, (1.0 - probs.sum(-1)).clamp(min=0.0)
         at = lists.top_ids == lists.token_ids[:, None]
@@ -200,7 +203,10 @@ class SamplingEvidence:
         return torch.stack(logs)
 
     def _biased(self, lists: ReportedLists) -> Tensor:
-        """Return the log of each product over the tokens that bets on one token, [WATCHED * biases]; 0 at first."""
+        """Return the log of the factors of each bet on one token, multiplied over the tokens: [WATCHED * biases].
+
+        The first batch, from which the tokens are chosen, gives 0.
+        """
         probs = lists.top_log_probs.exp()
         logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)
         if self._watched is None:
@@ -219,10 +225,10 @@ class SamplingEvidence:
 
 
 def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
-    """Return the log of each product over responses that bets on equal ones, [shares]."""
+    """Return the log of the factors of each bet on equal responses, multiplied over the responses: [shares]."""
     before: dict[
         tuple[str, tuple[int, ...]], dict[bytes, float]
-    ] = {}  # by prompt: responses so far, with probabilities
+    ] = {}  # by prompt: earlier responses with their probabilities
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
 
     for rollout in rollouts:

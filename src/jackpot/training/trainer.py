@@ -39,21 +39,22 @@ OnMetrics = Callable[[MetricsLine], None]
 
 
 class Trainer:
-    """Trains a run from where it stands to its last iteration.
+    """The loop that trains a run from its newest checkpoint, or from the start, to its last iteration.
 
     The loop runs in one thread and waits at four places:
-    - the sampler: consumes the weights in the engine and prompts, produces a rollout batch. Waits until the engine has
-      generated it; with `batch.ahead` it was begun while an earlier batch was trained on.
+    - the sampler: consumes prompts and the weights in the engine, produces a rollout batch. Waits until the engine has
+      generated the batch; with `batch.ahead` the batch was begun while an earlier one was trained on.
     - the learner: consumes the rollout batch, produces new weights.
-    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` it comes
-      when few of the batches that were begun are left to train on, and waits until these are generated with the old
-      weights: no batch mixes two versions, and none is trained on by weights more than `ahead` iterations younger.
-    - evaluation: waits until both engines have answered, and before that until every batch that was begun is complete.
-      Nothing is generated for training meanwhile.
+    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` the
+      update comes when few batches that were begun are left to train on, and first waits until the old weights have
+      generated these. So no batch mixes two versions, and no batch is trained on more than `ahead` iterations after the
+      iteration of its weights.
+    - evaluation: waits until every batch that was begun is complete, and then until both engines have answered.
+      Meanwhile nothing is generated for training.
 
     Args:
-        components: engines and learner hold the same weights.
-        folder: opened and rewound to `state`.
+        components: task, engines and learner of the run; engines and learner hold equal weights.
+        folder: the run folder, opened and rewound to `state`.
         state: content of the checkpoint to continue from; None for a new run.
         on_metrics: called with every line of metrics.jsonl once it is written.
     """
@@ -76,6 +77,7 @@ class Trainer:
             folder.event,
             self._check_engines,
         )
+
         self._engine_checks: dict[Role, EngineCheck] = {
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
@@ -85,20 +87,22 @@ class Trainer:
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
 
-        self.iteration = -1  # the last one that is finished; 0 is the evaluation before training
-        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of the newest iterations
+        self.iteration = -1  # newest finished iteration; 0 is the evaluation before training
+        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of each newest iteration
+
         if state is not None:
             self._sampler.load_state_dict(state)
             self._versions.extend(Version(*version) for version in state["versions"])
             self.iteration = state["iteration"]
 
     def train(self) -> bool:
-        """Run the iterations that are left; return False where a signal ended the run early, after a checkpoint.
+        """Run the iterations that are left; return False if a signal ended the run early, after a checkpoint.
 
         Raises:
-            CheckpointError: the last checkpoint cannot be written. Earlier ones are tried again an iteration later.
+            CheckpointError: the last checkpoint cannot be written. An earlier one that fails is tried again an
+                iteration later.
             TrainingError: a guard stops the run.
-            WeightsError: an engine holds other weights than it was sent.
+            WeightsError: an engine holds other weights than the learner sent.
         """
         config, parts = self._config, self._components
         with StopSignal() as stop, _old_objects_frozen():
@@ -123,7 +127,7 @@ class Trainer:
                     trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
                     results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
 
-                # of the first update on each rollout
+                # Results are read newest first, so that each rollout keeps the columns of its first update.
                 traces = {uid: row for result in reversed(results) for uid, row in result.traces.items()}
                 self._check_gaps(number, samples, traces)
 
@@ -149,17 +153,17 @@ class Trainer:
         with ExitStack() as closing:
             closing.callback(self._folder.close)
             closing.callback(self._components.close)
-            self._record_events()  # those of an iteration that did not end may say why
+            self._record_events()  # events of an unfinished iteration may say why it did not finish
 
     def _check_engines(self, number: int, rollouts: Sequence[Rollout]) -> None:
-        """Check what the engines report of the rollout batch of iteration `number`."""
+        """Check what the engines report about the rollout batch of iteration `number`."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
                 own = [one for one in rollouts if one.sampled_by == role]
                 check.check_batch(self._components.writers[role], own, number)
 
     def _check_gaps(self, number: int, samples: Sequence[TrainingSample], traces: Traces) -> None:
-        """Check all tokens of iteration `number` by the training pass: no step on a wrong batch leaves the process."""
+        """Check all tokens of iteration `number` by the log-probs of training, before any step on them is saved."""
         gaps = {uid: row.pop("engine_gap") for uid, row in traces.items()}
         with self._clock("check"):
             for role, check in self._engine_checks.items():
@@ -167,13 +171,13 @@ class Trainer:
                 check.check_gaps(self._components.writers[role], own, gaps, number)
 
     def _rest(self) -> None:
-        """Have engines sleep that a start has made and that wait for weights before they generate."""
+        """Put to sleep new engines that will get weights before they generate anything."""
         waiting = {self._components.engine, self._components.policy_engine}
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()
 
     def _next_writers(self, number: int) -> dict[Role, Engine]:
-        """Return the engines that are to generate rollouts with the weights of after iteration `number`."""
+        """Return the engines that will generate rollouts with the weights after iteration `number`, by model."""
         return self._components.next_writers(number) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
@@ -190,7 +194,7 @@ class Trainer:
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
 
-        with self._clock("save"):  # counts to the next line
+        with self._clock("save"):  # these seconds appear in the next line of metrics
             line = self._folder.report(self.iteration, values)
             self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
@@ -210,9 +214,9 @@ class Trainer:
     def _save(
         self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult], traces: Traces
     ) -> None:
-        """Record the events of every optimizer step, and write the rollouts of iteration `number`, if any, when due.
+        """Record the events of every optimizer step, and write the rollouts of iteration `number` if that is due.
 
-        Their per-token log-probs, acceptance and weights are those of the first update on each rollout.
+        Per-token log-probs, acceptance and weights in the file are those of the first update on each rollout.
         """
         self._folder.check_in_place()
         for event in (event for result in results for event in result.events):
@@ -229,9 +233,9 @@ class Trainer:
         return number == self._config.iterations
 
     def _state(self) -> dict[str, Any]:
-        """Return what the loop needs to continue after `iteration`; the checkpointer adds the rest.
+        """Return what the loop needs to continue after `iteration`, once every batch begun ahead is complete.
 
-        Waits until every batch that was begun ahead is complete.
+        The checkpointer adds the rest of the state.
         """
         versions = [list(version) for version in self._versions]
         return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
@@ -243,7 +247,10 @@ class Trainer:
 
 @contextmanager
 def _old_objects_frozen() -> Iterator[None]:
-    """Keep Python's collector from searching what exists now, imports above all: 2.5 % of the quickstart."""
+    """Keep Python's garbage collector from searching objects that exist now, such as imported modules.
+
+    This saves 2.5 % of the quickstart's time.
+    """
     gc.freeze()
     try:
         yield

@@ -1,17 +1,17 @@
-"""Base classes of engines that generate in the background, while the caller does other work.
+"""Base classes of engines that generate in the background, while their caller does other work.
 
 Two sides share the state of a `BackgroundEngine`, always under one condition (`_changed`):
 
 - The *caller* (the trainer's thread) adds requests in `submit`. In `collect` it waits for the condition; it is
   unblocked when enough rollouts are finished, when none is unfinished, when generation has failed, or by its timeout.
   It produces calls of `_begin`, which hand requests over and return at once.
-- The *generating side* (a thread of this process or servers) consumes those requests. It produces finished rollouts
+- The *generating side* (a thread of this process, or servers) consumes the requests. It produces finished rollouts
   through `_complete`, or one failure through `_fail`, after which every call of the caller raises.
 
 A `ThreadEngine` generates on one thread, which alone touches the model. That thread consumes a queue of calls (new
 requests, weights, sleep) and takes generation steps between them. It waits for the queue only while nothing is
-unfinished, is unblocked by `_post` and `close`, and produces the results of the calls as futures. A caller that waits
-for a future is also unblocked by the end of the thread.
+unfinished, is unblocked by `_post` and `close`, and produces the results of the calls as futures. The end of the thread
+also unblocks a caller that waits for a future.
 """
 
 import queue
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundEngine(Engine):
-    """Implements `submit` and `collect` for an engine that generates in the background.
+    """An engine that generates in the background: `submit` and `collect`, and the hand-over between the two sides.
 
     A subclass sets `_capabilities` before the first request.
     """
@@ -55,7 +55,7 @@ class BackgroundEngine(Engine):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Start generating and return at once; each request ends in one `_complete`, or all of them in one `_fail`."""
+        """Start generating and return at once; later `_complete` takes each response, or `_fail` ends all of them."""
 
     def _check(self, request: Request) -> None:
         """Raise EngineError for a request that this engine cannot fulfill."""
@@ -71,7 +71,7 @@ class BackgroundEngine(Engine):
         self._begin(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
-        """Return finished rollouts as `Engine.collect` says; after a failure first those that are left, then raise it.
+        """Return finished rollouts as `Engine.collect` does; after a failure return what had finished, then raise.
 
         Raises:
             EngineError: the engine is closed or has failed, or `n` is negative.
@@ -98,13 +98,13 @@ class BackgroundEngine(Engine):
             self._changed.notify_all()
 
     def _fail(self, failure: EngineError) -> None:
-        """Record that generation cannot go on, so that every later call raises `failure`; called by that side."""
+        """Record that generation cannot go on: every later call raises `failure`. Called by the generating side."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def _check_open(self, despite_failure: bool = False) -> None:
-        """Raise EngineError after `close`, and after a failure unless `despite_failure`."""
+        """Raise EngineError if the engine is closed, or has failed and `despite_failure` is False."""
         if self._is_closed:
             raise EngineError("the engine is closed; make a new one")
         if self._failure is not None and not despite_failure:
@@ -112,13 +112,13 @@ class BackgroundEngine(Engine):
 
 
 class ThreadEngine(BackgroundEngine):
-    """Generates on a thread of this process, on which everything lives that generation touches."""
+    """An engine that generates on a thread of this process, which alone touches the model and its state."""
 
     def __init__(self, version: Version, thread_name: str) -> None:
-        """Start the thread; a subclass sets the attributes that its `_step` reads before it calls this.
+        """Start the thread; a subclass first sets the attributes that its `_step` reads.
 
         Args:
-            thread_name: name of the thread, also in errors.
+            thread_name: name of the thread, which errors mention.
         """
         super().__init__(version)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
@@ -133,13 +133,13 @@ class ThreadEngine(BackgroundEngine):
             self._in_flight.clear()
 
     def _post(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Have the thread call a function between two steps; return a future of its result."""
+        """Have the thread call a function between two steps; return a future of the function's result."""
         future: Future[Result] = Future()
         self._calls.put((function, future))
         return future
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Have the thread call a function between two steps; wait for its result."""
+        """Have the thread call a function between two steps; wait for the function's result and return it."""
         return self._wait(self._post(function))
 
     def _wait(self, future: "Future[Result]") -> Result:
@@ -160,10 +160,10 @@ class ThreadEngine(BackgroundEngine):
 
     @abstractmethod
     def _step(self) -> None:
-        """Generate for a short time, and `_complete` the rollouts that finished."""
+        """Generate for a short time, and hand over with `_complete` the rollouts that finished."""
 
     def _shut_down(self) -> None:
-        """Free what the thread owns; the last thing that the thread does."""
+        """Free what the thread owns; the thread calls this last."""
 
     def _run(self) -> None:
         """Serve calls and take steps until `close` or a failure."""
@@ -183,7 +183,7 @@ class ThreadEngine(BackgroundEngine):
             self._shut_down()
 
     def _serve(self, function: Callable[[], Any], future: Future) -> None:
-        """Call a function for its future. An EngineError goes to the future alone; any other also ends the thread."""
+        """Call a function and set its future. An EngineError goes to the future alone; other errors end the thread."""
         try:
             future.set_result(function())
         except EngineError as error:

@@ -1,6 +1,6 @@
 """The interface of every engine: generate and score responses, and take new weights.
 
-An engine owns one model and generates responses with it. It never trains: new weights come in through
+An engine owns one model, generates responses with this model and never trains it. New weights come in through
 `update_weights`, and every generated token carries the version of the weights that generated it.
 """
 
@@ -22,13 +22,13 @@ from jackpot.rollout.engines.draft_counts import DraftCounts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Asks an engine for one response. The same `seed` gives the same response in every batch."""
+    """A request to an engine for one response. Requests with equal seeds get equal responses, in whatever batch."""
 
     uid: str  # name of the response, unique among the requests in flight
     prompt: Prompt  # token ids from which the response continues
     seed: int  # seed of the response's draws, unsigned 64 bits
     sampling: Sampling  # temperature, filters and length of the response
-    exact_drafts: bool = False  # accept drafts with lam 1, whatever the settings say: the response is the model's own
+    exact_drafts: bool = False  # True: accept drafts with lam 1 whatever the settings say, so without bias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,19 +38,20 @@ class Capabilities:
     vocab_size: int  # number of token ids of the model
     num_top_log_probs: int  # largest number of top log-probs that the engine returns for a token
     max_model_len: int  # largest length of a prompt and its response together, tokens
-    quantized: bool  # True where the engine samples from another distribution than that of the weights it was sent:
-    # it computes with other numbers, or accepts drafts with lam below 1
-    # Number formats of linear layers and cache, where training with the same ones (`precision: fp8`) computes bit for
-    # bit the same on a CPU, but for rounding in the output layer
+    # True where the engine does not sample from the distribution of the weights that it was sent, because it computes
+    # with quantized numbers, or accepts drafts with lam below 1
+    quantized: bool
+    # Number formats of linear layers and cache, where training in equal formats (`precision: fp8`) gives equal bits on
+    # a CPU, but for rounding in the output layer; None: no training does
     number_formats: str | None = None
-    coded_weights: CodedWeights | None = None  # those that are sent as codes and scales; None: all are sent as they are
+    coded_weights: CodedWeights | None = None  # weights that are sent as codes and scales; None: no weights are
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
-    device: str  # kind of device that the model computes on: "cpu", "cuda"
+    device: str  # kind of device that the model computes on, such as "cpu" or "cuda"
     sleeps: bool = False  # True where `sleep` releases memory
 
 
 class Engine(ABC):
-    """Generates rollouts and scores given text with one model. All calls come from one thread."""
+    """An engine generates rollouts, and scores given text, with one model. One thread makes all calls."""
 
     @property
     @abstractmethod
@@ -64,11 +65,11 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests for generation.
+        """Queue requests for generation; no request is queued if the call raises.
 
         Raises:
             EngineError: a uid is already in flight, a prompt leaves no room for one token in the context, or more top
-                log-probs are asked for than the engine returns. Then no request of the call is queued.
+                log-probs are asked for than the engine returns.
         """
 
     @abstractmethod
@@ -79,22 +80,28 @@ class Engine(ABC):
         without limit). Fewer than `n` rollouts mean that the time was up or that no more requests were submitted.
 
         Args:
-            uids: return only rollouts with these uids; None: any.
+            uids: return only rollouts with these uids; None: with any uid.
+
+        Raises:
+            EngineError: the engine is closed or has failed.
         """
 
     @abstractmethod
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        """Return the untruncated log-probs of response tokens under the current weights: [T] float32 per rollout."""
+        """Return the log-probs of response tokens under the current weights, [T] float32 for each rollout.
+
+        They are taken at `temperature`, without top-p and top-k.
+        """
 
     @abstractmethod
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights and return the `weights_digest`, in `capabilities.dtype`, of the weights received.
 
         All weights of `capabilities.coded_weights` may come as two tensors, codes and scales. Then every tensor comes
-        in the dtype in which it is held, and the digest takes each in its own.
+        in the dtype in which the engine holds it, and the digest takes every tensor in that dtype.
 
         An engine that stores weights in another form (fused, quantized) computes the digest of the tensors from which
-        that form was made. The trainer compares the digest with that of the weights it sent. Tokens generated later
+        that form was made. The trainer compares it with the digest of the weights that it sent. Tokens generated later
         carry `version`; cached keys and values of the old weights are dropped.
 
         Raises:
@@ -103,8 +110,11 @@ class Engine(ABC):
         """
 
     def sleep(self) -> None:
-        """Release memory until the next `update_weights`, before which an engine that `sleeps` raises EngineError where
-        it is to generate or score."""
+        """Release memory until the next `update_weights`.
+
+        An engine whose `capabilities` say that it `sleeps` raises EngineError when it is asked to generate or score
+        before that.
+        """
         return  # most engines have no memory to release
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -115,11 +125,11 @@ class Engine(ABC):
         return []
 
     def take_draft_counts(self) -> DraftCounts:
-        """Return and forget what drafts were worth since the last call, over responses that are finished."""
+        """Return and forget the counts of drafts over the responses that finished since the last call."""
         return DraftCounts()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and forget the metrics of drafts (docs/metrics.md) since the last call; none where nothing drafts."""
+        """Return and forget the metrics of drafts since the last call (docs/metrics.md); empty where nothing drafts."""
         return self.take_draft_counts().metrics()
 
     @abstractmethod
@@ -127,7 +137,7 @@ class Engine(ABC):
         """Free the model. Closing twice is allowed; any other call after it raises EngineError."""
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """Submit requests, wait for all of them, and return their rollouts in the same order.
+        """Submit requests, wait for all of them, and return their rollouts in the order of the requests.
 
         Other requests in flight stay in flight.
 
@@ -136,7 +146,8 @@ class Engine(ABC):
         """
         self.submit(requests)
         uids, rollouts = {request.uid for request in requests}, {}
-        while len(rollouts) < len(requests):  # of a failed engine, `collect` returns what had finished, then it raises
+        # Ends for a failed engine too: `collect` returns what had finished, then raises.
+        while len(rollouts) < len(requests):
             if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):
                 break
             rollouts |= {rollout.uid: rollout for rollout in finished}
@@ -146,12 +157,12 @@ class Engine(ABC):
 
 
 def quantized_event(quantization: str, conversion: Conversion, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the event that reports which share of the weights an engine quantized and how many tensors it did not.
+    """Return the event that reports which share of the weights an engine quantized, and how many tensors it left.
 
     Args:
         quantization: key of `SCHEMES`.
         sizes: number of elements of every parameter, by name.
     """
     share = sum(sizes[name] for name in conversion.converted) / sum(sizes.values())
-    kept = dict(Counter(conversion.kept.values()))  # reason: number of tensors
+    kept = dict(Counter(conversion.kept.values()))  # number of tensors that were not quantized, by reason
     return {"event": "quantized", "to": quantization, "share": share, "kept": kept}

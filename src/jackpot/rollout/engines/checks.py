@@ -1,4 +1,7 @@
-"""Checks of requests, rollouts to score and new weights that all engines share, with one wording of each error."""
+"""Checks that all engines share, of requests, of rollouts to score and of new weights, with one wording of each error.
+
+An engine calls them before it does anything, so that a refused call changes nothing.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,7 +64,7 @@ def check_weights(
     """Raise EngineError unless every parameter is sent exactly once and in its shape.
 
     Args:
-        codes: parameters that may be sent as codes instead, all of them, each with its scales beside it.
+        codes: parameters that may be sent as codes and scales instead, either all of them or none.
     """
     as_codes = {name: tensor.dtype for name, tensor in sent if tensor.dtype in LARGEST}
     taken = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}

@@ -1,4 +1,7 @@
-"""What drafts are worth and what they cost, counted by every engine in the same way."""
+"""Counts of what drafts are worth and what they cost, with one definition for all engines.
+
+Drafts are tokens that one model proposes and the model of the engine accepts or replaces.
+"""
 
 import math
 from collections import deque
@@ -7,17 +10,17 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts what drafts are worth and what they cost, over responses."""
+    """Sums, over responses, of what drafts are worth and what they cost."""
 
-    tokens: int = 0  # generated
-    passes: int = 0  # of a row through the policy, that of its prompt too
-    verifications: int = 0  # those of these passes that verified drafts
-    verified: int = 0  # tokens that they gave, the one behind the last accepted draft too
-    judged: int = 0  # drafts before which all were accepted
-    accepted: int = 0  # of these
-    read_alone: int = 0  # tokens that the policy reads to generate the same responses alone
-    read_by_policy: int = 0
-    read_by_draft: int = 0
+    tokens: int = 0  # tokens generated
+    passes: int = 0  # forward passes of the policy for a response, the pass over its prompt included
+    verifications: int = 0  # those of the passes that verified drafts
+    verified: int = 0  # tokens that verifications gave, the token after the last accepted draft included
+    judged: int = 0  # drafts that were accepted or rejected; those after a rejected draft are not judged
+    accepted: int = 0  # judged drafts that were accepted
+    read_alone: int = 0  # tokens that the policy would read to generate the responses without drafts
+    read_by_policy: int = 0  # tokens that the policy read
+    read_by_draft: int = 0  # tokens that the draft model read
 
     def __iadd__(self, other: "DraftCounts") -> "DraftCounts":
         for count in fields(self):
@@ -25,7 +28,7 @@ class DraftCounts:
         return self
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of drafts by name; none where nothing was generated."""
+        """Return the metrics of drafts by name; empty where nothing was generated."""
         if not self.tokens:
             return {}
         return {
@@ -38,7 +41,7 @@ class DraftCounts:
 
 
 def take_all(waiting: deque[DraftCounts]) -> DraftCounts:
-    """Remove all counts from a queue, to which another thread may append, and return their sum."""
+    """Remove all counts from a queue and return their sum; another thread may append to the queue meanwhile."""
     total = DraftCounts()
     while waiting:
         total += waiting.popleft()

@@ -1,13 +1,13 @@
-"""Engines in other processes: what answers there (`EngineHost`), the peer that asks it, and the engines of the pool.
+"""Engines in other processes: the host that answers there, the peer that asks a host, and the engines that users see.
 
     PooledEngine ──chunks, weights──► Pool ──► HostPeer ──Link──► EngineHost ──► Engine
      (one a model)                          (one a process)       (there)       (one a model)
 
-A host holds the engines of all models of the run that generate, so that one may draft for another. The pool cuts every
-call of `submit` into chunks of a fixed number of requests, in their order, and a host generates one chunk at a time.
-So neither the number of hosts nor what happens to them changes how responses are batched. Messages are those of
-`core.messages`. Weights do not travel in them: hosts read them from memory that they share with this process. While an
-engine sleeps there are none, neither in hosts nor in this process.
+A host holds the engines of all models of the run that generate, so that one engine may draft for another. The pool cuts
+every call of `submit` into chunks of a fixed number of requests, in their order, and a host generates one chunk at a
+time. So neither the number of hosts nor what happens to them changes how responses are batched. Messages have the
+format of `core.messages`. They hold no weights: hosts read weights from memory that they share with this process. While
+an engine sleeps, neither hosts nor this process keep its weights.
 """
 
 import logging
@@ -35,31 +35,32 @@ from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 _log = logging.getLogger(__name__)
 
-SIGN_SECONDS = 1.0  # at most, between two signs of life of a host that generates; a step of decoding is not interrupted
-_ATTEMPTS = 5  # at one chunk
+SIGN_SECONDS = 1.0  # time between two signs of life of a host that generates, plus what a decoding step takes
+_ATTEMPTS = 5  # attempts at one chunk before the run stops
 
 
 class EngineHost:
-    """Answers a `HostPeer` with the engines of this process. All calls come from one thread."""
+    """The host in a process with engines, which answers the messages of a `HostPeer`. One thread makes all calls."""
 
     def __init__(self, engines: Mapping[str, Engine], sign: Callable[[], None] = lambda: None) -> None:
-        """Take over engines, by the setting that describes each.
+        """Take over engines.
 
         Args:
-            sign: called every `SIGN_SECONDS` while an engine generates.
+            engines: by the setting that describes each engine.
+            sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
-        self._held: dict[str, str] = {}  # name of the weights of each engine; none are those that it was made with
+        self._held: dict[str, str] = {}  # name of each engine's weights; absent while it has those it was made with
 
     def answer(self, message: Tensor) -> Tensor:
-        """Do what a message asks for; return the answer, both as `core.messages.pack` makes them."""
+        """Do what a message asks for, and return the answer; `core.messages.pack` makes message and answer."""
         try:
             return pack(self._do(unpack(message)))
         except MessageError as error:
             return pack({"lost": str(error)})
         except JackpotError as error:
             return pack({"refused": str(error)})
-        except (ValueError, KeyError, TypeError) as error:  # a bug: the other side says it
+        except (ValueError, KeyError, TypeError) as error:  # a bug, which the other side reports
             _log.exception("a message could not be answered")
             return pack({"refused": f"{type(error).__name__}: {error}"})
 
@@ -81,7 +82,7 @@ class EngineHost:
         self._held.pop(ask["engine"], None)
         try:
             digest = engine.update_weights(read_weights(ask["path"]), Version(*ask["version"]))
-        except OSError as error:  # newer ones have replaced them
+        except OSError as error:  # newer weights have replaced these
             return {"lost": f"cannot read the weights {ask['name']}: {error}"}
         self._held[ask["engine"]] = ask["name"]
         return {"digest": digest}
@@ -124,20 +125,20 @@ def _scored(engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
 
 
 class Link(ABC):
-    """Connects a peer with its host, in whatever way the host was placed."""
+    """A connection of a peer with its host, wherever the host runs."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Start the host, or a new one in place of one that does not answer as it should.
+        """Start the host, or replace a host that does not answer as it should by a new one.
 
         Raises:
-            PeerLost: it cannot be reached; the call is repeated later.
-            EngineError: no host can be started like that.
+            PeerLost: the host cannot be reached; the call is repeated later.
+            EngineError: no host can be started with these settings.
         """
 
     @abstractmethod
     async def ask(self, message: Tensor) -> Tensor:
-        """Return what `EngineHost.answer` makes of a message.
+        """Send a message to `EngineHost.answer`, and return the answer.
 
         Raises:
             PeerLost: no answer came in time.
@@ -150,29 +151,29 @@ class Link(ABC):
 
 @dataclass(eq=False)
 class SentWeights:
-    """Holds the newest weights of one engine."""
+    """The newest weights of one engine."""
 
-    name: str  # unlike that of any others
+    name: str  # name of these weights, which no other weights have
     version: Version
-    memory: SharedWeights | None  # None: there are none, for as long as the engine sleeps
-    digest: str | None = None  # what the first host that took them computed
+    memory: SharedWeights | None  # None while the engine sleeps
+    digest: str | None = None  # digest that the first host computed which took the weights
 
 
 class Newest(dict[str, SentWeights]):
-    """Holds the newest weights of every engine, by the setting that describes it."""
+    """The newest weights of every engine, by the setting that describes the engine."""
 
-    is_resting = False  # whether the engines that can sleep do, so that others use their memory
+    is_resting = False  # True while all engines that can sleep do so, so that training uses their memory
 
 
 class HostRequest(NamedTuple):
-    """Holds one chunk, or what is to be scored at once."""
+    """A request to a host: a chunk of responses to generate, or rollouts to score."""
 
     message: dict[str, Any]
-    parse: Callable[[dict[str, Any]], Any]  # makes the result of the answer
+    parse: Callable[[dict[str, Any]], Any]  # converts the answer to the result
 
 
 class HostPeer(Peer):
-    """Asks one host."""
+    """The pool's side of one host: it asks the host, and brings it to the newest weights."""
 
     weights: Newest | None
 
@@ -181,13 +182,13 @@ class HostPeer(Peer):
         self._link = link
         self._held: dict[str, str] = {}
         self._is_open = self._is_starting = False
-        self.engines: dict[str, Any] = {}  # what the host last said of each of its engines
+        self.engines: dict[str, Any] = {}  # last report of the host about each of its engines
 
     async def sync(self, newest: Newest) -> None:
         """Make sure that the host holds the newest weights, as `Peer.sync` says.
 
-        One that was lost is not started while engines rest, as they are awake when they are made, but with the next
-        weights.
+        A host that was lost is not started while engines sleep, since the engines of a new host are awake, but when
+        the next weights come.
         """
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
@@ -206,7 +207,10 @@ class HostPeer(Peer):
             self._is_starting = False
 
     def is_awaited(self, newest: Newest) -> bool:
-        """Return whether an update waits for it: also for one that is being started when engines are to rest."""
+        """Return whether an update waits for the host.
+
+        A host that is being started is also waited for when engines go to sleep, because its engines are awake.
+        """
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: HostRequest) -> Any:
@@ -221,7 +225,7 @@ class HostPeer(Peer):
         await self._link.close()
 
     async def _meet(self) -> None:
-        """Reach the host, and learn what it holds."""
+        """Reach the host, and ask which engines and weights it holds."""
         if not self._is_open or not isinstance(self.error, PeerRestarted):
             await self._link.open()
         self._is_open = True
@@ -263,12 +267,12 @@ class HostPeer(Peer):
 
 
 class EnginePool:
-    """Makes the engines whose work hosts do, one for each model that generates.
+    """A pool of hosts with an engine for each model that generates; the hosts do the engines' work.
 
     Args:
-        weights: the first weights of each engine, by the setting that describes it, and their dtype.
-        chunk: requests that a host is given at once.
-        patience: seconds without any host, after which the run stops.
+        weights: the first weights of each engine and their dtype, by the setting that describes the engine.
+        chunk: number of requests that a host is given at once.
+        patience: seconds without any host after which the run stops.
     """
 
     def __init__(
@@ -281,14 +285,14 @@ class EnginePool:
         patience: float,
         sleeping: Collection[str] = (),
     ) -> None:
-        """Wait until a host holds the weights, and all others do or are lost.
+        """Start the hosts, and wait until at least one holds the weights and every other host does or is lost.
 
         Args:
-            links: connections to the hosts by name.
-            sleeping: the engines that release memory when they sleep.
+            links: connections to the hosts, by the name of the host.
+            sleeping: settings of the engines that release memory when they sleep.
 
         Raises:
-            EngineError: no host can be reached, or one refuses.
+            EngineError: no host can be reached, or a host refuses.
         """
         self.chunk = chunk
         limits = PoolLimits(
@@ -326,13 +330,13 @@ class EnginePool:
 
     @property
     def engines(self) -> "dict[str, PooledEngine]":
-        """Return the engines by the setting that describes each. The pool closes with the last of them."""
+        """Return the engines by the setting that describes each. The pool closes when its last engine is closed."""
         return dict(self._engines)
 
     def replace(
         self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
     ) -> str:
-        """Replace the newest weights of one engine; return the digest of what hosts hold.
+        """Replace the newest weights of one engine; return the digest of the weights that hosts hold then.
 
         Args:
             codes: as in `Capabilities`.
@@ -345,9 +349,9 @@ class EnginePool:
         return weights.digest
 
     def sleep(self, name: str) -> None:
-        """Have one engine sleep in all hosts, and free its weights here too.
+        """Have one engine sleep in all hosts, and free its weights in this process too.
 
-        Returns once all hosts have done so, but for those that are lost, which are started when there are new weights.
+        The call returns once the engine sleeps in all hosts but lost ones, which are started again with new weights.
         """
         asleep = SentWeights(f"{name} asleep {next(self._numbers)}", self.pool.newest[name].version, None)
         newest = Newest({**self.pool.newest, name: asleep})
@@ -355,7 +359,7 @@ class EnginePool:
         self.pool.update(newest)
 
     def release(self, name: str) -> None:
-        """Close the pool once all of its engines are closed."""
+        """Note that the engine `name` is closed, and close the pool with its last engine."""
         self._open.discard(name)
         if not self._open:
             self.pool.close()
@@ -374,7 +378,7 @@ class EnginePool:
 
 
 class PooledEngine(BackgroundEngine):
-    """Generates with the hosts of a pool, chunk by chunk."""
+    """An engine whose responses the hosts of a pool generate, chunk by chunk."""
 
     def __init__(
         self,
@@ -384,22 +388,24 @@ class PooledEngine(BackgroundEngine):
         capabilities: Capabilities,
         events: Sequence[dict[str, Any]],
     ) -> None:
-        """Take the part of one engine in a pool.
+        """Make the engine of one model in a pool.
 
         Args:
-            events: that the engine of a host had when it was made, for `take_events`.
+            name: the setting that describes the engine.
+            events: events of a host's engine at its start, which `take_events` returns once.
         """
         super().__init__(version)
         self._pool, self._name, self._capabilities, self._events = pool, name, capabilities, list(events)
-        self._draft_counts: deque[DraftCounts] = deque()  # of finished chunks
+        self._draft_counts: deque[DraftCounts] = deque()  # counts of finished chunks
         self._is_asleep = False
         pool.pool.on_failure.append(self._fail)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: those of a host's engine once, and `peer_lost`,
-        `peer_back` and `peer_restarted`, each with the `peer`.
+        """Return and forget the events since the last call: events of a host's engine, and of hosts.
 
-        The engines of a pool share the latter: the one that is asked first returns them.
+        Events of a host's engine are returned once, whatever the number of hosts. `peer_lost`, `peer_back` and
+        `peer_restarted` name the host as `peer`; all engines of the pool share them, and the first engine that is
+        asked returns them.
         """
         events, self._events = self._events, []
         return events + self._pool.pool.take_events()
@@ -408,7 +414,7 @@ class PooledEngine(BackgroundEngine):
         return take_all(self._draft_counts)
 
     def sleep(self) -> None:
-        """Release the memory that the engine has in all hosts until the next `update_weights`, where it can."""
+        """Release the engine's memory in all hosts until the next `update_weights`, if the engine can sleep."""
         self._check_open()
         if self.capabilities.sleeps and not self._is_asleep:
             self._in_flight.check_empty()
@@ -458,9 +464,9 @@ class PooledEngine(BackgroundEngine):
         return [one for scores in self._pool.pool.results(requests) for one in scores]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        """Replace all weights as `Engine.update_weights` says; return the digest of what a host read.
+        """Replace all weights as `Engine.update_weights` says; return the digest of the weights that a host read.
 
-        The call returns once at least one host and all others in reach hold the new weights. One out of reach gets them
+        The call returns once all hosts in reach, at least one, hold the new weights. A host out of reach gets them
         before its next chunk.
         """
         self._check_open()

@@ -1,4 +1,7 @@
-"""Bookkeeping of requests between `submit` and `collect`."""
+"""Bookkeeping of requests between `submit` and `collect`, for engines of every kind.
+
+It refuses uids that appear twice, and keeps finished rollouts until the caller collects them.
+"""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -9,9 +12,9 @@ from jackpot.rollout.engines.base import Request
 
 
 class InFlightRequests:
-    """Holds the uid of every request from `submit` to `collect`, and finished rollouts until they are collected.
+    """The uids of all requests from `submit` to `collect`, and finished rollouts until they are collected.
 
-    Not thread-safe. A request is in flight until its rollout is collected, finished or not.
+    Not thread-safe. A request is in flight until its rollout is collected, also while the finished rollout waits.
     """
 
     def __init__(self) -> None:
@@ -19,7 +22,7 @@ class InFlightRequests:
         self._completed: dict[str, Rollout] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests submitted and not collected."""
+        """Return the number of requests whose rollout has not been collected."""
         return len(self._uids)
 
     @property
@@ -47,11 +50,11 @@ class InFlightRequests:
         self._completed |= {rollout.uid: rollout for rollout in rollouts if rollout.uid in self._uids}
 
     def completed(self, uids: Container[str] | None) -> list[Rollout]:
-        """Return the finished rollouts, oldest first; only those with one of `uids` where given."""
+        """Return the finished rollouts, oldest first; only those with one of `uids`, unless `uids` is None."""
         return [rollout for uid, rollout in self._completed.items() if uids is None or uid in uids]
 
     def pop(self, n: int, uids: Container[str] | None) -> list[Rollout]:
-        """Remove and return the first `n` of `completed(uids)`."""
+        """Remove and return up to `n` finished rollouts, oldest first, among those that `completed(uids)` returns."""
         popped = self.completed(uids)[:n]
         for rollout in popped:
             del self._completed[rollout.uid]

@@ -1,6 +1,6 @@
-"""A pool of peers that work off one queue: servers, engines in other processes, engines in actors.
+"""A pool of peers that share one queue of requests; a peer is a server, or an engine in another process or actor.
 
-Two kinds of threads take part. All peers are called from an event loop on a thread of the pool:
+Two kinds of threads take part. An event loop on a thread of the pool calls all peers:
 
 - A caller's thread hands over requests (`begin`, `results`) and new weights (`update`), and waits for results or for
   peers.
@@ -11,7 +11,7 @@ Two kinds of threads take part. All peers are called from an event loop on a thr
 - `_do` waits for what the peer makes of the request, or puts it back at the front of the queue, so that each request
   gets exactly one result, whatever happens to peers.
 
-A peer that does not hold the newest weights is given no request, and one that lost them says so instead of doing it.
+A peer that does not hold the newest weights is given no request; a peer that has lost them raises `PeerLost`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from jackpot.core.errors import EngineError
 
 Result = TypeVar("Result")
-_MAX_EVENTS = 1000  # kept between two calls of `take_events`
+_MAX_EVENTS = 1000  # events that are kept between two calls of `take_events`
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach a peer
 
 
@@ -41,25 +41,25 @@ class PeerRestarted(PeerLost):
 
 
 class Peer(ABC):
-    """One engine of a pool. All methods run on the event loop of the pool, which also keeps the attributes."""
+    """A worker of a pool, such as a server. All methods run on the pool's event loop; the pool keeps the attributes."""
 
-    kind: ClassVar[str] = "peer"  # what events and errors call it: `peer_lost`
+    kind: ClassVar[str] = "peer"  # the word for a peer in events and errors, as in `peer_lost`
 
     def __init__(self, name: str, capacity: int) -> None:
         """Describe a peer; nothing is sent before the first `sync`.
 
         Args:
-            name: unlike that of any other peer of the pool.
-            capacity: requests that it does at once.
+            name: name of the peer, unique in the pool.
+            capacity: number of requests that the peer does at the same time.
         """
         self.name, self.capacity = name, capacity
-        self.weights: Any = None  # weights that it holds; None while it must not get requests
-        self.num_running = 0  # requests
-        self.error: PeerLost | None = None  # reason why it gets no more requests
-        self.num_failures = 0  # since the last result
+        self.weights: Any = None  # weights that the peer holds; None while it must not get requests
+        self.num_running = 0  # number of requests that the peer works on
+        self.error: PeerLost | None = None  # reason why the peer gets no more requests
+        self.num_failures = 0  # number of failures since the last result
         self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
         self.num_resent = 0  # requests queued again because of the current failure
-        self.was_restarted = False  # whether the last `sync` found it without the weights that it was sent
+        self.was_restarted = False  # whether the last `sync` found the peer without the weights that it was sent
 
     @property
     def is_lost(self) -> bool:
@@ -72,27 +72,27 @@ class Peer(ABC):
 
     @abstractmethod
     async def sync(self, newest: Any) -> None:
-        """Make sure that the peer holds the newest weights, those that `Pool.update` was given. It has no requests.
+        """Make sure that the peer holds the newest weights, `newest` of `Pool.update`. No request runs meanwhile.
 
-        `error` says why it was lost, None where it was not.
+        `error` says why the peer was lost; it is None if the peer was not lost.
 
         Raises:
-            PeerLost: it cannot be reached or updated now; `sync` is called again later.
-            EngineError: it is of no use, and neither is the pool; the text says what to do.
+            PeerLost: the peer cannot be reached or updated now; `sync` is called again later.
+            EngineError: the peer can never be used, so the pool fails; the text says what to do.
         """
 
     @abstractmethod
     async def run(self, request: Any) -> Any:
-        """Return what the peer made of a request with `weights`. No `sync` runs meanwhile, but other requests may.
+        """Do a request with the weights `weights`, and return the result. Other requests may run, but no `sync`.
 
         Raises:
-            PeerLost: there is no result, or other weights may have made it.
+            PeerLost: there is no result, or other weights may have made the result.
             EngineError: no peer could do the request; the text says what to do.
         """
 
     async def close(self) -> None:
-        """End what the peer keeps open. The last call."""
-        return  # most servers are left as they are
+        """Close what the peer keeps open. No other call follows."""
+        return  # a server of the user is left as it is
 
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
@@ -100,45 +100,45 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolLimits:
-    """Limits of a pool, with the names of the settings that they come from and advice for the errors."""
+    """The limits after which a pool fails, with the settings that they come from and advice for the errors."""
 
     patience: float  # seconds without a peer that can be reached
-    patience_setting: str
-    unreachable: str  # what to do then
-    attempts: int  # at one request
-    attempts_setting: str
-    failing: str  # what to do where so many attempts fail
+    patience_setting: str  # name of the setting of `patience`
+    unreachable: str  # advice where no peer can be reached
+    attempts: int  # attempts at one request
+    attempts_setting: str  # name of the setting of `attempts`
+    failing: str  # advice where a request fails that often
 
 
 @dataclass(kw_only=True, slots=True)
 class _Work:
-    """One request from the queue to its result."""
+    """A request on its way from the queue to a result."""
 
-    uid: str  # for errors
+    uid: str  # name of the request, for errors
     request: Any
-    finish: Callable[[Any], None]  # takes the result, on the event loop's thread
-    failed_at: list[str] = field(default_factory=list)  # peer and error of each failed attempt
+    finish: Callable[[Any], None]  # called with the result, on the event loop's thread
+    failed_at: list[str] = field(default_factory=list)  # "PEER: ERROR" of each failed attempt
 
 
 class Pool(Generic[AnyPeer]):
-    """Has peers do requests, each exactly once, while peers are lost and come back."""
+    """A pool of peers, which gives each request exactly one result, while peers are lost and come back."""
 
     def __init__(self, limits: PoolLimits, newest: Any, thread_name: str) -> None:
         """Start the thread of a pool without peers.
 
         Args:
-            newest: weights that peers must hold to be given requests. `Peer.sync` is given them; the pool only compares
-                by identity.
+            newest: weights that peers must hold to be given requests. The pool hands the object to `Peer.sync`, and
+                compares it by identity alone.
         """
         self.newest: Any = newest
         self.peers: list[AnyPeer] = []
         self.failure: EngineError | None = None
-        self.on_failure: list[Callable[[EngineError], None]] = []  # called once, on the event loop's thread
+        self.on_failure: list[Callable[[EngineError], None]] = []  # called once with the failure, on the loop's thread
         self.check: Callable[[AnyPeer], None] = lambda peer: None  # raises EngineError for a peer that does not fit
 
         self._limits = limits
         self._queue: deque[_Work] = deque()
-        self._futures: set[Future] = set()  # those for which `results` waits
+        self._futures: set[Future] = set()  # futures for which `results` waits
         self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self._tasks: dict[AnyPeer, asyncio.Task] = {}
         self._is_closed = False
@@ -158,14 +158,17 @@ class Pool(Generic[AnyPeer]):
         """Queue requests and return at once.
 
         Args:
-            requests: name of each for errors, what a peer is given, and who takes the result, which is handed over on
-                the event loop's thread, in any order.
+            requests: for each request its name for errors, the object that a peer is given, and the function that is
+                called with the result, on the event loop's thread and in any order.
         """
         works = [_Work(uid=uid, request=request, finish=finish) for uid, request, finish in requests]
         self._loop.call_soon_threadsafe(self._add, works)
 
     def results(self, requests: Sequence[tuple[str, Any]]) -> list[Any]:
-        """Return the results of requests, each with a name for errors, once all are done.
+        """Return the results of requests, in their order, once all are done.
+
+        Args:
+            requests: for each request its name for errors, and the object that a peer is given.
 
         Raises:
             EngineError: the pool has failed.
@@ -186,19 +189,19 @@ class Pool(Generic[AnyPeer]):
         return [future.result() for future in futures]
 
     def update(self, newest: Any) -> None:
-        """Replace the newest weights, and wait until a peer holds them and all others do or are lost."""
+        """Replace the newest weights, and wait until a peer holds them and every other peer does or is lost."""
         self.call(self._update(newest))
 
     def log_event(self, event: dict[str, Any]) -> None:
-        """Add an event to those of `take_events`."""
+        """Add an event for `take_events`; the oldest events are dropped when there are too many."""
         self._events.append(event)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: `KIND_lost`, `KIND_back`, `KIND_restarted` of peers."""
+        """Return and forget the events since the last call: a peer was lost, came back, or was restarted."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self, *last: Callable[[], Awaitable[None]]) -> None:
-        """Abandon all requests, close the peers, then await `last`, and end the thread. A second call does nothing."""
+        """Abandon all requests, close the peers, await the functions `last`, and end the thread; once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -215,13 +218,13 @@ class Pool(Generic[AnyPeer]):
     # On the event loop's thread
 
     async def join(self, *peers: AnyPeer) -> None:
-        """Let peers join, each of a name of its own. They are given requests once they hold the newest weights."""
+        """Let peers join the pool, which gives a peer requests once the peer holds the newest weights."""
         for peer in peers:
             self.peers.append(peer)
             self._tasks[peer] = asyncio.create_task(self._serve(peer))
 
     async def until_synced(self) -> None:
-        """Return when a peer holds the newest weights and all others do or are lost.
+        """Wait until at least one peer holds the newest weights, and every other peer does or is lost.
 
         Raises:
             EngineError: the pool has failed.
@@ -271,7 +274,7 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     async def _serve(self, peer: AnyPeer) -> None:
-        """Keep a peer at the newest weights and give it requests."""
+        """Bring a peer to the newest weights and give it requests, again and again until the pool is closed."""
         try:
             while True:
                 was_lost, newest = peer.is_lost, self.newest
@@ -325,7 +328,7 @@ class Pool(Generic[AnyPeer]):
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 
     async def _dispatch(self, peer: Peer) -> None:
-        """Give a peer requests until it fails or new weights are there; then wait for those that it does.
+        """Give a peer requests until it fails or new weights come; then wait for the requests it works on.
 
         Raises:
             PeerLost: the peer failed.
@@ -353,12 +356,12 @@ class Pool(Generic[AnyPeer]):
             raise peer.error
 
     def _is_next(self, peer: Peer) -> bool:
-        """Return whether the peer does the fewest requests of all ready ones, and fewer than it can."""
+        """Return whether the peer has room for a request, and works on the fewest requests of all ready peers."""
         ready = [one for one in self.peers if one.error is None and one.weights is self.newest]
         return peer.num_running == min(one.num_running for one in ready) < peer.capacity
 
     async def _do(self, peer: Peer, work: _Work) -> None:
-        """Get one request's result from a peer; queue the request again if the peer is lost."""
+        """Have a peer do a request and hand over the result; queue the request again if the peer is lost."""
         try:
             result = await peer.run(work.request)
         except PeerLost as lost:

@@ -1,8 +1,8 @@
-"""A host of engines in a process of its own on this machine, which shares a socket with this one and no port.
+"""A host of engines in a separate process on this machine, which is reached over a socket and not over a port.
 
-Both sides send frames: the number of the question, the length, and a message. A frame of length 0 is the sign of life
-of a host that generates. What comes a second time is passed over. The process ends when this one does, because the
-socket then ends; it is killed, with all that it started, when it is silent for too long.
+Both processes send frames: the number of the question, the length, and a message. A frame of length 0 is the sign of
+life of a host that generates. A frame that comes a second time is ignored. The host's process ends when this process
+ends, because the socket then closes; when it is silent for too long it is killed, with all that it started.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.hosted import EngineHost, Link
 from jackpot.rollout.engines.pool import PeerLost
 
-_HEAD = struct.Struct("<QQ")  # number, counted up from 0 for the setup, and length in bytes
+_HEAD = struct.Struct("<QQ")  # number of a frame (0 is the setup) and length of its message in bytes
 _BUFFER = 2**22  # bytes that asyncio reads ahead
-_END_SECONDS = 5.0  # for a process that has closed its socket to end
-_LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # of variables that make a process a rank
+_END_SECONDS = 5.0  # time in which a process that has closed its socket must end
+_LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # prefixes of variables that make a process a rank
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -36,11 +36,12 @@ Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
 def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
-    """Return what starts a program of Python, whose first argument is the number of the socket's descriptor.
+    """Return a function that starts a Python program, with the number of the socket's descriptor as its argument.
 
     Args:
-        entry: the program.
-        environment: variables that differ from those of this process; those that make it a rank are left out.
+        entry: text of the program.
+        environment: environment variables that differ from those of this process. Variables that make a process a rank
+            are left out.
     """
 
     async def start(theirs: socket.socket) -> asyncio.subprocess.Process:
@@ -58,10 +59,10 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
 
 
 class ProcessLink(Link):
-    """Starts a process with a host, kills it, and starts another in its place.
+    """A link to a host in a process, which it starts, kills, and replaces by a new process.
 
     Args:
-        setup: first message to every process, from which it makes its engines.
+        setup: first message to every process, from which the process makes its engines.
         silence: seconds without any sign of life after which a process counts as lost.
     """
 
@@ -80,7 +81,7 @@ class ProcessLink(Link):
             raise PeerLost(f"its process cannot be started: {error}") from error
         finally:
             theirs.close()
-        self._number = 0  # of the newest frame
+        self._number = 0  # number of the newest frame
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class ProcessLink(Link):
             raise PeerLost(await self._end()) from error
 
     async def _end(self) -> str:
-        """Return how the process ended."""
+        """Wait shortly for the process to end, and return in words how it ended, or that it does not."""
         assert self.child is not None  # `open` comes first
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
@@ -131,13 +132,14 @@ class ProcessLink(Link):
 
 
 def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> None:
-    """Answer messages until the other side ends; the whole of a process behind a `ProcessLink`.
+    """Answer messages until the other side ends: the main function of a process behind a `ProcessLink`.
 
     Args:
-        make: makes the engines, by the setting that describes each, from the setup.
+        ours: this process's end of the socket.
+        make: makes the engines from the setup, keyed by the setting that describes each engine.
     """
     stream = ours.makefile("rwb")
-    newest = -1  # frame that was received
+    newest = -1  # number of the newest frame that was received
 
     def send(message: Tensor | None) -> None:
         data = b"" if message is None else message.numpy().data

@@ -1,8 +1,8 @@
-"""Weights in memory that other processes of this machine read, as a file of safetensors that no folder holds.
+"""Weights in memory that other processes of this machine read, as a safetensors file that stands in no folder.
 
-The file is anonymous (memfd): the kernel frees its memory when the last process that has it open ends, however it ends,
-so nothing is left after a kill. Processes of the same user open it under a path below /proc. Where the system has no
-such files, as on macOS, it is a temporary one.
+The file is anonymous (memfd): the kernel frees its memory when the last process that has it open ends, in whatever way,
+so nothing is left after a kill. Processes of the same user open it under a path below /proc. Systems without anonymous
+files, such as macOS, get a temporary file.
 """
 
 import json
@@ -31,10 +31,10 @@ Head = dict[str, dict[str, Any]]  # by name: `dtype`, `shape` and `data_offsets`
 
 
 def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Head, int]:
-    """Return where tensors stand in one piece of memory, and its bytes.
+    """Lay out tensors in one piece of memory; return where each tensor stands, and the size of the memory in bytes.
 
     Args:
-        dtype: that they are cast to; None: each keeps its own.
+        dtype: dtype that the tensors are cast to; None: each keeps its dtype.
     """
     head: Head = {}
     end = 0
@@ -46,27 +46,29 @@ def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[H
 
 
 class SharedWeights:
-    """Holds named tensors in shared memory until the last reference to it is gone.
+    """Named tensors in shared memory, which is freed with the last reference to this object.
 
-    Readers that have opened `path` by then keep the memory for as long as they read.
+    Readers that have opened `path` before that keep the memory for as long as they read.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
-        """Copy tensors of any device.
+        """Copy tensors of any device into shared memory.
 
         Args:
-            dtype: that they are cast to; None: each keeps its own.
+            dtype: dtype that the tensors are cast to; None: each keeps its dtype.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no room for them.
         """
         tensors = dict(named_tensors)
         head, end = lay_out(tensors, dtype)
         text = json.dumps({"__metadata__": {"format": "pt"}} | head).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNED)
         data = 8 + len(text)
+
         descriptor = self._open()
         weakref.finalize(self, _close, descriptor, os.getpid())
+
         os.ftruncate(descriptor, data + end)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
         memory = torch.frombuffer(mmap.mmap(descriptor, data + end), dtype=torch.uint8)[data:]
@@ -76,7 +78,7 @@ class SharedWeights:
             memory[first:last].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def _open(self) -> int:
-        """Open a new file, set `path`, and return its descriptor."""
+        """Open a new file, set `path`, and return the file's descriptor."""
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("jackpot-weights", os.MFD_CLOEXEC)
             self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
@@ -94,12 +96,13 @@ def _close(descriptor: int, process: int) -> None:
 
 
 def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file of safetensors that this program has written, without a copy.
+    """Yield the tensors of a safetensors file that this program has written, without copying them.
 
-    safetensors 0.8 keeps two objects for each tensor that it reads, until the process ends.
+    The library's own reader (safetensors 0.8) leaks two objects for each tensor until the process ends, so it is not
+    used.
 
     Raises:
-        OSError: there is no such file (any more), or it is damaged.
+        OSError: the file does not exist, or exists no more, or is damaged.
     """
     try:
         with open(path, "rb") as file:

@@ -1,12 +1,12 @@
-"""Runs calls of one function in worker processes (`worker.py`), with hard limits of time and memory.
+"""A pool of worker processes (`worker.py`) that call one function, with hard limits of time and memory.
 
-A call that exceeds its limit, or ends its process, costs only its own result: the process is killed with all that it
-started, in whatever session, and another takes its place. A call that ended its process, such as by the kernel's OOM
-killer, is tried once more alone as the first one of a fresh process, so that none fails because of what another left
-behind.
+A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that it
+started, in whatever session, and another process takes its place. A call that ended its process, such as by the
+kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
+another call left behind.
 
-Threads of the pool wait for its processes. So calls go on while the caller does something else, such as generating
-further responses. Processes are started as work comes in, each only where a call has to wait.
+Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
+further responses. A process is started only when a call would have to wait for one.
 """
 
 import json
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.rollout.rewards.worker import MAX_REWARD
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # not at run time, because the module imports torch
     from jackpot.core.types import RewardError
 
 _ENTRY = (
@@ -39,10 +39,10 @@ _ENTRY = (
 START_TIMEOUT = 600.0  # seconds until a process must be ready; it may load a model
 _MAX_LINE_BYTES = 2**20  # longest line that a worker may send
 _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
-_AWAITED = 1.0  # seconds that a worker has to report the awaited calls that took too long
-_ARRIVED = 0.05  # seconds to read what a worker sent in time while this process stood still
+_AWAITED = 1.0  # seconds after the limit in which a worker may report which awaited calls took too long
+_ARRIVED = 0.05  # seconds after the limit to read what a worker sent in time while this process stood still
 _GIB = 2**30
-_KEPT = re.compile(  # environment variables that a process gets: no keys, tokens and passwords of this one
+_KEPT = re.compile(  # environment variables that a process gets: none with keys, tokens or passwords
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX"
     r"|PYTHON(PATH|HOME|HASHSEED|WARNINGS|UNBUFFERED|UTF8|IOENCODING|DONTWRITEBYTECODE|FAULTHANDLER|NOUSERSITE)"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|DYLD_\w+|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|HOME|PATH)|(HIP|ROCR)_VISIBLE_DEVICES"
@@ -55,36 +55,37 @@ Item = Mapping[str, Any]  # keyword arguments of one response, of types that JSO
 
 
 class CallLimits(NamedTuple):
-    """Limits the calls of a function."""
+    """The limits of calls of a function."""
 
     timeout: float  # seconds for one try; infinity becomes eleven days
-    retries: int = 0  # further tries of a call that failed or took too long
+    retries: int = 0  # number of further tries of a call that failed or took too long
     batch_size: int = 64  # most items in one call of a batched function, or awaited at the same time
     memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
-    environment: tuple[str, ...] = ()  # names of variables that a process gets beside `_KEPT`
+    environment: tuple[str, ...] = ()  # names of environment variables that a process gets beside `_KEPT`
 
 
 class RewardResult(NamedTuple):
-    """Holds the number that the function returned for an item, or why it returned none."""
+    """The number that the function returned for an item, or the reason why there is none."""
 
     value: float  # 0 where there is an error
     error: "RewardError | None"
-    retries: int = 0  # tries after the first
-    text: str | None = None  # says what the error is
+    retries: int = 0  # number of tries after the first
+    text: str | None = None  # description of the error
 
 
 class RewardWorkerPool:
-    """Calls a function in worker processes.
+    """A pool of worker processes that call one function.
 
     Args:
         function: `package.module:function`, importable from `sys.path` or the current folder.
-        workers: most processes. A function that is async or takes batches has one.
+        limits: limits of time and memory for each call.
+        workers: most processes. A function that is async or takes batches gets one process.
     """
 
     def __init__(self, function: str, limits: CallLimits, *, workers: int) -> None:
         self._function, self._limits, self._most = function, limits, workers
         self._timeout, self._batch_size = min(limits.timeout, _MAX_TIMEOUT), 1
-        self._executor: ThreadPoolExecutor | None = None  # made when it is known how the function is called
+        self._executor: ThreadPoolExecutor | None = None  # None until it is known how the function is called
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._lock = RLock()
@@ -99,25 +100,28 @@ class RewardWorkerPool:
         """Wait until a process has imported the function; return the threads that wait for processes.
 
         Raises:
-            ConfigError: it cannot be imported.
+            ConfigError: the function cannot be imported.
             TrainingError: the process cannot be started, or the pool is closed.
         """
         if self._executor is None:
             worker = self._started()
             self._idle.append(worker)
+
+            # Only the imported function shows whether calls share one process, and so how many threads are needed.
             if worker.is_shared:
                 self._batch_size, self._most = self._limits.batch_size, 1
             self._executor = ThreadPoolExecutor(self._most, f"rewards {self._function}")
         return self._executor
 
     def submit(self, items: Sequence[Item], limit: float = math.inf) -> Callable[[], list[RewardResult]]:
-        """Begin to call the function for all items; the returned function waits for one result of each, in their order.
+        """Begin to call the function for all items; the returned function waits for the results, in their order.
 
         Args:
-            limit: seconds after which an item whose call has not begun is one that took too long.
+            limit: seconds after which items whose call has not begun count as having taken too long.
 
         Raises:
-            as `wait_until_ready`, which it waits for; the returned function, TrainingError: the pool was closed.
+            ConfigError, TrainingError: as `wait_until_ready`, which this call waits for. The returned function raises
+                TrainingError if the pool was closed.
         """
         if not items:
             return list
@@ -128,7 +132,7 @@ class RewardWorkerPool:
         ]
 
         def wait() -> list[RewardResult]:
-            """Return the results; where the caller is interrupted, no further job begins."""
+            """Wait for the results; if the wait is interrupted, no further job begins."""
             try:
                 return [result for job in jobs for result in job.result()]
             finally:
@@ -138,15 +142,15 @@ class RewardWorkerPool:
         return wait
 
     def run(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Call the function for all items and return one result for each, in their order."""
+        """Call the function for all items, and return the results in their order."""
         return self.submit(items)()
 
     def close(self) -> None:
-        """Kill the processes and wait until they are gone; a second call does nothing."""
+        """Kill the processes and wait until they have ended; a second call does nothing."""
         self._close()
 
     def _do(self, items: Sequence[Item], deadline: float) -> list[RewardResult]:
-        """Call the function for the items of one job, and repeat what failed as often as the limits say."""
+        """Call the function for the items of one job, and repeat failed calls as often as the limits allow."""
         if time.monotonic() > deadline:
             late = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
             return [late] * len(items)
@@ -160,7 +164,7 @@ class RewardWorkerPool:
         return results
 
     def _settled(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Call the function once, and again, alone in a fresh process, for each item whose process ended."""
+        """Call the function once for all items; repeat the calls that ended their process, alone in a fresh one."""
         twice = RewardResult(0.0, "crash", 0, "its process ended twice, the second time while it was called alone")
         return [
             result or self._tried([items[number]], is_fresh=True)[0] or twice
@@ -168,7 +172,7 @@ class RewardWorkerPool:
         ]
 
     def _tried(self, items: Sequence[Item], is_fresh: bool) -> list[RewardResult | None]:
-        """Call the function for items in one process; None stands for a result without which it ended."""
+        """Call the function for items in one process; the result is None where the process ended before it came."""
         try:
             worker = self._started() if is_fresh else self._idle.pop()
         except IndexError:
@@ -214,10 +218,10 @@ class RewardWorkerPool:
 
 
 def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
-    """Return the number of an item and its result.
+    """Return the number of an item and the item's result, from a message of a worker.
 
     Raises:
-        EOFError: it is not of `worker.py`: the function has written where its results are sent.
+        EOFError: `worker.py` did not write the message: the function has written to the socket of results.
     """
     try:
         number, result = message["item"], RewardResult(**message["result"])
@@ -233,27 +237,28 @@ def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
 def _stop(workers: set["_Worker"], lock: RLock) -> None:
     """End all processes of a pool."""
     with lock:
-        for worker in [*workers]:  # whose threads take them out
+        for worker in [*workers]:  # a copy, since the workers' threads remove them from the set
             worker.end()
 
 
 class _Worker:
-    """Starts one worker process and exchanges messages with it, each one line of JSON."""
+    """A worker process, and the exchange of messages with it, each one line of JSON."""
 
     def __init__(self, environment: Sequence[str]) -> None:
         """Start the process; `environment` as in `CallLimits`."""
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
-        with theirs:  # a session of its own: Ctrl-C does not reach it, and it is killed with all that it starts
+        # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
+        with theirs:
             self._mark = secrets.token_hex(8)
             kept = {name: text for name, text in os.environ.items() if _KEPT.fullmatch(name) or name in environment}
             command = [sys.executable, "-c", _ENTRY, path]
             self.process = Popen(command, stdin=theirs.fileno(), start_new_session=True, env=kept | {_MARK: self._mark})
-        self.is_async = self.is_shared = False  # is_shared: there is one process of the function
+        self.is_async = self.is_shared = False  # is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:
-        """Wait until the process has imported the function; raises as `RewardWorkerPool.wait_until_ready`."""
+        """Wait until the process has imported the function; raise as `RewardWorkerPool.wait_until_ready` does."""
         until = time.monotonic() + START_TIMEOUT
         size = int(memory * _GIB) if math.isfinite(memory) else None
         setup = {"function": function, "timeout": timeout, "start_timeout": START_TIMEOUT, "memory": size}
@@ -275,16 +280,19 @@ class _Worker:
         self.is_async, self.is_shared = message["is_async"], message["is_async"] or message["takes_batches"]
 
     def send(self, message: Mapping[str, Any], until: float) -> None:
-        """Send a message until a time of `time.monotonic()`."""
+        """Send a message, or raise TimeoutError at the time `until` of `time.monotonic()`."""
         self._socket.settimeout(max(_ARRIVED, until - time.monotonic()))
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, until: float, job: str | None = None) -> dict[str, Any]:
-        """Wait for the next message, of a job, until a time of `time.monotonic()`.
+        """Wait for the next message, until a time of `time.monotonic()`.
+
+        Args:
+            job: name of the job that the message must belong to; None for messages before the first job.
 
         Raises:
-            TimeoutError: there was none.
-            EOFError: the process ended, or sent what is no message.
+            TimeoutError: no message came in time.
+            EOFError: the process ended, or sent a line that is no message of the job.
         """
         self._socket.settimeout(max(_ARRIVED, until - time.monotonic()))
         line = self._lines.readline(_MAX_LINE_BYTES)
@@ -297,8 +305,8 @@ class _Worker:
         return message
 
     def end(self) -> int:
-        """Kill the process and all that it started; return its status."""
-        if self.process.returncode is None:  # else its number may be another's
+        """Kill the process and all that it started; return the process's exit status."""
+        if self.process.returncode is None:  # else its process id may belong to another process
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             _kill_marked(f"{_MARK}={self._mark}".encode())
@@ -307,11 +315,11 @@ class _Worker:
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill every process that has this in its environment: what a worker started in a session of its own.
+    """Kill every process with `mark` in its environment: processes that a worker started in sessions of their own.
 
-    One that has emptied its environment stays, and so does all of it on a system without /proc.
+    A process that has emptied its environment is not found, and on a system without /proc none is.
     """
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # of another user, or gone by now
+        with suppress(OSError):  # the process belongs to another user, or has ended
             if mark in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)

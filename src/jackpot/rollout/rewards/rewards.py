@@ -1,4 +1,4 @@
-"""Computes rewards: the built-in ones, reward functions of the user, and their weighted sum. See docs/rewards.md.
+"""Rewards: built-in rewards, reward functions of the user, and their weighted sum. See docs/rewards.md.
 
 Status: supported.
 """
@@ -20,31 +20,32 @@ from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerP
 from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import final_answer, is_well_formed
 
-VERIFY = "jackpot.rollout.rewards.verifier.expressions:verify"  # the function that compares an answer with a reference
+VERIFY = "jackpot.rollout.rewards.verifier.expressions:verify"  # compares an answer with a reference, in a worker
 BUILT_IN: Mapping[str, Callable[[DecodedResponse, bool], float]] = {
     "correct": lambda response, correct: float(correct),
     "format": lambda response, correct: float(is_well_formed(response.text, response.finished)),
 }
-REWARD = "reward"  # name of the weighted sum in verdicts
+REWARD = "reward"  # name of the weighted sum of rewards, for verdicts
 _VERIFIED = VerdictConfig(name="correct")
 _FUNCTION = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _ROUNDING = 1e-9  # share of max(1, threshold) by which a sum of parts may miss a threshold
 
 
 class RewardFn:
-    """Scores responses: verifies final answers where that is used, calls reward functions, and sums by the weights.
+    """The reward of a task: it verifies final answers where needed, calls reward functions, and sums by weights.
 
-    Comparisons without algebra run in this process, all others and reward functions of the user in worker processes.
+    Comparisons that need no algebra run in this process. Other comparisons, and reward functions of the user, run in
+    worker processes.
 
     Args:
-        rewards: names, weights and limits.
-        verdict: the verdict whose number is to be known; others than it, "correct" and "reward" cannot be asked for.
-        workers: most processes of the verifier and of each function; auto: the cores that are free now.
-        timeout: seconds for one comparison, or one call of a reward function that has no limit of its own. After that
-            the answer is wrong, or the function's value 0, and `Score.reward_error` says so.
+        rewards: names, weights and limits of the rewards.
+        verdict: the verdict that scores will be asked for beside "correct" and "reward"; None: no other.
+        workers: most processes of the verifier and of each reward function; auto: the number of cores that are free.
+        timeout: seconds for one comparison, or for one call of a reward function without a limit in the settings.
+            After that the answer is wrong, or the function's value 0, and `Score.reward_error` says so.
 
     Raises:
-        ConfigError: a reward that does not exist or cannot be imported, or math-verify is not installed.
+        ConfigError: a reward does not exist or cannot be imported, or math-verify is not installed.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RewardFn:
             raise
 
     def scores(self, responses: Sequence[DecodedResponse], verdict: VerdictConfig | None = _VERIFIED) -> list[Score]:
-        """Return one score for each response, in their order; `verdict` as in `submit`."""
+        """Return a score for each response, in their order; `verdict` is as in `submit`."""
         return self.submit(responses, verdict)()
 
     def submit(
@@ -95,13 +96,13 @@ class RewardFn:
         verdict: VerdictConfig | None = _VERIFIED,
         limit: float = math.inf,
     ) -> Callable[[], list[Score]]:
-        """Begin to score responses; the returned function waits for one score of each, in their order.
+        """Begin to score responses; the returned function waits for the scores, in their order.
 
         Equal pairs of answer and reference are compared once.
 
         Args:
             verdict: decides `Score.correct`; None: no response is right or wrong.
-            limit: seconds after which what was not begun is no longer scored, and counts as one that took too long.
+            limit: seconds after which calls that have not begun are given up, and count as having taken too long.
         """
         used = self._used(verdict)
         pairs = [_pairs(response) if "correct" in used else [("", "")] for response in responses]
@@ -131,7 +132,7 @@ class RewardFn:
             pool.close()
 
     def _used(self, verdict: VerdictConfig | None) -> set[str]:
-        """Return the names of all numbers that a score is made of."""
+        """Return the names of all rewards that a score with this verdict needs."""
         return {one.name for one in self._rewards} | ({verdict.name} if verdict else set())
 
     def _score(
@@ -141,7 +142,10 @@ class RewardFn:
         own: Mapping[str, RewardResult],
         verdict: VerdictConfig | None,
     ) -> Score:
-        """Sum the rewards. A part that failed gives 0; the first error is kept, the verifier's before a function's."""
+        """Sum the rewards of a response, where a failed one counts 0.
+
+        Of several errors the score keeps the first, the verifier's before those of functions.
+        """
         used, results = self._used(verdict), {"correct": verified, **own}
         values = {name: of(response, verified.value == 1.0) for name, of in BUILT_IN.items() if name in used}
         values |= {name: result.value for name, result in own.items()}
@@ -159,7 +163,7 @@ class RewardFn:
 
 @cache
 def _verifier() -> RewardFn:
-    """Return what `verify_all` asks; it lives as long as this process."""
+    """Return the reward that `verify_all` compares answers with, made once in this process."""
     return RewardFn([RewardConfig(name="correct")], workers="auto", timeout=5.0)
 
 
@@ -174,13 +178,13 @@ def verify(response: str, reference: str, *, finished: bool = True) -> bool | No
         finished: False for a response that was cut at its limit: then only an answer in a closed box counts.
 
     Returns:
-        None where the comparison took more than 5 seconds or failed.
+        Whether the answer is right; None where the comparison took more than 5 seconds or failed.
     """
     return verify_all([(response, reference)], finished=[finished])[0]
 
 
 def verify_all(pairs: Sequence[tuple[str, str]], *, finished: Sequence[bool] | None = None) -> list[bool | None]:
-    """Return for each pair of response and reference what `verify` returns, in their order, on all free cores."""
+    """Compare many pairs of response and reference as `verify` does, on all free cores; results in their order."""
     ended = [True] * len(pairs) if finished is None else finished
     responses = [
         DecodedResponse(Prompt(uid="", text="", answer=reference, token_ids=()), response, is_finished)
@@ -190,24 +194,24 @@ def verify_all(pairs: Sequence[tuple[str, str]], *, finished: Sequence[bool] | N
 
 
 def _is_right(verdict: VerdictConfig, values: Mapping[str, float], errors: Mapping[str, RewardError]) -> bool:
-    """Return whether the number that decides reaches its threshold, up to the rounding of a sum, and is known."""
+    """Return whether the value that the verdict names is known and reaches the threshold, but for rounding."""
     is_known = not errors if verdict.name == REWARD else verdict.name not in errors
     return is_known and values[verdict.name] >= verdict.threshold - _ROUNDING * max(1.0, abs(verdict.threshold))
 
 
 def _pairs(response: DecodedResponse) -> list[tuple[str, str]]:
-    """Return the final answer, empty where there is none, with each of the references."""
+    """Pair the final answer of a response, empty if there is none, with each of the reference answers."""
     answer = final_answer(response.text, response.finished) or ""
     return [(answer, reference) for reference in (response.prompt.answer, *response.prompt.other_answers)]
 
 
 def _any(results: Sequence[RewardResult]) -> RewardResult:
-    """Return the result for several references: right where one says so, else the first error there is, else wrong."""
+    """Combine the results for several references: right if any is right, else the first error if any, else wrong."""
     return max(results, key=lambda result: (result.value == 1.0, result.error is not None))
 
 
 def _arguments(response: DecodedResponse) -> dict[str, Any]:
-    """Return the keyword arguments of a reward function."""
+    """Return the keyword arguments that a reward function gets for a response."""
     prompt = response.prompt
     return {
         "problem": prompt.text,

@@ -1,8 +1,8 @@
-"""Runs in a reward worker process: calls one function, such as the verifier or a reward function of the user.
+"""The program of a reward worker process: it calls one function, such as the verifier or the user's reward function.
 
-A function has one of four forms. It takes one response or, where it has a parameter `responses`, a batch; and it is
-plain or async. A call is given the keyword arguments of its item; a batched one is given the same names in the plural,
-each with a list. An async function's items of one job are awaited together.
+A function has one of four forms. It takes one response or, if it has a parameter `responses`, a batch; and it is plain
+or async. A call is given the keyword arguments of its item; a batched call is given these names in the plural, each
+with a list. The calls of an async function for the items of one job are awaited together.
 
 The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
 function reads nothing from standard input, and what it prints goes to standard error. `rollout/rewards/pool.py` starts
@@ -13,10 +13,10 @@ The process does not outlive its parent: an idle worker sees the end of the jobs
 by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function are ended by
 the parent only. Ctrl-C is ignored here and handled by the parent.
 
-Memory: an allocation that would take the process more than its limit above its size when it was ready fails
-(RLIMIT_AS), and only that job fails. A process that has grown by more than a share of it asks to be replaced after its
-results, so that no later job pays for it. Without /proc, as on macOS, whose kernel does not enforce the limit, there is
-no limit. Open files, the size of a file and the number of processes have fixed limits.
+The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
+(RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
+results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS, whose kernel would
+not enforce it. Open files, the size of a file and the number of processes have fixed limits.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from jackpot.core.limited import address_space, lower_limit
 WORN = 0.25  # share of the memory limit; a process that has grown by more is replaced
 GRACE = 5.0  # seconds that the parent has to end a job before the alarm does
 MAX_TEXT = 500  # characters of the text of an error
-MAX_REWARD = 1e30  # largest |reward|; its square and sums of it are finite in float64, and itself in float32
+MAX_REWARD = 1e30  # largest |reward|: finite in float32; its square, and sums, are finite in float64
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
 MOST_FILES, MOST_PROCESSES = 4096, 10_000  # that are open; threads that it starts, of a user who is not root
 LARGEST_FILE = 2**33  # bytes that it writes into one file
@@ -50,14 +50,18 @@ Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
 
 def main() -> None:
-    """Serve until the jobs end. The first line names the function and its limits."""
+    """Serve jobs until their socket ends. The first line on the socket names the function and its limits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
     lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
-    if _LOAD.exists():  # it says how many threads all users have now; the limit counts those of its user
+    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
+    if _LOAD.exists():
         lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+
+    # Keep the socket, and give the function an empty standard input and standard error as its standard output.
     pool = socket.socket(fileno=os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -69,6 +73,8 @@ def main() -> None:
 
     setup = json.loads(jobs.readline())
     name, timeout, memory = setup["function"], setup["timeout"], setup["memory"]
+
+    # The kernel's alarm ends the process if the import, and later a job, takes too long and the parent does not end it.
     signal.setitimer(signal.ITIMER_REAL, setup["start_timeout"] + GRACE)
     try:
         function = import_object(name, "reward")
@@ -76,7 +82,8 @@ def main() -> None:
         ends = f"the reward {name!r} ends the process that imports it: {error!r}"
         return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-    start, worn = address_space(), math.inf  # address space, and that of a worn process, bytes
+
+    start, worn = address_space(), math.inf  # size now, and size at which the process asks to be replaced, bytes
     if start and memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start + memory, start + memory))
         worn = start + WORN * memory
@@ -94,7 +101,7 @@ def main() -> None:
 
 
 def takes_batches(function: Function) -> bool:
-    """Return whether a function takes the lists of a batch: it has a parameter `responses`."""
+    """Return whether a function takes the lists of a batch, which its parameter `responses` shows."""
     try:
         return "responses" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -107,7 +114,7 @@ def is_async(function: Function) -> bool:
 
 
 class _Caller:
-    """Calls one function for the items of a job and sends each result as soon as it is known."""
+    """A caller of one function, which sends the result of each item of a job as soon as it is known."""
 
     def __init__(self, name: str, function: Function, timeout: float, send: Send) -> None:
         self._name, self._function, self._timeout, self._send = name, function, timeout, send
@@ -115,7 +122,7 @@ class _Caller:
         self.is_worn = False  # True after a failed allocation
 
     async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
-        """Call the function for all items of a job; the failure of one is its own, but in a batch."""
+        """Call the function for all items of a job; a call that fails costs no other item but those of its batch."""
         self._job = job
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))
@@ -123,10 +130,10 @@ class _Caller:
             await asyncio.gather(*(self._call(item, [number]) for number, item in enumerate(items)))
 
     async def _call(self, arguments: Mapping[str, Any], numbers: Sequence[int]) -> None:
-        """Call the function once and send the results of these items."""
+        """Call the function once, and send the results of the items with these `numbers`."""
         try:
             returned = self._function(**arguments)
-            if inspect.isawaitable(returned):  # it has the time limit here, and everything in the pool
+            if inspect.isawaitable(returned):  # awaited calls are limited here, and all calls by the pool too
                 returned = await asyncio.wait_for(returned, self._timeout)
             values = list(returned) if self._takes_batches else [returned]
             if len(values) != len(numbers):
@@ -146,7 +153,7 @@ class _Caller:
             self._send({"item": number, "result": result, "job": self._job})
 
     def _failure(self, error: Exception) -> dict[str, Any]:
-        """Return the result of a call that failed; the first traceback of a process is shown."""
+        """Return the result of a call that failed; the traceback of a process's first failure is printed."""
         self.is_worn = self.is_worn or isinstance(error, MemoryError)
         if not self._is_shown:
             self._is_shown = True
@@ -154,9 +161,9 @@ class _Caller:
         kinds = {TimeoutError: "timeout", InvalidReward: "invalid"}
         why = next((why for kind, why in kinds.items() if isinstance(error, kind)), "crash")
 
-        # Type and message in one line, with the last line of the function's own file that the error passed.
+        # One line with type and message of the error, and the last line of the function's file that the error passed.
         text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
-        if text == "TimeoutError":  # as `asyncio.wait_for` raises it
+        if text == "TimeoutError":  # raised by `asyncio.wait_for`, without a message
             text = f"took longer than {self._timeout:g} s"
         file = getattr(sys.modules.get(self._name.partition(":")[0]), "__file__", None)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -165,7 +172,7 @@ class _Caller:
 
 
 class InvalidReward(ValueError):
-    """Reports a value that is no reward."""
+    """The error of a function that returned a value which is no reward."""
 
 
 def _number(name: str, value: Any) -> float:
@@ -176,7 +183,7 @@ def _number(name: str, value: Any) -> float:
     """
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except Exception:  # an object of the user's may raise anything
+    except Exception:  # the user's object may raise anything
         number = math.nan
     if not abs(number) <= MAX_REWARD:
         raise InvalidReward(f"{name} returned {value!r:.100}; a reward is a number from -1e30 to 1e30")

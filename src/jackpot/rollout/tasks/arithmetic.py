@@ -1,4 +1,4 @@
-"""Generates sums, as problems that need no data.
+"""Tasks of adding numbers, which need no data.
 
 `Arithmetic` is for models of 60,000 parameters. A prompt is `12+34+5=`. A good response carries out one addition after
 the other and repeats the result after `#`: `46+5=51#51`. The reward depends on the number after `#` only, and not on
@@ -20,11 +20,11 @@ from jackpot.rollout.tasks.templates import Template
 
 
 class Arithmetic(Task):
-    """Generates endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
+    """A task of endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
 
-    Problem number `index` of a split is a pure function of the two. A problem belongs to the split that the hash of
-    its sorted operands selects, so no test problem is a training problem, not even with permuted operands. The number
-    of problems is finite, so an endless split repeats some.
+    A problem is a pure function of its split and index. It belongs to the split that the hash of its sorted operands
+    selects, so no test problem is a training problem, not even with permuted operands. The number of different sums is
+    finite, so an endless split repeats some.
     """
 
     test_share = 0.1  # share of problems in the test split
@@ -68,12 +68,12 @@ class Arithmetic(Task):
 
 
 def split_of(operands: tuple[int, ...], test_share: float) -> Split:
-    """Return the split of a problem with these operands; their order does not matter."""
+    """Return the split of the problem with these operands, in whatever order."""
     return "test" if _hash("+".join(map(str, sorted(operands)))) < test_share * 2**64 else "train"
 
 
 def _hash(text: str) -> int:
-    """Hash to 64 bits, equal in every process and on every machine, unlike the built-in `hash`."""
+    """Hash a text to 64 bits, equal in every process and on every machine, unlike the built-in `hash`."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -81,7 +81,7 @@ _ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # 
 
 
 class ToolArithmetic(Arithmetic):
-    """Adds a calculator to `Arithmetic`: every token that ends with `=` ends the turn, and the sum is the reply."""
+    """The task `Arithmetic` with a calculator: a token that ends with `=` ends the turn, and the sum is the reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)
@@ -101,9 +101,9 @@ _NUMBER = re.compile(r"-?[0-9]+")
 
 
 class Sums(Arithmetic):
-    """Asks for sums in English, such as `What is 14 + 9? Answer with the number.`, by the tokenizer's chat template.
+    """A task of sums asked in English, `What is 14 + 9? Answer with the number.`, with the tokenizer's chat template.
 
-    A third of the sums is held out.
+    A third of the sums is held out for the test split.
     """
 
     test_share = 1 / 3
@@ -125,7 +125,7 @@ class Sums(Arithmetic):
         )
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Return reward 1 where the last number of the response is the sum, else 0; it may be cut at its limit."""
+        """Return reward 1 if the last number of the response is the sum, else 0; a response that was cut counts too."""
         numbers = _NUMBER.findall(response.replace(",", ""))
         correct = bool(numbers) and numbers[-1] == prompt.answer
         return Score(reward=float(correct), correct=correct)

@@ -1,4 +1,7 @@
-"""Defines the interface of a task: prompts, scores, and for several turns the step of its environment."""
+"""The interface of a task: prompts, scores of responses and, for responses of several turns, the environment's replies.
+
+`PromptStream` draws training prompts from a task without end, and can continue from a saved position.
+"""
 
 import random
 from abc import ABC, abstractmethod
@@ -20,19 +23,19 @@ Split = Literal["train", "test"]
 
 
 class PromptSource(NamedTuple):
-    """Holds the prompts of one part of a split."""
+    """The prompts of one source of a split, such as a file or a data set."""
 
-    weight: float  # chance of this source relative to the others of the split
+    weight: float  # chance that a prompt comes from this source, relative to the weights of the split's other sources
     size: int | None  # number of problems; None where it is endless
     prompt: Callable[[int], Prompt]  # the prompt of a problem by its index
     first: int  # index at which an endless source starts
 
 
 class Task(ABC):
-    """Provides prompts and scores responses. Prompts are addressed by index, so that a run can be resumed.
+    """A source of prompts that also scores the responses. Prompts have an index, so that a run can be resumed.
 
-    `size`, `prompt` and `score` make a task. One with several turns, such as tool calls, also sets
-    `turn_end_token_ids` and implements `step`. `environment.py` makes a task of an environment with a state.
+    `size`, `prompt` and `score` make a task. A task with several turns, such as tool calls, also sets
+    `turn_end_token_ids` and implements `step`. `environment.py` makes a task of an environment that has a state.
     """
 
     turn_end_token_ids: tuple[int, ...] = ()  # tokens that end the model's turn and call `step`
@@ -42,11 +45,11 @@ class Task(ABC):
         """Return the number of problems in the split, or None where it is endless."""
 
     def first_index(self, split: Split, seed: int) -> int:
-        """Return the index at which a run with this seed starts in an endless split; seeds start far apart."""
+        """Return the index at which a run with this seed begins an endless split; two seeds begin far apart."""
         return fold_in(seed, "prompts") % 2**40
 
     def prompt_sources(self, split: Split, seed: int) -> Sequence[PromptSource]:
-        """Return the sources whose prompts a stream mixes; one, the split as it is, unless a task overrides it."""
+        """Return the sources whose prompts a stream mixes; unless overridden, the whole split is the only source."""
         return [PromptSource(1.0, self.size(split), partial(self.prompt, split), self.first_index(split, seed))]
 
     @abstractmethod
@@ -55,16 +58,16 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score one decoded response. `finished` is False where it was cut at the length limit."""
+        """Score one decoded response. `finished` is False if the response was cut at the length limit."""
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
-        """Score many responses, in their order. Override it to score them in parallel or elsewhere."""
+        """Score many responses, in their order. Override this method to score in parallel or elsewhere."""
         return [self.score(response.prompt, response.text, response.finished) for response in responses]
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
-        """Begin to score responses of a rollout batch; the returned function waits for what `scores` returns.
+        """Begin to score responses of a rollout batch; the returned function waits for their scores.
 
-        Override it to score in the background while further responses are generated.
+        Override this method to score in the background while further responses are generated.
         """
         scores = self.scores(responses)
         return lambda: scores
@@ -72,7 +75,8 @@ class Task(ABC):
     def step(self, prompt: Prompt, response: str) -> str | None:
         """Return the environment's reply, such as a tool's result, or None to end the response.
 
-        The reply is tokenized by itself; special tokens spelled out in it become special tokens.
+        The reply is tokenized alone, without the text before it. Special tokens that are spelled out in the reply
+        become special tokens.
 
         Args:
             response: all turns so far, decoded; the last token is one of `turn_end_token_ids`.
@@ -80,23 +84,25 @@ class Task(ABC):
         return None
 
     def reply(self, response: DecodedResponse) -> str | None:
-        """Return the reply of `step`. Override it in place of `step` where it matters which turn said what."""
+        """Return the reply of `step`. Override `reply` instead of `step` where it matters which turn said what."""
         return self.step(response.prompt, response.text)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return what happened since the last call and belongs in events.jsonl, such as problems that were left out.
-        Each has an `event` and its details."""
+        """Return the events since the last call that belong in events.jsonl, such as problems that were left out.
+
+        Each event is a dict with its name under `event` and its details under further keys.
+        """
         return []
 
     def close(self) -> None:
-        """Free what scoring holds, such as processes; nothing is scored afterwards. A second call does nothing."""
+        """Free what scoring uses, such as processes; nothing is scored afterwards. A second call does nothing."""
         return None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Tensor) -> str:
     """Decode a response for a task: special tokens removed, spaces left as they are."""
     text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return str(text)  # one text of one list of tokens, which the library's type does not say
+    return str(text)  # already a str; the library's type also allows a list of them
 
 
 def decoded_response(
@@ -112,7 +118,8 @@ def decoded_response(
     Args:
         token_ids: [T] int64.
         sampled_mask: [T] bool, False at the tokens of the environment, which stand between two turns of the model.
-        turn_end_token_ids: the task's; a response that was cut behind one of them has a last turn that is complete.
+        turn_end_token_ids: tokens that end a turn of the task. Where a response was cut after such a token, its last
+            turn counts as complete.
     """
     text = decode(tokenizer, token_ids)
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
@@ -122,12 +129,11 @@ def decoded_response(
 
 
 class PromptStream:
-    """Draws prompts from one split without end, resumable from a saved state.
+    """An endless stream of prompts from one split, which can continue from a saved state.
 
-    A split with several sources is a mix of them: which one gives the next prompt is hashed from the seed and the
-    position, with chances in proportion to their weights. Within a source, or where there is only one, a finite one is
-    walked in a new order in each epoch, and an endless one by increasing index.
-    The state is the number of prompts drawn; a resumed stream goes on with the next prompt.
+    Where a split has several sources, the source of the next prompt is hashed from the seed and the position in the
+    stream, with chances in proportion to the weights of the sources. A finite source is walked in a new order in each
+    epoch, an endless source by increasing index. The state is the number of prompts drawn.
 
     Raises:
         DataError: a source has no problems.
@@ -142,11 +148,11 @@ class PromptStream:
         self._seeds = [seed] if len(numbers) == 1 else [fold_in(seed, "source", number) for number in numbers]
         self._ends = list(accumulate(source.weight for source in self._sources))
         self._key = fold_in(seed, "mix")
-        self._drawn = [0 for _ in numbers]  # prompts of each source so far
+        self._drawn = [0 for _ in numbers]  # number of prompts drawn from each source so far
         self._orders = [(-1, [0]) for _ in numbers]  # epoch of each source, and the order of its problems in it
 
     def next(self, n: int) -> list[Prompt]:
-        """Return the next `n` prompts; in a finite source the uid of each ends with its epoch."""
+        """Return the next `n` prompts; the uid of a prompt from a finite source ends with the epoch, as in `@0`."""
         return [self._prompt(*self._draw()) for _ in range(n)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +163,7 @@ class PromptStream:
         """Continue after the prompts of a saved state.
 
         Raises:
-            DataError: the sources have other numbers of problems, so the next prompts would be others.
+            DataError: a source has another number of problems than before, so the next prompts would be others.
         """
         if (before := state["sizes"]) != self._sizes:
             raise DataError(
@@ -169,7 +175,7 @@ class PromptStream:
             self._draw()
 
     def _draw(self) -> tuple[int, int]:
-        """Draw the source of the next prompt; return its number, and how many prompts of it were drawn before."""
+        """Draw the source of the next prompt; return its number, and how many prompts that source gave before."""
         point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
         number = min(bisect_right(self._ends, point), len(self._ends) - 1)
         self._drawn[number] += 1
@@ -180,10 +186,12 @@ class PromptStream:
         source = self._sources[number]
         if source.size is None:
             return source.prompt(source.first + index)
+
         epoch, offset = divmod(index, source.size)
         if epoch != self._orders[number][0]:
             order = list(range(source.size))
             random.Random(f"{self._seeds[number]}/{epoch}").shuffle(order)
             self._orders[number] = (epoch, order)
+
         prompt = source.prompt(self._orders[number][1][offset])
         return replace(prompt, uid=f"{prompt.uid}@{epoch}")

@@ -1,4 +1,4 @@
-r"""Lists public data sets for training and evaluation by name.
+r"""A list of public data sets for training and evaluation, by name.
 
 Names, columns and sizes on the hub are as public code and model cards use them in 2026. Tests read local copies and
 fetch nothing; uncertain facts are noted at the entry. A local copy has the hub's columns or `problem` and `answer`.
@@ -13,19 +13,19 @@ AnswerFormat = Literal["plain", "hashes", "boxed"]  # see `DataConfig.answers`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkSplit:
-    """Describes one split of a benchmark."""
+    """The address of one split of a benchmark."""
 
-    split: str  # its name on the hub
-    file: str  # its file name in the folder JACKPOT_DATA
+    split: str  # name of the split on the hub
+    file: str  # name of a local copy in the folder JACKPOT_DATA
     size: int  # number of problems, as published
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """Describes where a data set is and how its rows are read."""
+    """A description of a data set: where it is, and which columns hold problem, answer and id."""
 
     hub: str  # OWNER/NAME
-    subset: str | None = None  # on the hub
+    subset: str | None = None  # name of the subset on the hub
     train: BenchmarkSplit | None = None
     test: BenchmarkSplit | None = None
     problem: tuple[str, ...] = ("problem",)  # column names; the first one present is used

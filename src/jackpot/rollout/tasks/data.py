@@ -1,9 +1,8 @@
-"""Finds the source of problems that settings name, and gives access to its problems by index.
+"""Sources of problems, as the settings name them, and access to their problems by index.
 
 A source is a benchmark, a file or folder, or a data set of the Hugging Face hub. Rows without an answer, rows whose
-answers are too long to be verified and rows whose prompt is too long are left out and counted. The tokenizer is judged
-by the prompts: those with text for which it has no tokens are counted, and it is refused where they are half of all or
-more.
+answers are too long to be verified and rows whose prompt is too long are left out and counted. Prompts with text for
+which the tokenizer has no tokens are counted too; a tokenizer that lacks tokens for half of the prompts is refused.
 """
 
 import os
@@ -28,26 +27,26 @@ DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local co
 HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack some
 _BATCH = 256  # rows filtered together
-# What is counted of rows: those read, those left out by reason, and those that are kept although no verifier can read
-# their answer, or the tokenizer a part of their prompt.
+# Names of the counts of rows: rows read; rows left out, by reason; and rows that are kept although no verifier can read
+# the answer, or the tokenizer a part of the prompt.
 COUNTED = ("rows", "without_answer", "long_answer", "too_long", "unreadable_answer", "unknown_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Reads the rows of a data source, each time the same rows in the same order."""
+    """A source of problems, whose rows are read in the same order each time."""
 
     name: str  # for uids and messages
-    records: Callable[[], Iterator[Record]]  # starts reading from the first row
+    records: Callable[[], Iterator[Record]]  # called to read from the first row
     benchmark: Benchmark  # defaults for the settings that are left open
     settings: DataConfig
     is_local: bool  # False: on the hub, which is contacted when rows are read
 
     def rows(self) -> Iterator[DataRow]:
-        """Yield every row up to `limit`.
+        """Yield every row, or the first `settings.limit` ones.
 
         Raises:
-            DataError: missing columns (lists those present), a row without a problem, or a value that is no text.
+            DataError: a column is missing (lists the columns there are), a row has no problem, or a value is no text.
         """
         records = islice(self.records(), self.settings.limit)
         first = list(islice(records, COLUMN_SAMPLE))
@@ -61,10 +60,10 @@ class DataSource:
 def find_source(settings: DataConfig, split: Split) -> DataSource:
     """Find the source that `task.train` or `task.test` names, without reading it.
 
-    A benchmark is read from its file in the folder JACKPOT_DATA if there is one, else from the hub.
+    A benchmark is read from a file in the folder JACKPOT_DATA if the file is there, else from the hub.
 
     Raises:
-        DataError: the source is neither a benchmark (lists them), nor a path, nor on the hub; or there is no such file.
+        DataError: the source is neither a benchmark (lists all), nor data of the hub, nor a path that exists.
     """
     name = settings.source
     if name in BENCHMARKS:
@@ -85,19 +84,19 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
 
 
 def is_address(source: str) -> bool:
-    """Return whether a source is data of the hub or a path, and not a name."""
+    """Return whether a source is a path or data of the hub, and not the name of a benchmark."""
     path = Path(source).expanduser()
     return source.startswith(HUB) or kind_of(path) is not None or "/" in source or path.exists()
 
 
 def source_name(source: str) -> str:
-    """Return the name of a source: the path of data of the hub, or the last part of a path without its kind."""
+    """Return the name of a source: OWNER/NAME of data of the hub, or the last part of a path without its ending."""
     path = Path(source).expanduser()
     return source.removeprefix(HUB) if source.startswith(HUB) else path.name.removesuffix(kind_of(path) or "")
 
 
 def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSource]:
-    """Find several sources; those of the same name are numbered, so that the ids of their problems differ.
+    """Find several sources; sources with equal names are numbered, so that the ids of their problems differ.
 
     Raises:
         DataError: as `find_source`.
@@ -116,7 +115,7 @@ _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="def
 
 
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
-    """Find a benchmark. One that has a single split uses it both for training and for testing."""
+    """Find the source of a benchmark; a benchmark's only split serves both for training and for testing."""
     benchmark = BENCHMARKS[name]
     parts = {part.split: part for part in (benchmark.train, benchmark.test) if part}
     wanted = settings.split or (getattr(benchmark, split) or next(iter(parts.values()))).split
@@ -145,17 +144,17 @@ def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, i
 
 
 class PromptSize(NamedTuple):
-    """Holds what the tokenizer makes of a prompt."""
+    """The length of a prompt in tokens, and whether the tokenizer knows all of its text."""
 
     tokens: int
-    has_unknown: bool  # whether it has no tokens for a part of the text
+    has_unknown: bool  # whether the tokenizer has no tokens for a part of the text
 
 
 Measure = Callable[[list[DataRow]], list[PromptSize]]
 
 
 class RowCounts(Counter[str]):
-    """Counts the rows of a source by `COUNTED`."""
+    """The counts of a source's rows, under the names of `COUNTED`."""
 
     @property
     def kept(self) -> int:
@@ -164,19 +163,19 @@ class RowCounts(Counter[str]):
 
     @property
     def left_out(self) -> int:
-        """Return the number of rows left out: without an answer, with one of more than `MAX_ANSWER_LENGTH` characters,
-        or with more prompt tokens than the limit."""
+        """Return the number of rows left out: their answer is missing or too long, or their prompt is too long."""
         return self["without_answer"] + self["long_answer"] + self["too_long"]
 
 
 class Problems:
-    """Holds all problems of a source in memory.
+    """All problems of a source, held in memory.
 
     Args:
+        measure: returns the size of the prompt of each row.
         limit: most tokens of a prompt; None: no limit.
 
     Raises:
-        DataError: as `DataSource.rows`; no problem is left; two rows have the same id (names both); or the tokenizer
+        DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or the tokenizer
             does not know the text of the prompts.
     """
 
@@ -201,10 +200,10 @@ class Problems:
 
 
 def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
-    """Yield the rows that can be used and count the others.
+    """Yield the rows that can be used as problems, and count all rows in `counts`.
 
     Raises:
-        DataError: no row can be used.
+        DataError: no row can be used, or the tokenizer does not know the text of the prompts.
     """
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):

@@ -1,4 +1,7 @@
-"""Makes a task of an environment with `reset` and `step`, as Gymnasium's. See docs/own-problem.md."""
+"""The task made of an environment with `reset` and `step`, such as an environment of Gymnasium.
+
+The user's environment is a class that the settings name. See docs/own-problem.md.
+"""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -16,29 +19,29 @@ MAX_SEED = 2**31
 
 
 class EpisodeEnvironment(Protocol):
-    """Says what an environment has to have; Gymnasium's with text have it. `close`, if there is one, is called too."""
+    """The methods that an environment must have, as text environments of Gymnasium do. `close` is optional."""
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin the episode of this seed: return its first observation, and details, which are not read."""
+        """Begin the episode of a seed; return the first observation, and details, which are not read."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Return observation, reward, whether the episode has ended, whether it was cut off, and details."""
+        """Take an action; return observation, reward, whether the episode ended or was cut off, and unread details."""
         ...
 
 
 class _Played(NamedTuple):
-    observation: str  # the last one
-    reward: float  # sum of all rewards
+    observation: str  # the last observation
+    reward: float  # sum of the rewards so far
     has_ended: bool
 
 
 class EnvironmentTask(Task):
-    """Runs an episode for each response: a prompt is the first observation, each turn of the model is an action.
+    """A task with an episode for each response: the prompt is the first observation, a turn of the model is an action.
 
     Nothing is kept between two turns: each time the episode is played again from its seed with the actions so far, so
-    that an episode survives a stop of the run. The same seed and actions must therefore give the same observations, and
-    an episode of n turns costs n (n + 1) / 2 steps of the environment, and n more for its score.
+    that an episode survives a stop of the run. Equal seeds and actions must therefore give equal observations, and an
+    episode of n turns costs n (n + 1) / 2 steps of the environment, and n more for its score.
 
     Raises:
         ConfigError: the environment cannot be imported.
@@ -56,7 +59,7 @@ class EnvironmentTask(Task):
         """Return None: there is an episode for every seed."""
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return the first observation of an episode; its seed is hashed from the split and the index."""
+        """Return the first observation of an episode as a prompt; the episode's seed is hashed from split and index."""
         uid = f"environment/{split}/{index}"
         text = self._template.text(self._play(uid, ()).observation)
         return Prompt(uid=uid, text=text, answer="", token_ids=tuple(self._template.token_ids(text)))
@@ -67,17 +70,17 @@ class EnvironmentTask(Task):
         return None if played.has_ended else self._template.reply(played.observation)
 
     def scores(self, responses: list[DecodedResponse]) -> list[Score]:
-        """Return the sum of each episode's rewards; a turn that was cut at the limit is no action."""
+        """Score each response by the sum of its episode's rewards; a turn that was cut at the limit is no action."""
         actions = [one.turns if one.last_turn_ended else one.turns[:-1] for one in responses]
         rewards = [self._play(one.prompt.uid, turns).reward for one, turns in zip(responses, actions, strict=True)]
         return [Score(reward=reward, correct=reward >= self._settings.solved) for reward in rewards]
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score a response of one turn as `scores` does."""
+        """Score a response of a single turn by the rewards of its episode."""
         return self.scores([DecodedResponse(prompt, response, finished, (response,), finished)])[0]
 
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
-        """Play the episode of a prompt from its beginning."""
+        """Play the episode of the prompt `uid` from its beginning, and close the environment."""
         seed, total, has_ended, taken = fold_in(uid) % MAX_SEED, 0.0, False, 0
 
         try:

@@ -1,7 +1,7 @@
-"""Scores answers to problems of reasoning-gym, in a worker process.
+"""Scoring of answers to problems of reasoning-gym, in a worker process.
 
-The library is imported with this file, so that a worker is not ready before: the time limit of an answer is for its
-score alone. A first import takes seconds, on a busy machine more than the limit.
+A worker counts as ready only once this file, and with it the library, is imported. So the time limit of an answer does
+not include that import, which takes seconds, on a busy machine more than the limit.
 """
 
 import json
@@ -13,7 +13,7 @@ import reasoning_gym
 
 
 def score_answer(*, name: str, arguments: Mapping[str, Any], number: int, answer: str) -> float:
-    """Return the library's score of an answer to problem `number` of the data set that these arguments make."""
+    """Return the library's score, 0 to 1, of an answer to problem `number` of the data set `name` with `arguments`."""
     data = _data_set(name, json.dumps(arguments, sort_keys=True))
     return float(data.score_answer(answer, data[number]))
 

@@ -1,4 +1,7 @@
-"""Defines the math task: problems with one final answer, such as those of GSM8K and MATH. See docs/own-problem.md."""
+"""The math task: problems with one final answer, such as the problems of GSM8K and MATH. See docs/own-problem.md.
+
+Its problems come from benchmarks, files or the hub (`data.py`); rewards and verifier score its responses.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -29,13 +32,13 @@ _log = logging.getLogger(__name__)
 
 
 class Math(Task):
-    """Provides the problems of `settings.train` and `settings.test` as prompts, and scores responses by the rewards.
+    """The task of `settings.train` and `settings.test`: their problems as prompts, responses scored by the rewards.
 
     A split is read on its first use. Reward workers start with the first response, or at once where the settings name a
     reward function of the user, which must be importable.
 
     Args:
-        reward_fn: a reward to share, which the caller closes; None: the task makes and closes its own.
+        reward_fn: a reward shared with other tasks, which the caller closes; None: the task makes and closes a reward.
         splits: splits that the task has.
 
     Raises:
@@ -58,20 +61,20 @@ class Math(Task):
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
         self._problems: dict[Split, list[Problems]] = {}
-        self._reported: set[Split] = set()  # splits of which `take_events` has told
+        self._reported: set[Split] = set()  # splits whose events `take_events` has returned
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
     def size(self, split: Split) -> int:
-        """Return the number of problems left in the split, of all its sources."""
+        """Return the number of usable problems of all sources of a split."""
         return sum(problems.size for problems in self._problems_of(split))
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return problem number `index` of all sources one after the other, with the uid SOURCE/SPLIT/ID.
+        """Return problem `index` of a split, counted through all sources in turn, with the uid SOURCE/SPLIT/ID.
 
         Raises:
-            DataError: there is no such problem, or as `Problems`.
+            DataError: the split has no such problem, or as `Problems`.
         """
         offset = index
         for number, problems in enumerate(self._problems_of(split)):
@@ -103,19 +106,19 @@ class Math(Task):
         )
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score one response as `scores` does."""
+        """Score one response with the task's `RewardFn`."""
         return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
-        """Score responses with the task's `RewardFn`."""
+        """Score responses with the task's `RewardFn`, in their order."""
         return self.reward_fn.scores(responses, self._settings.decides)
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
-        """Begin to score responses, with the limit on waiting that rollout batches have."""
+        """Begin to score responses; the returned function waits for the scores, at most `reward_batch_timeout`."""
         return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return one event for each source that was read, once, with the counts of rows read and left out."""
+        """Return an event for each source that was read since the last call: how many rows were read and left out."""
         events = []
         for split, of_split in self._problems.items():
             if split in self._reported:
@@ -134,7 +137,7 @@ class Math(Task):
 
     @cached_property
     def reward_fn(self) -> RewardFn:
-        """Return the reward of this task, which other tasks with the same rewards may share."""
+        """Return the reward of this task, made at the first access; other tasks may share it."""
         own = self._settings
         limits = {"workers": own.reward_workers, "timeout": own.reward_timeout}
         return self._shared_reward_fn or RewardFn(own.rewards, **limits, verdict=own.decides)
@@ -143,11 +146,13 @@ class Math(Task):
         """Return the problems of each source of a split, read on the first call."""
         if split not in self._sources:
             raise DataError(unknown_name("split", split, self._sources))
+
         if split not in self._problems:
             limit = self._settings.max_prompt_tokens
             self._problems[split] = [Problems(source, self._measure, limit) for source in self._sources[split]]
             for source, problems in zip(self._sources[split], self._problems[split], strict=True):
                 _warn(source.name, split, problems.counts, limit)
+
         return self._problems[split]
 
     def _measure(self, rows: list[DataRow]) -> list[PromptSize]:
@@ -171,8 +176,7 @@ def make_benchmark(
 
 
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:
-    """Log a warning about rows left out and about answers and text that cannot be read; those of a stream are counted
-    in events.jsonl as it is read."""
+    """Log warnings about rows that were left out, and about answers and text that cannot be read."""
     named = f"{name} ({split})"
 
     if counts["unreadable_answer"]:

@@ -1,8 +1,8 @@
-"""Problems of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), a library that generates and scores them.
+"""The task of reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760), a library that generates and scores problems.
 
-A problem is a pure function of the data set's settings, the split and an index. Its split is the one that the hash of
-its question selects, so no test question is a training question. Answers are scored by the library, in worker
-processes with a time limit; a data set whose scorer would execute what a model wrote is refused.
+A problem is a pure function of the data set's settings, the split and an index. The hash of its question selects the
+split, so no test question is a training question. The library scores answers in worker processes with a time limit; a
+data set whose scorer would execute what a model wrote is refused.
 """
 
 import inspect
@@ -25,13 +25,13 @@ from jackpot.rollout.tasks.base import PromptSource, Split, Task
 from jackpot.rollout.tasks.templates import Template
 
 TEST_SHARE = 0.1  # share of questions in the test split
-PROBLEMS = 20_000  # problems that a data set is asked for, the most that all of them generate
+PROBLEMS = 20_000  # problems that a data set is asked for: every data set of the library can generate so many
 _SCORER = "jackpot.rollout.tasks.gym_scorer:score_answer"
 _EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 
 class ReasoningGym(Task):
-    """Mixes endless problems of several data sets; the reward is the score that the library gives, from 0 to 1.
+    """A task of endless problems from several data sets; the reward is the score that the library gives, from 0 to 1.
 
     Raises:
         ConfigError: reasoning-gym is not installed.
@@ -54,7 +54,7 @@ class ReasoningGym(Task):
         """Return None: both splits are endless."""
 
     def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
-        """Return each data set with its weight."""
+        """Return each data set as a source with its weight."""
         first = self.first_index(split, seed)
         return [
             PromptSource(data.weight, None, partial(self._prompt, split, source), first)
@@ -67,15 +67,15 @@ class ReasoningGym(Task):
         return self._prompt(split, source, index_of_source)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score one response as `scores` does."""
+        """Score one response with the library."""
         return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
-        """Score responses; the last match of `answer_regex` counts, else all of the response."""
+        """Score responses; the answer is the last match of `answer_regex`, or the whole response without a match."""
         return self.start_scoring(responses)()
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
-        """Begin to score responses in worker processes."""
+        """Begin to score responses in worker processes; the returned function waits for the scores."""
         wait = self._pool.submit([self._item(response) for response in responses])
         return lambda: [self._score(result) for result in wait()]
 
@@ -84,7 +84,10 @@ class ReasoningGym(Task):
         self._pool.close()
 
     def _prompt(self, split: Split, source: int, index: int) -> Prompt:
-        """Return problem `index` of a split of one data set."""
+        """Return problem `index` of a split of one data set.
+
+        Problems are tried in hashed order until the question of one belongs to the split.
+        """
         attempt, problem, number = 0, None, 0
         while problem is None or _split_of(problem) != split:
             number = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
@@ -138,10 +141,10 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a data set is made with, here and in the workers."""
+    """Return the arguments that make a data set, equal in this process and in the workers."""
     return {"seed": 0, "size": PROBLEMS, **kwargs}
 
 
 def _split_of(problem: Mapping[str, Any]) -> Split:
-    """Return the split that a problem belongs to, by its question."""
+    """Return the split of a problem, which the hash of its question selects."""
     return "test" if fold_in("reasoning_gym", problem["question"]) / 2**64 < TEST_SHARE else "train"

@@ -1,4 +1,4 @@
-"""Makes tasks and evaluation sets by name.
+"""Construction of tasks and of evaluation sets by name.
 
 Status: supported.
 """
@@ -42,7 +42,7 @@ def make_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
 
 def set_name(benchmark: str) -> str:
-    """Return the name under which the results of a benchmark stand: for a path, its last part without its kind."""
+    """Return the name under which results of a benchmark are reported: for a path, the last part without its ending."""
     return source_name(benchmark).rpartition("/")[2] if is_address(benchmark) else benchmark
 
 
@@ -50,7 +50,7 @@ def check_sets(benchmarks: Sequence[str]) -> None:
     """Check the benchmarks of an evaluation without reading them.
 
     Raises:
-        DataError: a name or a path does not exist (lists the names that do), or two have the same name.
+        DataError: a name or a path does not exist (lists the names that do), or two benchmarks have equal names.
     """
     for one in benchmarks:
         if one not in SETS and not is_address(one):
@@ -68,11 +68,11 @@ def make_sets(
     settings: SetsConfig,
     reward_fn: RewardFn | None = None,
 ) -> dict[str, Task]:
-    """Make one task for each benchmark, by its `set_name`; the set is its test split.
+    """Make a task for each benchmark, keyed by `set_name`; the evaluation set is the task's test split.
 
     Args:
         benchmarks: names of `SETS`, and files, folders or data of the hub with problems.
-        reward_fn: the reward of the benchmarks, which the caller closes; None: the first benchmark's is shared by all.
+        reward_fn: the reward of all benchmarks, which the caller closes; None: all share that of the first benchmark.
 
     Raises:
         DataError: as `check_sets`, or as `Math`.

@@ -1,8 +1,8 @@
-"""Reads rows of files and of data sets on the hub, and the problem, right answers and id of each from its columns.
+"""Reading of rows from files and from the hub, and of each row's problem, right answers and id from its columns.
 
-A record is a row as it stands in the file, with its file and line for messages: `problems.jsonl line 17`. Each call
-reads from the first row to the last; all but JSON are read piece by piece. Columns may have the forms in which
-published data has them:
+A record is a row as it stands in the file, with file and line for messages: `problems.jsonl line 17`. Each call reads
+from the first row to the last; all kinds of file but `.json` are read piece by piece. Columns may have the forms that
+published data has:
 
 | of a row | forms |
 |---|---|
@@ -12,8 +12,8 @@ published data has them:
 | options of multiple choice | a list, a mapping from label to text, lists `text` and `label`, or one column for each |
 | answer to multiple choice | a letter or label, the number of the option from 0, or its text; it becomes `(B) text` |
 
-`datasets` does not read local files here: its readers name neither file nor line of what is damaged, fill up a short
-row of CSV with nothing, and make 7 of an answer that stands there as 007.
+The library `datasets` does not read local files here, because its readers name neither file nor line of a damaged row,
+fill up a short row of CSV with nothing, and turn the answer 007 into 7.
 """
 
 import csv
@@ -44,9 +44,9 @@ _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
 _BATCH = 64  # rows of parquet that are read at once
-LARGEST_JSON = 2**31  # bytes of a file that is one list; a row a line, .jsonl, has no such limit
-LONGEST_LINE = 64 * 2**20  # bytes of a row in a file with a row a line
-_LARGEST_NUMBER = 10**300  # in absolute value, of one that is an answer or an id
+LARGEST_JSON = 2**31  # bytes of a .json file, which is one list; .jsonl, with one row a line, has no such limit
+LONGEST_LINE = 64 * 2**20  # bytes of a row in a file with one row a line
+_LARGEST_NUMBER = 10**300  # largest absolute value of a number that is an answer or an id
 _MAX_LISTED = 5  # files named in a message
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
 _ABSENT = object()
@@ -54,17 +54,17 @@ _log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
-    """Holds one row of a file or data set, before its columns are interpreted."""
+    """A row of a file or data set, before its columns are interpreted."""
 
     where: str  # file or data set and row number, for messages
     values: Mapping[str, Any]  # by column
 
 
 class _OpenFile:
-    """A file that is read, and how many of its lines or rows are done with."""
+    """An open file of rows, with the number of lines or rows that have been read."""
 
     def __init__(self, path: Path, content: Any) -> None:
-        """Take over a binary file, which expands what stands at `path` where that is compressed."""
+        """Take over `content`, the binary file at `path`, decompressed where the file is compressed."""
         self.content, self.done = content, 0
         self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
 
@@ -112,11 +112,11 @@ def _parquet(file: _OpenFile) -> Iterator[Any]:
 
 
 class _Kind(NamedTuple):
-    """Describes a kind of file with rows."""
+    """A kind of file with rows, such as CSV."""
 
     rows: Callable[[_OpenFile], Iterator[Any]]
-    unit: str  # what its rows are counted in
-    form: str  # what it holds, for messages
+    unit: str  # what messages count its rows in: line or row
+    form: str  # description of the content, for messages
 
 
 _KINDS = {
@@ -130,12 +130,12 @@ _KINDS = {
     ),
     ".parquet": _Kind(_parquet, "row", f"a table with text in UTF-8, of which {_BATCH:,} rows are read at once"),
 }
-SUFFIXES = tuple(_KINDS)  # of the first three with `GZIP` too
+SUFFIXES = tuple(_KINDS)  # the first three may also be followed by `GZIP`
 _LISTED = f"{', '.join(SUFFIXES)} (the first three also with {GZIP})"
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the ending that says what a file holds, such as `.jsonl` or `.csv.gz`; None for other files."""
+    """Return the ending that says which kind of rows a file holds, such as `.jsonl` or `.csv.gz`; None for others."""
     ending = "".join(path.suffixes[-2:]) if path.suffix == GZIP else path.suffix
     return ending if ending.removesuffix(GZIP) in SUFFIXES and ending != f".parquet{GZIP}" else None
 
@@ -144,7 +144,7 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
     """Yield every row of every file, in order.
 
     Raises:
-        DataError: a file cannot be read, or its content does not fit its suffix; names the line or row.
+        DataError: a file cannot be read, or the content does not fit the file's ending; names the line or row.
     """
     for path in files:
         suffix = kind_of(path) or ""
@@ -157,7 +157,7 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
                     if not isinstance(row, Mapping):
                         raise ValueError(f"{row!r:.80} is no row")
                     yield Record(f"{path} {kind.unit} {file.done + 1}", row)
-        except Exception as error:  # of json, csv, gzip, zlib, pyarrow, and of the disk
+        except Exception as error:  # json, csv, gzip, zlib, pyarrow and the disk have no common error class
             done = file.done if file else 0
             where = f"{path} {kind.unit} {done + 1}" if done or (file and kind.unit == "line") else path
             raise DataError(
@@ -170,15 +170,16 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     """Return the file at `path`, or the files of one split in the folder at `path`, sorted by name.
 
     A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`, `train2.jsonl`,
-    `train-00000-of-00002.parquet`), or else of the name of the nearest folder above it that names one. Without `split`,
-    return the files of `usual_split` where any file names a split (a warning lists those that name none), and all files
-    where none does. Case does not matter.
+    `train-00000-of-00002.parquet`), or else a word of the name of the nearest folder above that names a split. Case
+    does not matter. Without `split`, the files of `usual_split` are returned where any file names a split (a warning
+    lists the files that name none), and all files where no file names a split.
 
     Raises:
-        DataError: nothing at `path`, an unknown kind of file, or no file of that split (lists the files present).
+        DataError: nothing at `path`, an unknown kind of file, or no file of the split (lists the files there are).
     """
     if path.is_file() and kind_of(path):
         return [path]
+
     files = [
         file
         for file in sorted(path.rglob("*"))
@@ -191,6 +192,7 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     nameless = [file for file in files if not _SPLIT.search(str(file.relative_to(path)))]
     if split is None and nameless == files:
         return files
+
     wanted = split or usual_split
     chosen = [file for file in files if _is_of(file.relative_to(path), wanted)]
     if not chosen:
@@ -208,15 +210,15 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether the innermost part of the path that names a split names this one."""
-    before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 is of train
+    """Return whether a path belongs to a split: the innermost part that names any split names this split."""
+    before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 belongs to train
     wanted = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
     innermost = next((part for part in reversed(path.parts) if wanted.search(part) or _SPLIT.search(part)), "")
     return bool(wanted.search(innermost))
 
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
-    """List the first files for a message."""
+    """List the first files, and how many more there are, for a message."""
     names = [str(file.relative_to(folder)) for file in files]
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
@@ -227,10 +229,10 @@ def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterato
 
     Args:
         path: OWNER/NAME, or another path that `datasets.load_dataset` takes.
-        instead: for error messages, what to do without the hub.
+        instead: advice for error messages on what to do without the hub.
 
     Raises:
-        DataError: the package is missing, the data set cannot be fetched, or it has no such subset or split.
+        DataError: the package `datasets` is missing, or the data set cannot be fetched or has no such subset or split.
     """
     name, number = f"{path} ({', '.join(filter(None, [subset, split]))})", 0
     try:
@@ -238,8 +240,8 @@ def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterato
 
         for number, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
             yield Record(f"{name} row {number}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
-    except Exception as error:  # of datasets, huggingface_hub, httpx, fsspec, pyarrow
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some contain the traceback of another process
+    except Exception as error:  # datasets, huggingface_hub, httpx, fsspec and pyarrow have no common error class
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some errors contain a traceback
         raise DataError(
             f"{name} cannot be fetched from the hub, after row {number}: {said}. It needs the package datasets "
             f"({install('train')}). Check its name, subset and split, and the connection (a private one needs "
@@ -248,7 +250,7 @@ def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterato
 
 
 class Message(NamedTuple):
-    """Holds one message of a chat."""
+    """A message of a chat."""
 
     role: str
     content: str
@@ -258,7 +260,7 @@ Problem = str | tuple[Message, ...]
 
 
 class DataRow(NamedTuple):
-    """Holds one problem as read from a data source."""
+    """A problem as read from a data source."""
 
     uid: str
     problem: Problem
@@ -267,7 +269,7 @@ class DataRow(NamedTuple):
 
 
 def append(problem: Problem, text: str) -> Problem:
-    """Put a text after a problem: after its last message where it is a chat."""
+    """Put a text after a problem; where the problem is a chat, after its last message."""
     if isinstance(problem, str):
         return problem + text
     return (*problem[:-1], problem[-1]._replace(content=problem[-1].content + text))
@@ -276,10 +278,13 @@ def append(problem: Problem, text: str) -> Problem:
 def make_reader(
     first: Sequence[Record], benchmark: Benchmark, settings: DataConfig
 ) -> Callable[[int, Record], DataRow]:
-    """Return the function that reads a row by its number, with the columns that the first rows have.
+    """Choose the columns by what the first rows have, and return the function that reads a record into a `DataRow`.
+
+    The function takes the number of the row, from 0, and the record. It raises DataError for a row that has no problem,
+    or a value that is no text.
 
     Raises:
-        DataError: a column is missing (lists those present).
+        DataError: a column is missing (lists the columns there are).
     """
     chosen, column = settings.columns, partial(_column, first)
     problems = [chosen.problem] if chosen.problem else benchmark.problem
@@ -320,7 +325,7 @@ def make_reader(
 
 
 def _lookup(values: Any, path: str, default: Any = None) -> Any:
-    """Return the value at a column's name or dotted path; `default` where there is none."""
+    """Return the value at a column's name or dotted path, or `default` where the row has no such value."""
     is_name = isinstance(values, Mapping) and path in values
     for name in [path] if is_name else path.split("."):
         try:
@@ -331,11 +336,11 @@ def _lookup(values: Any, path: str, default: Any = None) -> Any:
 
 
 def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> str:
-    """Return the first candidate that is a column of the first rows."""
+    """Return the first candidate that is a column of the first rows, for the `role` problem, answer, options or uid."""
     for name in candidates:
         if any(_lookup(record.values, name, _ABSENT) is not _ABSENT for record in first):
             return name
-    names = {  # of nested values the paths into them, one level deep
+    names = {  # for the message: names of columns, and for nested values the paths one level into them
         f"{name}.{key}" if key else name
         for record in first
         for name, value in record.values.items()
@@ -348,7 +353,7 @@ def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> st
 
 
 def _needed(role: str, column: str, value: Any) -> Any:
-    """Return a value that every row has."""
+    """Return a value that every row must have, or raise DataError where the row has none."""
     if value is None:
         raise DataError(
             f"column {column!r} is empty; every row needs {'an id' if role == 'uid' else f'a {role}'}: fill it in, "
@@ -359,7 +364,10 @@ def _needed(role: str, column: str, value: Any) -> Any:
 
 
 def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
-    """Return a problem as text, joined where columns stand in braces, or as chat messages; None where it is empty."""
+    """Return a row's problem, as text or chat messages; None where it is empty.
+
+    In a `column` such as `{Body} {Question}` each name in braces is replaced by the value of that column.
+    """
     if _IN_BRACES.search(column):
         return _IN_BRACES.sub(lambda match: _text(_lookup(values, match[1]), match[1]) or "", column).strip() or None
     value = _lookup(values, column)
@@ -375,7 +383,7 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
 
 
 def _message(value: Any, column: str) -> Message:
-    """Return a chat message; its content may be a list of parts, as long as all are text."""
+    """Return a chat message, whose content may be a list of parts, as long as all parts are text."""
     role, content = (_lookup(value, name) for name in ("role", "content"))
     if isinstance(content, list) and all(_lookup(part, "type") == "text" for part in content):
         content = "".join(str(_lookup(part, "text", "")) for part in content)
@@ -388,12 +396,15 @@ def _message(value: Any, column: str) -> Message:
 
 
 def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Callable[[str, bool], str]]:
-    """Return the options of a row as they stand below its problem, one on each line after its letter, and the function
-    from an answer, and whether it is an integer, to letter and text of the option that it names.
+    """Return the text that lists a row's options below its problem, and a function that finds the option of an answer.
+
+    The text has a line for each option, `A. 142`. The function takes an answer and whether the data holds it as an
+    integer, and returns the reference that the verifier compares with, `(A) 142`.
 
     Raises:
-        DataError: fewer than 2 or more than 26 options, an empty one, or a value of another form.
+        DataError: fewer than 2 or more than 26 options, an empty option, or a value of another form.
     """
+    # Options stand in one column, with labels beside them or as keys or without labels, or each in a column.
     labels = None
     match [_lookup(values, name) for name in columns]:
         case [{"text": [*written]} as column]:
@@ -413,12 +424,14 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     plain = _unlabelled(options)
 
     def choose(answer: str, is_integer: bool) -> str:
+        # The answer may be a label, the text of an option, or a letter with punctuation, and last a number from 0.
         named = [(names, answer)]
         if not is_integer or labels is not None:
             named += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
         found = [texts.index(text) for texts, text in named if texts.count(text) == 1]
         if labels is None and answer.isdecimal():
             found.append(int(answer))
+
         if not found or found[0] >= len(plain):
             raise DataError(
                 f"the answer {answer!r:.80} is none of the {len(plain)} options ({', '.join(names)}); it is a label, a "
@@ -430,7 +443,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
 
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
-    """Return the options without the letters that the data writes before all of them: `A) 21` is `21`."""
+    """Return the options without their letters, where the data writes a letter before every option: `A) 21` is `21`."""
     matches = [
         re.fullmatch(rf"\(?{letter}[).:]\s*(.+)", option, re.DOTALL)
         for letter, option in zip(ascii_uppercase, options, strict=False)
@@ -449,7 +462,7 @@ def _text(value: Any, column: str) -> str | None:
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and _is_readable(value):
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
-    if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half a character
+    if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half of a surrogate pair
         raise DataError(
             f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number, below 1e300"
         )
@@ -457,12 +470,12 @@ def _text(value: Any, column: str) -> str | None:
 
 
 def _is_readable(number: float | Decimal) -> bool:
-    """Tell whether a number is finite, and no longer than any answer."""
+    """Tell whether a number is finite and below `_LARGEST_NUMBER`."""
     return (isinstance(number, int) or math.isfinite(number)) and abs(number) < _LARGEST_NUMBER
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return what the first group of a pattern's last match holds, or the whole match where it has no group."""
+    """Return the first group of a pattern's last match, or the whole match if the pattern has no group; else None."""
     *_, last = [None, *pattern.finditer(text)]
     return last and ((last[min(1, pattern.groups)] or "").strip() or None)
 
@@ -470,10 +483,10 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 def _last_boxed(text: str) -> str | None:
     r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a bare \boxed.
 
-    One pass from the left, with the braces that are open: data may hold thousands of boxes that are never closed.
+    The text is read once, with a stack of open braces, since data may hold thousands of boxes that are never closed.
     """
-    last: tuple[int, str] | None = None  # where the last box begins, and what it holds
-    opened: list[int | None] = []  # of every open brace: where its content begins if it is a box's, else None
+    last: tuple[int, str] | None = None  # position and content of the last box
+    opened: list[int | None] = []  # for every open brace: where the content of its box begins, None without a box
     for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)|(?<!\\)[{}]", text):
         if match[1] == "{":
             opened.append(match.end())

@@ -1,6 +1,6 @@
-"""Generates synthetic word problems as rows of a file of problems.
+"""Synthetic word problems, as rows of a file of problems.
 
-They stand in for data that is not on this machine, to try out whether a run works; they are not meant for learning.
+They stand in for data that is not on this machine, to try out whether a run works. A model learns nothing from them.
 """
 
 import random
@@ -17,14 +17,14 @@ _STORIES = (
 
 
 class SyntheticProblem(NamedTuple):
-    """Holds a word problem and its answer."""
+    """A word problem and its answer."""
 
     problem: str
     answer: str
 
 
 def synthetic_problem(number: int) -> SyntheticProblem:
-    """Return problem `number`; the same number always gives the same problem."""
+    """Return the problem with a number; equal numbers give equal problems."""
     draw = random.Random(f"made up/{number}")
     story = number % len(_STORIES)
     a, b = draw.randint(1, 50), draw.randint(1, 50)

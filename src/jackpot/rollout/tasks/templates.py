@@ -1,4 +1,4 @@
-r"""Turns a problem into the prompt text that the model continues.
+r"""Prompt templates, which turn a problem into the text that the model continues.
 
 `chat`: the chat template that comes with the tokenizer, with the problem and the instruction as the user's message:
 
@@ -33,15 +33,15 @@ from jackpot.core.limited import CPU_SECONDS, MEMORY, ends_in_limits
 from jackpot.rollout.tasks.data import PromptSize
 from jackpot.rollout.tasks.rows import Message, Problem, append
 
-_ENDED: dict[str, bool] = {}  # by chat template, whether it came to an end
-_SAID = "What the model said."  # found again in the text that a chat template makes
+_ENDED: dict[str, bool] = {}  # by chat template, whether it comes to an end within the limits of time and memory
+_SAID = "What the model said."  # an answer that can be found again in the text that a chat template makes
 
 
 class Template:
-    """Formats and tokenizes prompts with one tokenizer.
+    """A template with its tokenizer: it formats and tokenizes prompts.
 
     Raises:
-        DataError: for `chat`, the tokenizer has no chat template or one without a system prompt.
+        DataError: for `chat`, the tokenizer has no chat template, or one that takes no system prompt.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class Template:
         self._instruction, self._system_prompt = instruction, system_prompt
         has_bos = name != "chat" and tokenizer.bos_token_id in tokenizer.encode("")
         self._bos: list[Any] = [tokenizer.bos_token_id] if has_bos else []
+
         if self._format is chat and not _ends(str(tokenizer.chat_template), lambda: self.text("1+1")):
             raise DataError(
                 f"the tokenizer's chat template takes more than {CPU_SECONDS} s or {MEMORY:,} bytes for a question of "
                 f"three characters; look at it, take another tokenizer, or use `template: base`"
             )
+
         self.text("1+1")  # refuses a chat template that is missing or has no system prompt
 
     def text(self, problem: Problem) -> str:
@@ -67,7 +69,7 @@ class Template:
         return self._format(self._tokenizer, messages)
 
     def reply(self, text: str) -> str:
-        """Return what stands between the end of the model's turn and its next one, in which the user says `text`.
+        """Return the text between two turns of the model, in which the user says `text`.
 
         Raises:
             DataError: the chat template changes or leaves out what the model said before.
@@ -78,10 +80,10 @@ class Template:
         return following.lstrip().removeprefix(self._turn_end) if self._turn_end else following
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a turn of the model: the chat template's, if it has one, and end-of-sequence.
+        """Return the tokens that end a turn of the model: the chat template's, if there is one, and end-of-sequence.
 
         Raises:
-            DataError: there is neither, or the chat template changes or leaves out what the model said before.
+            DataError: no such token exists, or the chat template changes or leaves out what the model said before.
         """
         tokenizer = self._tokenizer
         names = [self._turn_end] if self._format is chat and self._turn_end else []
@@ -95,13 +97,13 @@ class Template:
 
     @cached_property
     def _turn_end(self) -> str:
-        """Return the special token that the chat template puts behind what the model said, or an empty text."""
+        """Return the special token that the chat template puts after a turn of the model, or an empty text."""
         following, tokens = self._after_said("1+1").lstrip(), self._tokenizer.added_tokens_decoder.values()
         ends = [token.content for token in tokens if token.special and following.startswith(token.content)]
         return max(ends, key=len, default="")
 
     def _after_said(self, text: str) -> str:
-        """Return what the chat template puts behind what the model said, where the user says `text` next."""
+        """Return what the chat template writes after a turn of the model when the user says `text` next."""
         messages = [Message("user", "1+1"), Message("assistant", _SAID), Message("user", text)]
         _, said, following = chat(self._tokenizer, messages).partition(_SAID)
         if not said:
@@ -116,7 +118,7 @@ class Template:
         return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=False)]
 
     def measure(self, texts: list[str]) -> list[PromptSize]:
-        """Return the size of each prompt; one call for many is several times faster."""
+        """Return the size of each prompt; one call for many prompts is several times faster than a call for each."""
         tokenize: Any = self._tokenizer
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = tokenize(texts, **options)["input_ids"] if texts else []
@@ -125,7 +127,7 @@ class Template:
 
 
 def _ends(template: str, ask: Callable[[], object]) -> bool:
-    """Tell whether a chat template comes to an end; it is tried once in a process, in a child."""
+    """Tell whether a chat template comes to an end; a child process tries each template once."""
     if template not in _ENDED:
         _ENDED[template] = ends_in_limits(ask)
     return _ENDED[template]
@@ -146,7 +148,7 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
     try:
         asked = [message._asdict() for message in messages]
         text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        return str(text)  # a text, since nothing is tokenized, which the library's type does not say
+        return str(text)  # already a str, since nothing is tokenized; the library's type also allows token ids
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         roles = ", ".join(message.role for message in messages)
         raise DataError(
@@ -163,7 +165,7 @@ def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Leave messages as they are, below each other."""
+    """Join messages with an empty line between two of them, without any frame."""
     return "\n\n".join(message.content for message in messages if message.content)
 
 

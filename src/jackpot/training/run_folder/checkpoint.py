@@ -1,17 +1,17 @@
-"""Write and read checkpoints: each one on the disk is complete, or is known not to be.
+"""Writing and reading of checkpoints, so that a checkpoint on the disk is complete or is known to be damaged.
 
     checkpoints/step-N/{policy,rollout_model,critic}/   plain save_pretrained folders
     checkpoints/step-N/moments/ROLE.safetensors         moments of the optimizers
-    checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with weights_only
+    checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with `weights_only`
     checkpoints/step-N/checksums.json                   size and sha256 of every other file
     checkpoints/last, checkpoints/best           links to one of them
     checkpoints/step-N.corrupt                   put there by `set_aside`; nothing reads or removes it
 
 N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a killed
-run leaves either all of it or a `.partial` folder that the next start removes. Checksums detect later damage.
+run leaves either a whole checkpoint or a `.partial` folder, which the next start removes. Checksums show later damage.
 
-Of several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and finds its checksums
-(`models.parts`). Rank 0 writes the rest, last of it checksums.json, and renames the folder when all ranks have written.
+With several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and computes checksums of
+its part (`models.parts`). Rank 0 writes the rest, checksums.json last, and renames the folder when all ranks are done.
 
 Status: supported.
 """
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Names the file of a checkpoint that differs from what was written, and says how."""
+    """The error of a checkpoint with a file that differs from what was written; it names the file and says how."""
 
     def __init__(self, folder: Path, file: str, why: str) -> None:
         super().__init__(f"{folder / file} {why}")
@@ -55,7 +55,7 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Names an intact checkpoint, every file of which matches its checksum."""
+    """An intact checkpoint: every file matches the file's checksum."""
 
     folder: Path
     state: dict[str, Any]  # content of state.pt
@@ -64,7 +64,7 @@ class Checkpoint:
         """Refuse to continue from the checkpoint of a run with other settings.
 
         Raises:
-            CheckpointError: settings that decide its numbers differ; lists them.
+            CheckpointError: settings that decide the run's numbers differ; lists them.
         """
         try:
             old = settings_of(build_config(json.loads(self.state["settings"])))
@@ -82,7 +82,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Writes, finds and prunes the checkpoints of one run; the `keep` newest ones stay, and the best."""
+    """The checkpoints of one run: they are written, found and pruned. The `keep` newest ones stay, and the best."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
@@ -103,14 +103,14 @@ class Checkpoints:
             state: what the run needs to continue, in addition to models and the learner's state.
 
         Raises:
-            CheckpointError: it cannot be written. Earlier checkpoints are untouched.
-            RankError: a rank that holds a part of the models is lost, and the run with it.
+            CheckpointError: the checkpoint cannot be written. Earlier checkpoints are untouched.
+            RankError: a rank that holds a part of the models is lost, so that the run cannot go on.
         """
         folder = self._step(iteration)
         partial = folder.with_name(folder.name + PARTIAL)
 
         try:
-            if not folder.exists():  # else what comes after the rename failed
+            if not folder.exists():  # else the checkpoint is complete, and only what comes after the rename failed
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = learner.save(partial, roles)
@@ -126,14 +126,14 @@ class Checkpoints:
             self._link("last", folder)
             if is_best:
                 self._link("best", folder)
-        except Exception as error:  # torch, safetensors and tokenizers each have another error for a full disk
+        except Exception as error:  # torch, safetensors and tokenizers have different errors for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, RankError):
                 raise
             raise CheckpointError(f"cannot write the checkpoint {folder}: {cause_of(error)}") from error
 
     def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
-        """Return the newest intact checkpoint, and the corrupt ones that are newer. Changes nothing on the disk.
+        """Return the newest intact checkpoint, and errors of newer, corrupt ones. Nothing on the disk changes.
 
         Raises:
             CheckpointError: the run has checkpoints, and all are corrupt.
@@ -157,10 +157,10 @@ class Checkpoints:
         return None, []
 
     def best(self) -> Path | None:
-        """Return the folder of the best checkpoint; None before there is one. Changes nothing on the disk.
+        """Return the folder of the best checkpoint, or None before there is one. Nothing on the disk changes.
 
         Raises:
-            CorruptCheckpoint: it differs from what was written.
+            CorruptCheckpoint: a file of the checkpoint differs from what was written.
         """
         link = self._folder / "best"
         if link.is_symlink() and len(link.readlink().parts) != 1:
@@ -173,12 +173,15 @@ class Checkpoints:
         return folder
 
     def set_aside(self, folder: Path) -> None:
-        """Rename a corrupt checkpoint to step-N.corrupt, so that it is no longer found or counted."""
+        """Rename a corrupt checkpoint to step-N.corrupt, so that nothing finds or counts it any more."""
         names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
     def restore_links(self, best: dict[str, float] | None) -> dict[str, float] | None:
-        """Point the links `last` and `best` where they belong, in case a kill came before they were written.
+        """Set the links `last` and `best` to the right checkpoints, in case a kill came before they were written.
+
+        Args:
+            best: iteration and accuracy of the best checkpoint, as saved in the state; None before there is one.
 
         Returns:
             `best` if its checkpoint still exists, else None.
@@ -202,7 +205,7 @@ class Checkpoints:
         if best.is_symlink():
             kept.add(best.readlink().name)
         for path in self._steps():
-            if path.name not in kept:  # rename first, so that no checkpoint is ever seen half removed
+            if path.name not in kept:  # rename it before removal, so that no checkpoint is ever seen half removed
                 path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
         self.remove_unfinished()
 
@@ -223,20 +226,20 @@ class Checkpoints:
     def _link(self, name: str, target: Path) -> None:
         link, new = self._folder / name, self._folder / f".{name}"
         if link.is_symlink() and link.readlink().name == target.name:
-            return  # nothing to write, and the disk may be full
+            return  # the link is right, and writing it again could fail on a full disk
         new.unlink(missing_ok=True)
         new.symlink_to(target.name)
         new.replace(link)
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run and prunes old ones.
+    """The schedule of a run's checkpoints: it writes those that are due, and prunes old ones.
 
-    One is due every `checkpoint.every` iterations, at the last iteration, where the policy is better than ever before,
-    which is tried twice, and one iteration after a checkpoint that could not be written.
+    A checkpoint is due every `checkpoint.every` iterations, at the last iteration, when the policy is better than ever
+    before (this is tried twice), and one iteration after a checkpoint that could not be written.
 
     Args:
-        folder: opened; counts the failures.
+        folder: the open run folder, which counts failures.
         state: content of the checkpoint that the run continues from; None for a new run.
     """
 
@@ -251,7 +254,7 @@ class Checkpointer:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
             for name, number in state["failed"].items():
-                folder.failed[name] += number  # this start may have counted one
+                folder.failed[name] += number  # added, since this start may already have counted a failure
             with folder.dispensable(self._saved, "removal of old checkpoints"):
                 self._checkpoints.remove_unfinished()
 
@@ -259,9 +262,9 @@ class Checkpointer:
         """Write the checkpoint of an iteration if one is due. A failure is counted and shown, and the run goes on.
 
         Args:
-            state: returns the state of the loop's other parts that a resumed run needs; called only where one is due.
-            value: accuracy of the policy after this iteration, or its mean reward where the task has no verdict; None
-                where it was not evaluated.
+            state: returns the rest of the state that a resumed run needs; called only where a checkpoint is due.
+            value: accuracy of the policy after this iteration, or its mean reward if the task has no verdict; None if
+                the policy was not evaluated.
         """
         self._value = value
         config = self._components.config.checkpoint
@@ -271,7 +274,7 @@ class Checkpointer:
             self._save(iteration, state())
 
     def save_last(self, iteration: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Write the checkpoint that a run ends with, unless it stands there already.
+        """Write the checkpoint that a run ends with, unless this iteration already has one.
 
         Raises:
             CheckpointError: it cannot be written; names the iteration that the run would continue from.
@@ -302,7 +305,7 @@ class Checkpointer:
         error = self._try(iteration, roles, state, is_best)
         if error:
             self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
-        if error and is_best:  # an iteration later the best policy is gone
+        if error and is_best:  # try at once, since one iteration later the best policy no longer exists
             error = self._try(iteration, roles, state, is_best)
         self._overdue = error is not None
         if error:
@@ -346,8 +349,8 @@ def config_of_run(model: str) -> Config | None:
 def resolve_model_path(model: str) -> str:
     """Return the path of a model: `model` itself, or for a run folder the path of its best policy.
 
-    The best policy has the highest accuracy on the run's own held-out problems (link `best`), which is not always the
-    last one. Without it, or where it is corrupt, it is the policy of the newest checkpoint that is intact.
+    The best policy has the highest accuracy on the run's held-out problems (link `best`), and need not be the last one.
+    Where no checkpoint is the best, or the best is corrupt, the policy of the newest intact checkpoint is returned.
 
     Raises:
         CheckpointError: the run has no checkpoint, or corrupt ones only.
@@ -390,7 +393,7 @@ def _verify(folder: Path) -> None:
             if read != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
 
-    except ForeignFileError as error:  # not damaged, so it is not set aside
+    except ForeignFileError as error:  # the file is not damaged, so the checkpoint is not set aside
         raise CheckpointError(
             f"{error}. A checkpoint is read from files inside of its folder; copy them there"
         ) from error
@@ -399,7 +402,7 @@ def _verify(folder: Path) -> None:
 
 
 def _flush(folder: Path, done: Collection[str]) -> None:
-    """Flush everything in `folder` but the files `done` to the disk, before the folder gets its final name."""
+    """Flush all files in `folder` to the disk, except `done`, before the folder gets its final name."""
     for path in folder.rglob("*"):
         if not path.is_file():
             flush_folder(path)

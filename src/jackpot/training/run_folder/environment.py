@@ -1,4 +1,7 @@
-"""environment.json says which program, packages and machine each start of a run had, and how many threads it uses."""
+"""The file environment.json, which records program, packages and machine of each start of a run, and its threads.
+
+A start that differs from the one before can so be reported, and a continued run keeps its number of threads.
+"""
 
 import json
 import os
@@ -15,14 +18,14 @@ from jackpot.core.foreign import parse_json, read_foreign
 from jackpot.core.package import version
 from jackpot.core.process_rank import process_rank
 
-FORMAT = 2  # number of the run folder's format, which rises when older versions could not continue a newer folder
+FORMAT = 2  # version of the run folder's format, raised when older programs could not continue a newer folder
 
 
 class Environment:
-    """Reads and extends environment.json: {"format", "threads", "starts": one entry for each start, oldest first}.
+    """The content of environment.json: {"format", "threads", "starts": one entry for each start, oldest first}.
 
     Args:
-        run: the run folder; a new one has no file yet.
+        run: the run folder; a new run folder has no environment.json.
 
     Raises:
         CheckpointError: the file is damaged, or of a later format.
@@ -39,15 +42,15 @@ class Environment:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """Return versions and machine of the newest start; empty for a new run."""
+        """Return versions and machine of the newest start, or an empty dict for a new run."""
         starts = self._content["starts"]
         return dict(starts[-1]) if starts else {}
 
     def add_start(self, iteration: int, threads: int) -> dict[str, tuple[Any, Any]]:
-        """Append this process, which continues after `iteration` (-1: a new run), and write the file.
+        """Append the start of this process, which continues after `iteration` (-1: a new run), and write the file.
 
         Returns:
-            What differs from the start before, as (before, now) by its name; empty for the first start.
+            Differences from the start before, (before, now) by name; empty for the first start.
         """
         before, now = self.newest, _environment()
         start = {"time": time.time(), "after_iteration": iteration} | now
@@ -57,7 +60,7 @@ class Environment:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the file; what a new run begins with where there is none."""
+    """Read environment.json, or return the content of a new run's file where there is none."""
     try:
         content = parse_json(read_foreign(path, inside=path.parent))
     except FileNotFoundError:
@@ -105,9 +108,9 @@ def _environment() -> dict[str, Any]:
 
 @cache
 def commit(file: str = __file__) -> str | None:
-    """Return the git commit that a file of the package belongs to, with -dirty where files have changed since.
+    """Return the git commit that a file of the package belongs to, with `-dirty` where files have changed since.
 
-    None where git does not know the file, as in an installed package, or where there is no git.
+    Return None where git does not know the file, as in an installed package, or where there is no git.
     """
     git = ["git", "-C", str(Path(file).parent)]
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -1,4 +1,4 @@
-"""The run folder holds everything that a run writes, and what a later start needs to continue it.
+"""The run folder holds everything that a run writes, and all that a later start needs to continue the run.
 
     config.yaml        resolved settings          environment.json   versions and machine of every start, threads
     metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
@@ -7,10 +7,10 @@
     ranks/             the newest command of each rank, where a run has several
     superseded/        lines and files of iterations that were run again, one folder for each start that found any
 
-Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric without any
-counted entry is null. A start removes nothing but half-written files: what it replaces goes to superseded/. A full disk
-does not end the run: lines wait in memory until there is room; a file of rollouts or of an evaluation is given up,
-counted and named in events.jsonl.
+Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric for which
+nothing was counted is null. A start removes nothing but half-written files; files that it replaces go to superseded/. A
+full disk does not end the run: lines wait in memory until there is room; a file of rollouts or of an evaluation is
+given up, counted, and named in events.jsonl.
 
 Status: supported.
 """
@@ -51,12 +51,12 @@ from jackpot.training.run_folder.trackers import (
 if TYPE_CHECKING:
     from jackpot.rollout.evaluate import Evaluation
 
-_HISTORY = "# after iteration"  # begins a comment of config.yaml about a setting that changed
+_HISTORY = "# after iteration"  # beginning of a comment in config.yaml about a setting that changed
 _log = logging.getLogger(__name__)
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Tell whether a folder is of `jackpot eval`: its config.yaml holds what was asked, not the settings of a run."""
+    """Tell whether `jackpot eval` wrote a folder: its config.yaml has the settings of an evaluation, not of a run."""
     path = folder / "config.yaml"
     return path.is_file() and b"\nasked:" in read_foreign(path)
 
@@ -105,16 +105,16 @@ Measure = Literal["accuracy", "reward"]
 
 
 def measure_of(values: Mapping[str, Any]) -> Measure | None:
-    """Return what an evaluation measures models by: accuracy, or mean reward where the task has no verdict.
+    """Return by what an evaluation ranks models: accuracy, or mean reward where the task has no verdict.
 
     Args:
-        values: metrics of an iteration by name; None is returned where they hold no evaluation.
+        values: metrics of an iteration by name. Without an evaluation among them, None is returned.
     """
     return next((one for one in get_args(Measure) if values.get(f"eval/policy_{one}") is not None), None)
 
 
 class RunFolder:
-    """Opens, continues and writes the folder of a run; one process at a time.
+    """The folder of a run, which one process at a time opens, continues and writes.
 
     `failed` counts, over the whole run, the checkpoints and other files that could not be written.
     """
@@ -141,7 +141,7 @@ class RunFolder:
             self._lock = hold_lock(self.path / ".lock")
 
     def give_up(self) -> None:
-        """Remove the lock of a start that failed before there was a run, and the folders that were made for it."""
+        """Remove the lock, and the folders that `lock` made, after a start that failed before there was a run."""
         if (self.path / "config.yaml").exists():
             return
         with suppress(OSError):
@@ -150,9 +150,9 @@ class RunFolder:
                 folder.rmdir()
 
     def check(self, config: Config) -> None:
-        """Refuse to continue a run with settings that its numbers are not of, or without its checkpoints.
+        """Refuse to continue a run with settings that would change its numbers, or without its checkpoints.
 
-        A run that has not trained may begin anew, with any settings.
+        A run that has not trained may begin anew with any settings.
 
         Raises:
             CheckpointError: settings differ that may not change, which are listed; the checkpoints of a run that has
@@ -188,14 +188,15 @@ class RunFolder:
             )
 
     def _check_checkpoints(self, before: Config, finished: int) -> None:
-        """Refuse finished iterations without a checkpoint, unless none was ever written.
+        """Refuse a run with finished iterations and no checkpoint, unless no checkpoint was ever written.
 
-        That is where a kill came before the first one was due, or where each one that was due could not be written: it
-        is tried again an iteration later, so as many failed as iterations followed. `start` makes the folder of the
-        checkpoints, so where it is missing, it was removed.
+        None was written if a kill came before the first was due, or if all that were due failed. A checkpoint that
+        failed is tried again an iteration later, so that then as many failed as iterations followed. A missing folder
+        of checkpoints was removed, since `start` makes it.
         """
         lines = self.read("metrics.jsonl")
-        evaluated = [line["iteration"] for line in lines if line["iteration"] and measure_of(line)]  # the first is best
+        # A checkpoint is due at the first evaluation in training too, because its policy is the best so far.
+        evaluated = [line["iteration"] for line in lines if line["iteration"] and measure_of(line)]
         first_due = min(before.checkpoint.every, before.iterations, *evaluated)
         failed = max((line.get("checkpoint/failed") or 0 for line in lines), default=0)
 
@@ -215,14 +216,14 @@ class RunFolder:
         )
 
     def start(self, config: Config, threads: int, iteration: int) -> int:
-        """Make the folder what a run is that continues after `iteration` (-1: a new run). `check` comes first.
+        """Prepare the folder for a run that continues after `iteration` (-1: a new run). Call `check` before.
 
         Lines and files of later iterations move to superseded/. Changed settings and another environment are recorded
         in config.yaml, environment.json and events.jsonl.
 
         Returns:
-            The number of threads to use. A continued run keeps those that it began with, unless the settings give
-            another number: sums in another order would not be bit-equal.
+            The number of threads to use. A continued run keeps its number of threads, unless the settings give another,
+            because other threads sum in another order and results would not be bit-equal.
 
         Raises:
             ConfigError: Weights & Biases refuses a new run, or cannot be reached. A continued run goes on without it.
@@ -265,7 +266,7 @@ class RunFolder:
 
     @cached_property
     def _superseded(self) -> Path:
-        """The folder of this start in superseded/, which is made when something first goes there. Nothing reads it."""
+        """Return the folder of this start in superseded/, made when a file first goes there. Nothing reads it."""
         folders = (self.path / "superseded" / str(number) for number in itertools.count(1))
         folder = next(folder for folder in folders if not folder.exists())
         folder.mkdir(parents=True)
@@ -280,7 +281,7 @@ class RunFolder:
                 path.rename(target)
 
     def rewind(self, iteration: int) -> None:
-        """Move what is of iterations after `iteration`, where the run continues, to superseded/; -1 moves all."""
+        """Move lines and files of iterations after `iteration`, where the run continues, to superseded/ (-1: all)."""
         with checkpoint_error_in(self.path):
             for name in ("metrics.jsonl", "events.jsonl"):
                 self._cut(name, iteration)
@@ -321,7 +322,7 @@ class RunFolder:
             write_whole(path, b"".join(kept))
 
     def check_in_place(self) -> None:
-        """Refuse to go on where the folder of this process was removed or replaced: another run may be there by now.
+        """Refuse to go on if the folder of this process was removed or replaced, since another run may be there now.
 
         Raises:
             CheckpointError: the folder's lock is not the one that this process holds.
@@ -339,7 +340,7 @@ class RunFolder:
                 flush_file(self.path / name)
 
     def report(self, iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """Append the metrics of an iteration to metrics.jsonl and to what shows them, and return the line."""
+        """Append the metrics of an iteration to metrics.jsonl, send them to trackers, and return the line."""
         now, values = time.time(), dict(sorted({**values, **self.failed}.items()))
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         line = {"iteration": iteration, "time": now} | dict.fromkeys(values) | finite
@@ -355,25 +356,25 @@ class RunFolder:
         self._append("events.jsonl", _json_line({"iteration": iteration, "time": time.time()} | dict(event)))
 
     def warn(self, iteration: int, event: Mapping[str, Any]) -> None:
-        """Append one line to events.jsonl and show it on standard error."""
+        """Append one line to events.jsonl, and print the event on standard error."""
         self.event(iteration, event)
         _log.warning("iteration %d: %s", iteration, ": ".join(map(str, event.values())))
 
     def failure(self, iteration: int, metric: str, event: Mapping[str, Any]) -> None:
-        """Count a file that could not be written under `metric` of `failed`, and warn."""
+        """Count a file that could not be written, in `failed` under `metric`, and warn."""
         self.failed[metric] += 1
         self.warn(iteration, event)
 
     @contextmanager
     def dispensable(self, iteration: int, file: str) -> Iterator[None]:
-        """Let the run go on if the body cannot write a `file` that it can do without; the failure is counted."""
+        """Let the run go on if the `with` block cannot write a `file` that is not needed; count the failure."""
         try:
             yield
         except OSError as error:
             self.failure(iteration, "files/failed", {"event": "write_failed", "file": file, "why": str(error)})
 
     def save_evaluation(self, iteration: int, of: str, evaluation: "Evaluation") -> None:
-        """Write every problem, response and score of one evaluation as JSON lines; `of` is a role or a benchmark."""
+        """Write every problem, response and score of an evaluation as JSON lines; `of` names the model or benchmark."""
         name = f"eval/iteration-{iteration:06d}-{of}.jsonl"
         rows = zip(evaluation.rollouts, evaluation.responses, evaluation.scores, strict=True)
         lines = (
@@ -400,15 +401,17 @@ class RunFolder:
         return [line for text in _lines(self.path / name) if (line := _parsed(text))]
 
     def close(self) -> None:
-        """Flush lines buffered while the disk was full, end tracking, then release the lock of the folder."""
+        """Write lines that waited for room on the disk, end tracking, and release the lock of the folder."""
         for name, file in self._appended.items():
             if file.waiting:
                 self._append(name, b"")
             if file.waiting:
                 _log.warning("%s: %d bytes did not fit on the disk and are lost", file.path, len(file.waiting))
+
         if self._wandb:
             with self.dispensable(self._finished(), "wandb"):
                 self._wandb.close()
+
         if self._lock is not None:
             self._lock.close()
 
@@ -417,7 +420,7 @@ class RunFolder:
         return max((line["iteration"] for line in self.read("metrics.jsonl")), default=0)
 
     def _has_checkpoint(self) -> bool:
-        """Return whether there is a checkpoint, corrupt ones included. Lines of its iterations may be lost."""
+        """Return whether the run has a checkpoint, intact or corrupt, even if its lines in metrics.jsonl are lost."""
         return any(path.suffix != PARTIAL for path in self.checkpoints.glob("step-*"))
 
     def _write_config(self, config: Config, iteration: int, changed: Sequence[Change]) -> None:
@@ -439,7 +442,7 @@ class RunFolder:
 
     def _append(self, name: str, record: bytes) -> None:
         if not self._is_in_place():
-            return  # the folder may be another run's; `check_in_place` ends this one
+            return  # the folder may belong to another run; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))
         waited = bool(file.waiting)
         try:
@@ -463,7 +466,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Parse a line of metrics.jsonl or events.jsonl; None for one that was cut short."""
+    """Parse a line of metrics.jsonl or events.jsonl; None if the line was cut short."""
     try:
         line = parse_json(text) if text.endswith(b"\n") else None
     except ValueError:

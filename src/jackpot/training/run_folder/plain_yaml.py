@@ -1,4 +1,4 @@
-"""Parses YAML that another wrote: without code and without aliases, by which a few bytes stand for gigabytes."""
+"""Parsing of YAML that is not trusted: without code, and without aliases, by which few bytes expand to gigabytes."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import yaml
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A loader that refuses aliases."""
+    """A loader of YAML that refuses aliases."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -15,10 +15,10 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: bytes) -> Any:
-    """Parse YAML.
+    """Parse YAML into plain Python values.
 
     Raises:
-        ValueError: it is no YAML, no text, has an alias, or is nested too deeply.
+        ValueError: the bytes are no text or no YAML, have an alias, or are nested too deeply.
     """
     try:
         return yaml.load(text.decode(), Loader=_PlainLoader)  # noqa: S506  it is a SafeLoader

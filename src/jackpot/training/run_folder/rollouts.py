@@ -1,4 +1,4 @@
-"""Saved rollouts are parquet files with one row for each response; this module writes them.
+"""Writing of saved rollouts, which are parquet files with one row for each response.
 
 List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns
 from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
@@ -30,10 +30,10 @@ def write_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
 ) -> Path:
-    """Write iteration-N.parquet, and thin out the files where there are more than `rollouts.keep` then.
+    """Write iteration-N.parquet, and remove older files where there are more than `rollouts.keep` (`thin_rollouts`).
 
     Args:
-        folder: `rollouts` in the run folder.
+        folder: the folder `rollouts` of the run folder.
         traces: per-token columns of every rollout from the learner, by uid.
 
     Returns:
@@ -99,13 +99,13 @@ def _lists(rows: Sequence[Tensor]) -> pa.Array:
 
 
 def _split(values: pa.Array, lengths: Sequence[int]) -> pa.Array:
-    """Return the values as one column of lists with these lengths."""
+    """Split values into a column of lists with these lengths."""
     ends = np.cumsum([0, *lengths], dtype=np.int64)
     return pa.ListArray.from_arrays(_numbers(ends).cast(pa.int32()), values)
 
 
 def _numbers(values: np.ndarray, exist: Sequence[bool] | None = None) -> pa.Array:
-    """Return numbers or bools [N] as a column; null where `exist` is False."""
+    """Return numbers or bools, [N], as a column with nulls where `exist` is False."""
     content = _bits(values) if values.dtype == bool else pa.py_buffer(values)
     buffers = [None if exist is None else _bits(exist), content]
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)

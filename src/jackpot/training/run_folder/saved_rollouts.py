@@ -1,6 +1,6 @@
-"""Files of saved rollouts, one for each saved iteration: which there are, what they hold, and which go when many are.
+"""The files of saved rollouts, one for each saved iteration: they are listed, read and thinned out here.
 
-The module needs no torch, so what reads a run starts in a second. `rollouts.py` writes the files.
+The module needs no torch, so that commands which read a run start in a second. `rollouts.py` writes the files.
 """
 
 import re
@@ -20,12 +20,12 @@ _FILE_NAME = re.compile(r"iteration-\d{6,}\.parquet")
 
 
 class UnreadableRollouts(DataError):
-    """Names a file of saved rollouts that is damaged or of another schema version."""
+    """The error of a file of saved rollouts that is damaged or of another schema version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutFile:
-    """Describes one file of saved rollouts."""
+    """A file of saved rollouts, with its size in responses and tokens."""
 
     path: Path
     iteration: int
@@ -47,10 +47,14 @@ def list_rollout_files(run: Path) -> tuple[list[RolloutFile], list[str]]:
 def read_columns(
     file: RolloutFile, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None
 ) -> pa.Table:
-    """Read columns and rows of a file; None reads all.
+    """Read columns and rows of a file.
+
+    Args:
+        columns: names of the columns; None: all.
+        rows: indices of the rows; None: all.
 
     Raises:
-        UnreadableRollouts: the file is damaged behind its footer, lacks a column, or is gone by now.
+        UnreadableRollouts: the file is damaged although its footer is intact, lacks a column, or exists no more.
     """
     try:
         if missing := set(columns or ()) - set(pq.read_schema(check_foreign(file.path)).names):
@@ -92,10 +96,11 @@ def open_rollout_file(path: Path) -> RolloutFile:
 
 
 def thin_rollouts(folder: Path, keep: int) -> None:
-    """Remove files between the first and the newest until `keep` are left, each time the one that leaves the least gap.
+    """Remove files of saved rollouts until `keep` are left, as evenly spaced in iterations as possible.
 
-    No gap is twice as wide as if all were equal, but for the file of the best checkpoint, which stays where `keep` is
-    more than 2.
+    The first and the newest file stay. Each time the file goes whose removal leaves the smallest gap, so that no gap is
+    twice as wide as with equal gaps. If `keep` is more than 2, the file of the best checkpoint stays too, whatever gaps
+    that leaves.
     """
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
@@ -108,7 +113,7 @@ def thin_rollouts(folder: Path, keep: int) -> None:
 
 
 def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
-    """Return the last of these iterations that is not after the run's best checkpoint; None without one.
+    """Return the last of `iterations` that is not after the run's best checkpoint; None if there is none.
 
     Args:
         run: the run folder.

@@ -1,11 +1,11 @@
-"""Sends the metrics of a run to TensorBoard, and to Weights & Biases (`tracking.wandb`).
+"""Trackers, to which the metrics of a run are sent: TensorBoard, and Weights & Biases (`tracking.wandb`).
 
-Records of TensorBoard are made here and appended by `RunFolder`, whose files wait in memory while the disk is full;
+Records of TensorBoard are made here and appended by `RunFolder`, which keeps them in memory while the disk is full;
 TensorBoard's own writer would lose them.
 
-This is the only file that imports wandb, when asked to. A start that continues the run of a folder continues its W&B
-run, whose id stands in wandb/run_id; a start without lines begins another one. A W&B history can only grow, so
-iterations that are computed again after a kill stand there twice, at the same `iteration`.
+Only this file imports wandb, if the settings ask for it. A start that continues a run continues its W&B run too, whose
+id is in wandb/run_id; a start without lines in metrics.jsonl begins a new W&B run. A W&B history can only grow, so
+iterations that are computed again after a kill stand there twice, with equal `iteration`.
 
 Status of Weights & Biases: never run on its target (the service of W&B). It ran offline.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# tensorboard has no stubs of the classes that protobuf makes when it is imported
+# tensorboard has no type stubs of classes that protobuf makes at import
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -44,7 +44,8 @@ def event_files(folder: Path) -> list[Path]:
 def event_file_name(folder: Path) -> str:
     """Name a new event file as TensorBoard does: by time, machine and process.
 
-    TensorBoard reads files in the order of their names, so a clock that was set back counts on from the newest file.
+    TensorBoard reads files in the order of their names, so after the clock was set back the time in the name is that of
+    the newest file plus one.
     """
     names = [path.name.removeprefix(_PREFIX) for path in event_files(folder)]
     times = [float(match[0]) for name in names if (match := re.match(r"\d{10}", name))]
@@ -53,7 +54,7 @@ def event_file_name(folder: Path) -> str:
 
 
 def restart_records(iteration: int) -> bytes:
-    """Make the first records of an event file; TensorBoard drops what older files have from `iteration` on."""
+    """Make the first records of an event file, by which TensorBoard drops older files' records from `iteration` on."""
     restart = SessionLog(status=SessionLog.START)
     return _record(Event(file_version="brain.Event:2")) + _record(Event(step=iteration, session_log=restart))
 
@@ -65,14 +66,14 @@ def metrics_record(iteration: int, now: float, values: Mapping[str, float]) -> b
 
 
 def _record(event: Event) -> bytes:
-    """Serialize an event between its length and its checksum."""
+    """Serialize an event as TensorBoard stores it: length, event and checksums."""
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
 
 
 _FINISH = 60.0  # seconds that the end of a run waits for the network; `wandb sync` sends the rest
-_NOT_SENT = {  # what W&B collects by itself
+_NOT_SENT = {  # settings that switch off what W&B would collect by itself
     "console": "off",
     "host": "",
     "save_code": False,
@@ -86,16 +87,16 @@ _NOT_SENT = {  # what W&B collects by itself
 
 
 def wandb_module() -> ModuleType:
-    """Return the module wandb.
+    """Import wandb and return the module.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: wandb is not installed.
     """
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports about wandb's own errors
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no reports about errors in wandb
     try:
         import wandb
 
-        if not hasattr(wandb, "init"):  # a folder of this name in the current one
+        if not hasattr(wandb, "init"):  # a folder named wandb in the current folder was imported
             raise ModuleNotFoundError(name="wandb")
     except ModuleNotFoundError as error:
         if error.name != "wandb":
@@ -108,15 +109,15 @@ def wandb_module() -> ModuleType:
 
 
 class WandbRun:
-    """Begins the W&B run of a run folder, or continues it, and sends it lines of metrics.jsonl.
+    """The W&B run of a run folder, begun or continued here, to which lines of metrics.jsonl are sent.
 
     Args:
-        settings: all of the run, which W&B shows.
-        folder: the run folder; its name is that of the run.
-        lines: of metrics.jsonl so far, which a new W&B run gets first.
+        settings: all settings of the run, which W&B shows.
+        folder: the run folder, whose name the W&B run gets.
+        lines: lines of metrics.jsonl so far, which a new W&B run gets first.
 
     Raises:
-        ConfigError: nobody is logged in, W&B refuses the run, or it cannot be reached.
+        ConfigError: nobody is logged in, or W&B refuses the run or cannot be reached.
     """
 
     def __init__(
@@ -149,19 +150,19 @@ class WandbRun:
             for line in lines if is_new else ():
                 self.log(line)
 
-            record.parent.mkdir(exist_ok=True)  # a disabled W&B makes none
+            record.parent.mkdir(exist_ok=True)  # a disabled W&B does not make the folder
             write_whole(record, name.encode() + b"\n")
-        except Exception as error:  # wandb has some of no class of its own
+        except Exception as error:  # wandb's errors have no common class
             raise ConfigError(
                 f"tracking.wandb: Weights & Biases gives no run: {str(error) or repr(error)} Run `wandb login`, or set "
                 f"tracking.wandb.mode=offline, or tracking.wandb=null to send nothing"
             ) from error
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Send the numbers of a line of metrics.jsonl under their names; nulls are left out.
+        """Send the numbers of a line of metrics.jsonl under their names, without nulls. Does not wait for the network.
 
         Raises:
-            OSError: they cannot be handed over; the network is not waited for.
+            OSError: W&B's process does not take the numbers.
         """
         with _as_os_error():
             self._run.log({name: value for name, value in line.items() if value is not None})
@@ -176,14 +177,14 @@ class WandbRun:
             with _as_os_error():
                 self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
         except OSError:
-            with suppress(Exception):  # else this process gets no other run
+            with suppress(Exception):  # finish it all the same, else this process cannot begin another W&B run
                 wandb_module().teardown()
             raise
 
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Raise errors of wandb as the OSError that a run goes on after."""
+    """Turn errors of wandb in the `with` block into OSError, after which a run goes on."""
     wandb = wandb_module()
     try:
         yield

@@ -1,7 +1,7 @@
-"""Servers that the user has started, in other processes or on other machines: a pool of `Replica`s.
+"""The engine of servers that the user has started, in other processes or on other machines: a pool of `Replica`s.
 
 The caller's thread hands over prompts and new weights. It waits for rollouts in `collect`, for log-probs in `score` and
-for the servers in `update_weights`. Everything else is done by the pool (`engines/pool.py`), one request a prompt.
+for the servers in `update_weights`. The pool (`engines/pool.py`) does everything else, with one request for a prompt.
 """
 
 import math
@@ -30,7 +30,7 @@ from jackpot.rollout.engines.servers.weight_sync import Format, SavedWeights, We
 
 
 class ServerEngine(BackgroundEngine):
-    """Decodes with servers that the user has started, all with the same model. A subclass knows their protocol."""
+    """An engine of servers that the user has started with one model. A subclass knows the protocol of the servers."""
 
     client_class: ClassVar[type[HTTPClient]]
 
@@ -45,11 +45,11 @@ class ServerEngine(BackgroundEngine):
         """Send the weights of a model to the servers, and wait until all servers in reach hold them.
 
         Args:
-            model: model whose weights the servers are sent first; it is not kept.
+            model: model whose weights the servers are sent first; the engine does not keep it.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`.
 
         Raises:
-            EngineError: no server can be reached, or one serves something else; the text says what to do.
+            EngineError: no server can be reached, or a server serves another model; the text says what to do.
         """
         super().__init__(version)
         self._settings, self._eos_token_ids = settings, tuple(eos_token_ids)
@@ -57,13 +57,13 @@ class ServerEngine(BackgroundEngine):
 
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
-        # With tied parameters under each of their names: name -> name under which it is sent.
+        # Every name of every parameter (a tied one has several), with the name under which the parameter is sent.
         all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._shapes = {name: parameter.shape for name, parameter in named.items()}
         weight_format = self._expect(model, frozenset(all_names))
 
         self._replicas: list[Replica] = []
-        self._id = f"jackpot-{secrets.token_hex(6)}"  # name of this engine, unlike any other's
+        self._id = f"jackpot-{secrets.token_hex(6)}"  # unique name of this engine
         aliases = {alias: name for alias, name in all_names.items() if alias != name}
         self._files = WeightsFolder(settings.weights_folder, self._id, self._dtype, aliases, weight_format)
         self._weight_numbers = count()
@@ -90,7 +90,7 @@ class ServerEngine(BackgroundEngine):
     # What differs between servers
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
-        """Keep what servers of this model must report, and return the form of the weights that they get.
+        """Store what servers of this model must report, and return the form of the weights that servers get.
 
         Args:
             parameters: names of the model's parameters, tied ones under each of their names.
@@ -100,24 +100,24 @@ class ServerEngine(BackgroundEngine):
 
     @abstractmethod
     def _replica(self, url: str, client: Any) -> Replica:
-        """Return what tracks the server at `url`, which `client` calls."""
+        """Return the `Replica` of the server at `url`, with the `client` that calls the server."""
 
     @abstractmethod
     def _server_request(self, request: Request) -> ServerRequest:
-        """Return what a server is asked for the rollout of a request."""
+        """Return the call of a server that generates the response to a request."""
 
     @abstractmethod
     def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
-        """Return what a server is asked for the log-probs of a request, for the rollout `uid`: a list of numbers."""
+        """Return the call of a server whose result is the list of log-probs of a request, for the rollout `uid`."""
 
     @abstractmethod
     def _check_temperature(self, temperature: float, what: str) -> None:
-        """Raise EngineError for a temperature that the servers cannot sample with; `what` has it."""
+        """Raise EngineError for a temperature that the servers cannot sample with; `what` is the error's subject."""
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call.
 
-        They are `server_lost`, `server_back` and `server_restarted`, each with the `server` (docs/vllm.md), and once
+        Events are `server_lost`, `server_back` and `server_restarted`, each with the `server` (docs/vllm.md), and once
         `quantized`, where the settings quantize.
         """
         return self._pool.take_events()
@@ -152,8 +152,8 @@ class ServerEngine(BackgroundEngine):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the file that the servers read.
 
-        The call returns once at least one server and all others in reach hold the new weights. A server out of reach
-        gets them before its next request.
+        The call returns once all servers in reach, at least one, hold the new weights. A server out of reach gets them
+        before its next request.
         """
         self._check_open()
         self._in_flight.check_empty()
@@ -200,7 +200,7 @@ class ServerEngine(BackgroundEngine):
         )
 
     def _check_limits(self, replica: Replica) -> None:
-        """Raise EngineError for a server that comes later and has smaller limits than `capabilities`."""
+        """Raise EngineError if a server that was reached later has smaller limits than `capabilities`."""
         info = replica.info
         assert info is not None  # `sync` has read it
         for name in ("max_model_len", "num_top_log_probs"):

@@ -1,4 +1,4 @@
-"""HTTP client of one inference server, whatever program it runs. aiohttp is imported when an engine is made.
+"""The HTTP client of an inference server, for servers of every program. aiohttp is imported when an engine is made.
 
 Every call ends in a result, in `PeerLost` (a retry, there or on another server, may help) or in an EngineError (only
 a change by the user can help).
@@ -17,27 +17,27 @@ from jackpot.core.package import install
 from jackpot.rollout.engines.pool import PeerLost
 
 Result = TypeVar("Result")
-_ANSWER_BYTES = 1 << 26  # most of an answer other than a completion: a model's modules, checksums
-_CHUNK_BYTES = 1 << 16  # read at once, so that an answer is never much larger in memory than it may be
+_ANSWER_BYTES = 1 << 26  # largest answer other than a completion, such as a list of checksums
+_CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon after it is larger than allowed
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
-_SHORT_SECONDS = 60.0  # for a call without generation; vLLM takes some seconds for the first about its configuration
+_SHORT_SECONDS = 60.0  # limit of a call without generation; vLLM needs seconds to report its configuration at first
 
 
 class ServerRefused(PeerLost):
-    """A server answered that it cannot serve the call, at least now."""
+    """The error of a call that a server answered with a refusal, which may be temporary."""
 
 
 def open_session(urls: Sequence[str], api_key_var: str) -> Any:
-    """Return the aiohttp session that all clients share; called on the event loop that uses it.
+    """Open the aiohttp session that all clients share; the event loop that uses the session calls this.
 
     Args:
         api_key_var: environment variable that holds the key of all servers.
 
     Raises:
-        EngineError: aiohttp is not installed, the key has characters that cannot be sent, or there is none and a server
-            listens elsewhere than on this machine's loopback interface.
+        EngineError: aiohttp is not installed, the key has characters that cannot be sent, or there is no key although a
+            server listens elsewhere than on this machine's loopback interface.
     """
     aiohttp = _import_aiohttp()
     api_key = os.environ.get(api_key_var)
@@ -56,15 +56,15 @@ def open_session(urls: Sequence[str], api_key_var: str) -> Any:
         )
 
     return aiohttp.ClientSession(
-        # one request a connection: an answer that came twice would be that of the next one
+        # One request a connection: on a kept connection an answer sent twice would be taken for the next request's.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-        auto_decompress=False,  # a small answer must not become a huge one
+        auto_decompress=False,  # a small compressed answer could become a huge one
     )
 
 
 class HTTPClient(ABC):
-    """Calls the HTTP routes of one server. A subclass has a method for each."""
+    """A client of one server. A subclass has a method for each HTTP route."""
 
     api_key_var: ClassVar[str]  # environment variable that holds the servers' key
 
@@ -72,6 +72,7 @@ class HTTPClient(ABC):
         """Prepare calls of one server; nothing is sent yet.
 
         Args:
+            session: aiohttp session of `open_session`.
             timeout: longest time of a response or a weight update, seconds.
         """
         self._aiohttp = _import_aiohttp()
@@ -94,7 +95,7 @@ class HTTPClient(ABC):
         """Send a request and return its parsed JSON.
 
         Args:
-            parse: function of the response's JSON.
+            parse: function that converts the response's JSON to the result.
             limits: further arguments of `_request`.
         """
         data = await self._request(method, path, body, **limits)
@@ -115,11 +116,17 @@ class HTTPClient(ABC):
 
         Args:
             most: largest size of the response, bytes.
-            refused: advice where the server calls the request a bad one.
-            missing: advice where the route does not exist.
+            seconds: time limit; None: that of a call without generation.
+            refused: advice for the error if the server answers 400, bad request.
+            missing: advice for the error if the route does not exist.
+
+        Raises:
+            PeerLost: the server was not reached, took too long or failed.
+            EngineError: the server refuses for a reason that only the user can mend.
         """
         seconds = seconds or self._short
         limits = self._aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+
         try:
             async with self._session.request(
                 method, self._url + path, json=body, timeout=limits, allow_redirects=False
@@ -129,6 +136,7 @@ class HTTPClient(ABC):
             raise PeerLost(f"{path} took longer than {seconds:g} seconds") from None
         except (self._aiohttp.ClientError, OSError) as error:
             raise PeerLost(f"{type(error).__name__}: {error}") from error
+
         if status != 200:
             self._raise_for_status(path, status, data, {400: refused, 404: missing, 405: missing})
         return data
@@ -149,10 +157,10 @@ class HTTPClient(ABC):
 
 
 async def _read(response: Any, path: str, most: int) -> bytes:
-    """Return the body of a response.
+    """Read the body of a response.
 
     Raises:
-        PeerLost: it has more than `most` bytes, or is compressed, which no request asks for.
+        PeerLost: the body has more than `most` bytes, or is compressed, which no request asks for.
     """
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
         raise PeerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")

@@ -1,4 +1,4 @@
-"""What requests and answers of all inference engines outside of this project share: rollouts, their checks, scoring.
+"""The parts of requests and answers that vLLM and SGLang share: how rollouts are made of answers, checked and scored.
 
 Shapes: `T` response tokens, `K` top log-probs.
 """
@@ -22,16 +22,16 @@ NEUTRAL: Mapping[str, float] = {  # every sampling parameter is sent, so that no
     "repetition_penalty": 1.0,
 }
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # any other finish_reason: the response was aborted
-_LARGEST_MASS = 1.0 + 1e-3  # of the top log-probs of a token; more than rounding makes it
-_SAME = 1e-4  # by which a sampled token's log-prob may differ from its entry among the top ones
+_LARGEST_MASS = 1.0 + 1e-3  # largest sum of a token's top probabilities, with room for rounding
+_SAME = 1e-4  # largest difference of a sampled token's log-prob from its entry among the top log-probs
 
 
 class Remedies(NamedTuple):
-    """What to start a server with, for errors about its answers."""
+    """The advice in errors about a server's answers: with which arguments to start the server."""
 
-    ends: str  # where a response ends elsewhere than was asked for
-    few: str  # where it returns too few top log-probs
-    log_probs: str  # where its log-probs are not those of a distribution
+    ends: str  # advice where a response ends at another token or length than was asked for
+    few: str  # advice where a server returns too few top log-probs
+    log_probs: str  # advice where log-probs are not those of a distribution
 
 
 def make_rollout(
@@ -45,7 +45,7 @@ def make_rollout(
     """Return the rollout of a response.
 
     Args:
-        ids, log_probs: [T, 1 + K], the sampled token and then the top tokens, most probable first.
+        ids, log_probs: [T, 1 + K]; in each row the sampled token, then the top tokens, most probable first.
         finish_reason: the server's word for why the response ended.
     """
     length = len(token_ids)
@@ -74,13 +74,14 @@ def checked_rollout(
     version: Version,
     remedies: Remedies,
 ) -> Rollout:
-    """Return the rollout of a server's response, after checks that it is what was asked for.
+    """Check that a server's response is what was asked for, and return its rollout.
 
     Args:
-        rows: for each token of the response, (token, log-prob) of itself and then of the top tokens (`log_prob_row`).
+        rows: for each token of the response, (token, log-prob) of the token and then of the top tokens, as
+            `log_prob_row` returns them.
 
     Raises:
-        EngineError: the server is set up in a way that changes what was asked for.
+        EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
     """
     token_ids = [row[0][0] for row in rows]
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.ends)
@@ -138,8 +139,11 @@ def log_prob_row(
     """Return (token, log-prob) of the sampled token and then of the `num_top` top tokens, most probable first.
 
     Args:
-        top: log-probs of the top tokens by id. The sampled token may be one more, where it is not among the top ones.
-        advice: what to start the server with where there are too few.
+        top: log-probs of the top tokens by id, and that of the sampled token where it is not among them.
+        advice: arguments with which to start a server that returns too few.
+
+    Raises:
+        EngineError: fewer than `num_top` top tokens.
     """
     listed = top.get(token, log_prob)
     if len(top) > num_top:
@@ -155,7 +159,7 @@ def log_prob_row(
 
 
 def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
-    """Return the most bytes that the JSON of a response can have, with room for other versions of the server.
+    """Return the largest size in bytes that the JSON of a response can have, with room for other server versions.
 
     Args:
         num_prompt, num_response: numbers of tokens.
@@ -175,19 +179,20 @@ def checked_log_prob(value: Any, minus_infinity: float) -> float:
     """Return a log-prob of a server's JSON, NaN too; raise TypeError for anything else.
 
     Args:
-        minus_infinity: log-probs up to this one stand for minus infinity, which JSON has not.
+        minus_infinity: this log-prob and smaller ones stand for minus infinity, which JSON has not.
     """
     if type(value) not in (int, float):
         raise TypeError(f"the log-prob {value!r} is no number")
     return -np.inf if value <= minus_infinity else float(value)
 
 
-# Scoring. Servers have log-probs of a prompt's tokens at temperature 1 only; at others each token takes one request.
+# Scoring. Servers report the log-probs of a prompt's tokens at temperature 1 only; at another temperature the log-prob
+# of each token takes a request.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogProbRequest:
-    """Asks for the log-prob of `token` after `prompt`, and for those of the last tokens of the prompt."""
+    """A request for the log-prob of `token` after `prompt`, and for the log-probs of the prompt's last tokens."""
 
     prompt: tuple[int, ...]  # token ids before `token`
     token: int  # token id

@@ -1,4 +1,4 @@
-"""One of an engine's servers: what the engine knows about it, and how it gets the newest weights.
+"""The engine's side of one server: what the engine knows about the server, and how the server gets the newest weights.
 
 All methods run on the engine's event loop.
 """
@@ -15,13 +15,13 @@ from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted
 from jackpot.rollout.engines.servers.http import HTTPClient
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights
 
-_INITIAL_VERSION = "default"  # a server's name of the weights that it started with
+_INITIAL_VERSION = "default"  # name that a server gives the weights it started with
 
 
 class ServerRequest(NamedTuple):
-    """One response, or log-probs, that a server is asked for."""
+    """A request to a server, for a response or for log-probs."""
 
-    body: Mapping[str, Any]  # of the request
+    body: Mapping[str, Any]  # JSON of the request
     parse: Callable[[Any], Any]  # converts the JSON of the answer to the result
 
 
@@ -36,35 +36,39 @@ class ServerInfo:
 
 
 class Replica(Peer):
-    """Tracks which weights one server holds, updates them, and sends it requests. A subclass knows its routes."""
+    """The peer of one server: it tracks the server's weights, updates them, and sends requests.
+
+    A subclass knows the routes of the server's program.
+    """
 
     kind = "server"
-    made_for: ClassVar[str]  # program and version whose reports it can read
+    made_for: ClassVar[str]  # program and version whose reports can be read, for errors
     weights: SavedWeights | None
 
     def __init__(self, url: str, client: HTTPClient, version_prefix: str, capacity: int) -> None:
         """Track a server; nothing is sent before the first `sync`.
 
         Args:
-            version_prefix: start of the names of all weights of this engine, unique to it.
-            capacity: requests that run at once.
+            version_prefix: prefix of the names of all weights of this engine, which no other engine uses.
+            capacity: number of requests that run at the same time.
         """
         super().__init__(url, capacity)
         self._client, self._version_prefix = client, version_prefix
-        self.info: ServerInfo | None = None  # facts in the last report of the server
+        self.info: ServerInfo | None = None  # facts in the newest report of the server
         self.loading: SavedWeights | None = None  # weights being sent, whose file must stay
         self._was_updated = False  # True once this engine has sent weights to the server
         self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
-        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None  # last weights checked, and checksums then
-        self._checks_begun = self._checks_passed = 0  # numbers of the last check begun and of the last one passed
+        # The newest weights that the server was found to hold, and the checksums that it reported then
+        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None
+        self._checks_begun = self._checks_passed = 0  # numbers of the newest check begun and passed
         self._check_lock = asyncio.Lock()
 
     async def sync(self, newest: SavedWeights) -> None:
         """Make sure that the server holds the newest weights, as `Peer.sync` says.
 
         Raises:
-            PeerLost: as there.
-            EngineError: it serves something else, or another run sends it weights.
+            PeerLost: the server cannot be reached or updated now.
+            EngineError: the server serves another model, or another run sends it weights.
         """
         self.loading = newest
         try:
@@ -78,26 +82,27 @@ class Replica(Peer):
             self.loading = None
 
     async def _inspect(self) -> None:
-        """Read and check the server's facts, and find out whether it still holds the weights that it was sent."""
+        """Read and check the server's facts, and find out whether the server still holds the weights it was sent."""
         try:
             version, self.was_restarted = await self._weight_version(), False
         except PeerRestarted:
             version, self.was_restarted, self._verified = _INITIAL_VERSION, True, None
+
         if self._sent is not None and self._sent.version != version:
             self._sent = None
         self.info = await self._read_facts()
 
     @abstractmethod
     async def _read_facts(self) -> ServerInfo:
-        """Return the server's facts.
+        """Ask the server for its facts, check and return them.
 
         Raises:
-            EngineError: they do not fit the run.
+            EngineError: the facts do not fit the run.
         """
 
     @contextmanager
     def _reading_facts(self) -> Iterator[None]:
-        """Raise EngineError where the body cannot read what the server reports."""
+        """Turn errors of the `with` block, which reads the server's reports, into an EngineError with advice."""
         try:
             yield
         except (LookupError, TypeError, ValueError) as error:
@@ -108,21 +113,21 @@ class Replica(Peer):
 
     @abstractmethod
     async def _load(self, weights: SavedWeights) -> None:
-        """Replace the server's weights and cached keys and values, and have it call the weights by their name.
+        """Replace the server's weights, drop cached keys and values, and tell the server the name of the weights.
 
-        `_verified` has them and the server's checksums as soon as it is known to hold them (`check_loaded`).
+        Sets `_verified` as soon as `check_loaded` finds that the server holds the weights.
         """
 
     @abstractmethod
     async def _ask(self, request: ServerRequest) -> Any:
-        """Return the server's parsed answer."""
+        """Send a request to the server, and return the parsed answer."""
 
     async def _weight_version(self) -> str:
         """Return the name of the weights that the server holds.
 
         Raises:
-            PeerRestarted: it was sent weights and holds those of its start again.
-            EngineError: it was sent weights and holds those of another run now.
+            PeerRestarted: the server was sent weights, and holds the weights of its start again.
+            EngineError: the server was sent weights, and holds the weights of another run now.
         """
         version = await self._client.weight_version()
         if self._was_updated:
@@ -136,27 +141,28 @@ class Replica(Peer):
         return version
 
     async def _check_version(self, expected: SavedWeights) -> None:
-        """Raise PeerLost unless the server reports that it holds these weights; else as `_weight_version`."""
+        """Raise PeerLost unless the server reports that it holds the `expected` weights; other errors as
+        `_weight_version`."""
         if (version := await self._weight_version()) != expected.version:
             raise PeerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
     async def _update(self, weights: SavedWeights) -> None:
-        """Replace the server's weights."""
+        """Replace the server's weights; until that is done, the server counts as one without weights."""
         self.weights = self._sent = None
         await self._load(weights)
         self._sent, self._was_updated = weights, True
 
     async def run(self, request: ServerRequest) -> Any:
-        """Return a parsed answer that was made by `weights`, as `Peer.run` says."""
+        """Return the parsed answer to a request, which the weights `self.weights` have made, as `Peer.run` says."""
         assert self.weights is not None  # a peer without them is given no request
         answer = await self._ask(request)
         await self._confirm(self.weights)
         return answer
 
     async def _confirm(self, weights: SavedWeights) -> None:
-        """Return once a check begun after this call finds that the server holds these weights.
+        """Wait for a check, begun after this call, which finds that the server holds `weights`.
 
-        One check serves all calls that wait for it.
+        All calls that wait at the same time share one check.
         """
         begun = self._checks_begun
         async with self._check_lock:

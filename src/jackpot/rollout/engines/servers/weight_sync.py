@@ -1,4 +1,7 @@
-"""Weights as files that servers read, on a disk or in shared memory, and the check that a server has loaded them."""
+"""Weights as files that servers read, on a disk or in shared memory, and the check that a server has loaded them.
+
+The check compares checksums that a server reports with checksums of the file.
+"""
 
 import hashlib
 import os
@@ -18,12 +21,13 @@ from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
-_PACKED = hashlib.sha256().hexdigest()  # checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter
+# The checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter, which is left empty.
+_PACKED = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The form of the weights in the files: as they are. vLLM's `WeightFormat` has others."""
+    """The form of the weights in the files, here unchanged; vLLM's `WeightFormat` also quantizes."""
 
     quantized_names: frozenset[str] = frozenset()  # names of the weights that are written as codes
     events: tuple[dict[str, Any], ...] = ()  # events that report the form
@@ -35,7 +39,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedWeights:
-    """One set of weights in a file."""
+    """A file with one set of weights."""
 
     version: str  # name of the weights, as servers report it (`HTTPClient.weight_version`)
     folder: Path  # folder of the file
@@ -44,7 +48,7 @@ class SavedWeights:
 
 
 class WeightsFolder:
-    """Writes an engine's weights for its servers, into a folder of its own below one that all servers see."""
+    """The folder into which an engine writes weights for its servers, below a folder that all servers see."""
 
     def __init__(
         self, root: str | None, name: str, dtype: torch.dtype, aliases: Mapping[str, str], weight_format: Format
@@ -52,11 +56,11 @@ class WeightsFolder:
         """Name the folder, which the first `save` makes.
 
         Args:
-            root: None: a folder for temporary files, which holds links to shared memory.
-            name: name of the engine, unique among all that share `root`.
+            root: folder that all servers see; None: a folder for temporary files, with links to shared memory.
+            name: name of the engine, unique among all engines that share `root`.
             dtype: dtype of the weights in the files.
-            aliases: further names of tied parameters, with the name under which each is sent. They are written too,
-                because a server whose model is not tied needs them.
+            aliases: further names of tied parameters, with the name under which each is sent. The files have the
+                weights under these names too, because a server whose model is not tied needs them.
             weight_format: form of the weights in the files.
         """
         self._memory: dict[Path, SharedWeights] | None = {} if root is None else None  # by folder
@@ -96,19 +100,20 @@ class WeightsFolder:
             ) from error
 
     def _read_back(self, folder: Path, version: str, weights: Mapping[str, Tensor]) -> SavedWeights:
-        """Return the digest and checksums of the file as it is on the disk.
+        """Read the file back from the disk, and return its digest and checksums.
 
-        The digest takes the weights before quantization from memory, because the file has only their codes.
+        The digest takes quantized weights from memory, as they were before, because the file has only their codes.
         """
         quantized = self._format.quantized_names
         tensors = dict(read_weights(folder / "model.safetensors"))
+
         plain = ((name, weights[name] if name in quantized else tensors[name]) for name in weights)
         digest = weights_digest(plain, self._dtype)
         checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
         return SavedWeights(version=version, folder=folder, digest=digest, checksums=checksums)
 
     def keep_only(self, kept: Sequence[SavedWeights]) -> None:
-        """Remove the files of all other weights."""
+        """Remove the files of all weights but `kept`."""
         folders = {saved.folder for saved in kept}
         for folder in self._folder.iterdir():
             if folder not in folders:
@@ -129,19 +134,19 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def _is_start(reported: str, checksum: str) -> bool:
-    """Return whether a server reports this SHA-256, or the first 8 bytes of it."""
+    """Return whether a server reports a checksum, which may be cut to its first 8 bytes."""
     return len(reported) >= 16 and checksum.startswith(reported)
 
 
 def without_rank(key: str) -> str:
-    """Return a parameter's name without the rank that precedes it in a server's checksums."""
+    """Return the name of a parameter from the key of a server's checksums, RANK:NAME or alike."""
     return key.rpartition(":")[2]
 
 
 def other_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
-    """Return up to 3 norms that a server reports and the model does not have: a sign that it serves another model.
+    """Return up to 3 norms that a server reports and the model lacks: a sign that the server serves another model.
 
-    Norms keep the model's names; fused and packed weights have names of the server's own.
+    Norms keep the model's names in a server, unlike fused and packed weights.
     """
     return sorted(name for name in reported if "norm" in name and name not in parameters)[:3]
 
@@ -155,15 +160,16 @@ def check_loaded(
 ) -> None:
     """Raise EngineError for a server that reports a successful update and still holds old weights.
 
-    A server may hold parameters fused, padded or split. Those that keep the model's own name must have changed where
+    A server may hold parameters fused, padded or split. Parameters that keep the model's name must have changed where
     the file has changed, and at least one must be equal to the file byte for byte, as norms are. Packed parameters have
     no checksum and are not compared.
 
     Args:
         after: the server's checksums after the update, by rank and name.
-        verified: the last weights that this function accepted since the server's start, and its checksums then.
-        comparable: False where the server's checksums are another function's than the file's, so that only a change
-            can be seen.
+        verified: the newest weights that this function accepted since the server's start, and the server's checksums
+            then; None before there are any.
+        comparable: False where the server computes checksums in another way than the file's, so that only a change
+            shows.
     """
     known = {
         key: new.checksums[without_rank(key)]

@@ -13,19 +13,19 @@ _VERSION = "this engine was made for SGLang 0.5.23 (docs/vllm.md)"
 
 
 class SGLangClient(HTTPClient):
-    """Calls the HTTP routes of one SGLang server."""
+    """A client of one SGLang server, with a method for each HTTP route."""
 
-    api_key_var = "SGLANG_API_KEY"  # ours; SGLang takes its key from --api-key alone
+    api_key_var = "SGLANG_API_KEY"  # our name; SGLang itself takes the key from --api-key alone
 
     async def weight_version(self) -> str:
         return await self._call("GET", "/model_info", parse=lambda body: str(body["weight_version"]), missing=_VERSION)
 
     async def server_info(self) -> dict[str, Any]:
-        """Return the settings that the server was started with, as SGLang resolved them, and its limits."""
+        """Return the settings that the server was started with, as SGLang resolved them, and the server's limits."""
         return await self._call("GET", "/server_info", parse=dict, missing=_VERSION)
 
     async def checksums(self) -> dict[str, str]:
-        """Return a checksum of every parameter and buffer, by rank and SGLang's name."""
+        """Return a checksum of every parameter and buffer, by rank and SGLang's name of the tensor."""
 
         def parse(body: Any) -> dict[str, str]:
             check_success(body)
@@ -36,12 +36,12 @@ class SGLangClient(HTTPClient):
         return await self._call("POST", "/weights_checker", body, parse=parse, seconds=self._long, missing=_VERSION)
 
     async def update_weights(self, folder: str, version: str) -> None:
-        """Replace the server's weights by those in `folder`, name them and drop its cached keys and values.
+        """Replace the server's weights by those in `folder`, name them `version` and drop cached keys and values.
 
-        SGLang waits until it generates nothing, and lets nothing be generated meanwhile.
+        SGLang waits until it generates nothing, and generates nothing until the update is done.
 
         Raises:
-            EngineError: the server refuses. It has its old weights again.
+            EngineError: the server refuses, and has its old weights again.
         """
         body = {"model_path": folder, "load_format": "auto", "weight_version": version, "flush_cache": True}
         refused = (

@@ -1,10 +1,10 @@
 """Translation between this project's requests and rollouts and SGLang's /generate, as SGLang 0.5.23 has it.
 
-What its source says, and what follows from it:
+What SGLang's source says, and what follows here:
 
 - Log-probs of a response are after temperature and before top-p and top-k, so filters are refused.
-- Log-probs of a prompt are at temperature 1. The id of the vocabulary's last token is reported as 0 beside them, so ids
-  are not compared there; the prompt that comes back is.
+- Log-probs of a prompt are at temperature 1. Beside them the id of the vocabulary's last token is reported as 0, so
+  these ids are not compared with the prompt; the prompt that the answer repeats is.
 - `ignore_eos` switches `stop_token_ids` off as well, so it is not sent as true.
 - A log-prob of minus infinity comes as the smallest float32.
 
@@ -30,7 +30,7 @@ from jackpot.rollout.engines.servers.protocol import (
     log_prob_row,
 )
 
-MIN_TEMPERATURE = 1e-6  # below, SGLang takes the most probable token
+MIN_TEMPERATURE = 1e-6  # at smaller temperatures SGLang takes the most probable token
 _MINUS_INFINITY = -1e30
 _SETTINGS = "Start it without --preferred-sampling-params, and from the folder of the run's rollout model"
 _REMEDIES = Remedies(
@@ -41,7 +41,7 @@ _REMEDIES = Remedies(
 
 
 def check_sampling(request: Request) -> None:
-    """Raise EngineError for filters, because SGLang's log-probs are those before them."""
+    """Raise EngineError for top-p and top-k, because SGLang's log-probs are those before such filters."""
     sampling = request.sampling
     if sampling.truncated:
         raise EngineError(
@@ -73,7 +73,10 @@ def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len:
 
 
 def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
-    """Return the body of the call for a `LogProbRequest`. SGLang's list begins with a token that has no log-prob."""
+    """Return the body of the call for a `LogProbRequest`.
+
+    One prompt token more than needed is asked for, because SGLang's list begins with a token that has no log-prob.
+    """
     body = _body(
         request.prompt, temperature=request.temperature, max_new_tokens=1, stop_token_ids=[], sampling_seed=0
     ) | {"token_ids_logprob": [request.token]}
@@ -110,10 +113,11 @@ def parse_answer(
     """Return the rollout in a server's answer.
 
     Args:
-        answer: JSON of the response to `body`, that of `generate_body`.
+        answer: JSON of the response to `body`.
+        body: body of the call, from `generate_body`.
 
     Raises:
-        EngineError: the server is set up in a way that changes what was asked for.
+        EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
         LookupError, TypeError, ValueError: the answer has another form, or was cut short.
     """
     num_top, uid = request.sampling.num_top_log_probs, request.uid
@@ -140,7 +144,7 @@ def parse_answer(
 
 
 def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[float]:
-    """Return the log-probs that a `LogProbRequest` asked for: those of the last prompt tokens, then that of its token.
+    """Return the log-probs that a `LogProbRequest` asked for: first of the last prompt tokens, then of `token`.
 
     Args:
         answer: JSON of the response to `log_prob_body(request)`.
@@ -148,6 +152,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
     """
     check_prompt(answer["prompt_token_ids"], request.prompt, uid)
     meta, count = answer["meta_info"], request.num_prompt_log_probs
+
     if meta["finish_reason"]["type"] not in ("stop", "length"):
         raise ValueError(f"cut short, its finish_reason is {meta['finish_reason']!r}")
     values = []
@@ -156,6 +161,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
         if len(entries) != count:
             raise ValueError(f"{len(entries)} log-probs of the prompt in place of {count}")
         values = [_entry(one)[1] for one in entries]
+
     [of_token] = [dict(_entry(one) for one in ids) for ids in meta["output_token_ids_logprobs"]]
     values.append(of_token[request.token])
     check_log_probs(values, uid)

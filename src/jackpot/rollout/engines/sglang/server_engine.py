@@ -1,6 +1,6 @@
-"""The engine of SGLang servers, and what it checks of each.
+"""The engine of SGLang servers, and the checks of each server's settings.
 
-SGLang reports no sizes of its model, so a server of another one is found when it loads the weights.
+SGLang does not report the sizes of its model, so a server of another model is noticed only when it loads the weights.
 
 Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on a GPU.
 """
@@ -33,7 +33,7 @@ _PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
 
 
 class SGLangReplica(Replica):
-    """Tracks one SGLang server."""
+    """The peer of one SGLang server: its checks, its weights and its requests."""
 
     made_for = "SGLang 0.5.23"
     _client: SGLangClient
@@ -67,7 +67,7 @@ class SGLangReplica(Replica):
             wrong = self._what_is_wrong(settings)
             info = ServerInfo(
                 device=str(settings["device"]),
-                # A prompt may have one token less than this. A response could end four tokens later.
+                # The safe limit of the two: a prompt may have one token less, a response could end four tokens later.
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )
@@ -81,7 +81,7 @@ class SGLangReplica(Replica):
         return info
 
     def _what_is_wrong(self, settings: Mapping[str, Any]) -> str | None:
-        """Return why a server with these settings is refused, and how to start it; None where it is not."""
+        """Return why a server with these settings is refused, and how to start it instead; None if it is accepted."""
         dtypes, head_is_fp32 = _DTYPES[self._dtype], bool(settings["enable_fp32_lm_head"])
 
         if str(settings["dtype"]).removeprefix("torch.") not in dtypes:
@@ -111,7 +111,7 @@ class SGLangReplica(Replica):
     async def _load(self, weights: SavedWeights) -> None:
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
-        # On a GPU they are of a function of SGLang's own.
+        # On a GPU SGLang computes checksums with a function of its own.
         comparable = self.info is not None and self.info.device == "cpu"
         check_loaded(self.name, weights, checksums, self._verified, comparable)
         await self._check_version(weights)
@@ -122,7 +122,7 @@ class SGLangReplica(Replica):
 
 
 class SGLangServerEngine(ServerEngine):
-    """Decodes with SGLang servers that the user has started, all with the same model."""
+    """An engine of SGLang servers that the user has started with one model."""
 
     client_class = SGLangClient
     _settings: SGLangServerEngineConfig

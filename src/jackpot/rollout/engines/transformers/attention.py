@@ -25,7 +25,7 @@ from jackpot.models.quantization.quantizer import SCHEMES
 
 GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"  # values of `config._attn_implementation`
 GROUPED_FP8, EAGER_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8", "jackpot_exact_fp8"
-# Those that take a mask [N, 1, T, S] as it is.
+# Implementations that take a mask [N, 1, T, S] as it is.
 ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
 _FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}
 
@@ -70,10 +70,10 @@ def eager_attention(
 
 
 def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> Attention:
-    """Return the attention function `attend` on rounded keys and values, as a low-precision cache stores them.
+    """Return an attention function that calls `attend` on rounded keys and values, as a low-precision cache has them.
 
-    New tokens stand last in keys and values. They are rounded in place, once, so the cache holds rounded states too. A
-    prompt therefore sees its own keys rounded, as in vLLM.
+    New tokens stand last in keys and values. Their states are rounded once, in place, so the cache holds rounded states
+    too, and a prompt sees its own keys rounded, as in vLLM.
 
     Args:
         rounding: function that rounds keys or values [N, key heads, T, D].
@@ -103,7 +103,9 @@ AttentionMaskInterface.register(EAGER_FP8, eager_mask)
 
 
 def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
-    """Set the attention of a model as an engine's settings say; on a CPU it is exact where activations are quantized.
+    """Set the attention of a model as an engine's settings say.
+
+    On a CPU attention is computed in float64 where activations are quantized (`exact` of `set_attention`).
 
     Raises:
         EngineError: as `set_attention`.
@@ -119,13 +121,13 @@ def set_attention(
     """Set the attention implementation of a model, with `grouped_attention` in place of transformers' `sdpa`.
 
     Args:
-        implementation: eager attention, or sdpa where the architecture has it (else its default stays).
+        implementation: eager, or sdpa, for which a model without sdpa keeps its default attention.
         fp8_cache: round keys and values to FP8 (`round_to_fp8`). Such a model must not be differentiated.
         exact: compute sdpa in float64, so that a token's result does not depend on batch and cache.
 
     Raises:
         EngineError: eager attention or an FP8 cache for a model whose attention cannot be replaced, or an FP8 cache for
-            one that does not read what it caches.
+            a model that does not read back the keys and values it caches.
     """
     if implementation == "eager" and model.config._attn_implementation != "eager":
         model.set_attn_implementation("eager")

@@ -23,7 +23,7 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import ACCEPT_4D_MASKS
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, make_cache, reorder_rows
 
-# Architectures that only pass their attention mask on to attention, so that a mask [N, 1, 1, S] made here serves them.
+# Architectures that only pass their attention mask on to attention, so that they take a mask [N, 1, 1, S] made here.
 _PASS_MASKS_ON = frozenset(
     {
         "gemma",
@@ -44,12 +44,12 @@ _PASS_MASKS_ON = frozenset(
 )
 
 
-# Multiplications of a step; a smaller one, as of the quickstart's models, takes longer with more threads.
+# Multiplications of a step below which one thread is faster than several, as for the quickstart's models.
 ONE_THREAD_BELOW = 2**26
 
 
 class ModelRunner:
-    """Runs the forward passes of a batch with its KV cache: one prefill, then one pass per decoding step.
+    """A batch's KV cache and forward passes: one over the prompts (prefill), then one for each decoding step.
 
     Prompts are padded on the left, so that all rows write to the same column of the cache.
     """
@@ -62,17 +62,19 @@ class ModelRunner:
             max_new_tokens: largest number of tokens that any row reads after its prompt.
         """
         self._model, self._prompts = model, prompts
-        self.max_length = max(map(len, prompts)) + max_new_tokens  # tokens of a row of the cache
+        self.max_length = max(map(len, prompts)) + max_new_tokens  # most tokens of a row of the cache
         self.cache = make_cache(model.config, self.max_length)
 
     def prefill(self) -> Tensor:
-        """Run the prompts; return the hidden states that predict the first tokens, [R, H]. Called first, once."""
+        """Run the prompts, first of all and once; return the hidden states that predict the first tokens, [R, H]."""
         unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
         device = self._model.device
+
         ids, mask = pad_tokens(list(unique), "left", device)  # [U, P]
         hidden = self._forward(ids, mask, position_ids(mask))[:, -1]
         index = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)
         reorder_rows(self.cache, index)
+
         self.length = ids.shape[1]  # cached tokens of a row, padding included
         self.positions = mask.sum(dim=1)[index]  # [N], position of the next token
         self._is_token = torch.ones(len(index), self.max_length, dtype=torch.bool, device=device)  # False: padding
@@ -82,7 +84,7 @@ class ModelRunner:
         return hidden[index]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
-        """Run one more token of every row, [N]; return the hidden states that predict the next token, [N, H]."""
+        """Run the newest token of every row, [N]; return the hidden states that predict the next tokens, [N, H]."""
         self.length += 1
         hidden = self._forward(tokens[:, None], self._mask(), self.positions[:, None])
         self.positions = self.positions + 1
@@ -104,10 +106,10 @@ class ModelRunner:
         ).last_hidden_state
 
     def _mask(self) -> Tensor | None:
-        """Return the mask of the new tokens; None: they see everything inside the sliding window.
+        """Return the attention mask of the new tokens; None: each sees everything inside the sliding window.
 
-        From a mask [N, S] transformers makes its own at every step, with sliding windows. A mask [N, 1, 1, S] is used
-        as it is.
+        Transformers turns a mask [N, S] at every step into a larger one with sliding windows. It uses a mask
+        [N, 1, 1, S] as it is.
         """
         if not isinstance(self.cache, BatchKVCache):
             return self._is_token[:, : self.length]
@@ -119,9 +121,9 @@ class ModelRunner:
         return self._bias[..., : self.length]
 
     def _additive_mask(self) -> Tensor | None:
-        """Return what attention adds to its scores, [N, 1, 1, S]: 0, or the lowest number for padding.
+        """Return what attention adds to its scores, [N, 1, 1, S]: 0 for tokens, the lowest number for padding.
 
-        None for models that do not take such a mask.
+        Return None for models that do not take such a mask.
         """
         config, dtype = self._model.config, self._model.dtype
         if config.model_type not in _PASS_MASKS_ON or config._attn_implementation not in ACCEPT_4D_MASKS:
@@ -131,7 +133,7 @@ class ModelRunner:
 
 
 class BatchSettings(NamedTuple):
-    """The sampling settings that all rows of a batch share; lengths and stop tokens are each row's own."""
+    """The sampling settings that all rows of a batch share; lengths and stop tokens may differ between rows."""
 
     temperature: float
     top_k: int
@@ -140,15 +142,15 @@ class BatchSettings(NamedTuple):
 
 
 def batch_settings(sampling: Sampling) -> BatchSettings:
-    """Return the part of a request's sampling that must be equal within a batch."""
+    """Return the sampling settings of a request that must be equal within a batch."""
     return BatchSettings(sampling.temperature, sampling.top_k, sampling.top_p, sampling.num_top_log_probs)
 
 
 class DecodingBatch:
-    """Decodes requests with the same `batch_settings` together, and keeps their tokens until each request finishes.
+    """A batch of requests with equal `batch_settings`, decoded together, one token a step.
 
-    A finished row leaves the batch and the cache. Of each step's distribution [N, V] only the sampled token and the top
-    K are kept.
+    Tokens are kept until the response is finished; then its row leaves the batch and the cache. Of each step's
+    distribution [N, V] only the sampled token and the top K are kept.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class DecodingBatch:
         samplings, prompts = [request.sampling for request in requests], [request.prompt for request in requests]
         self._model, self._all_requests, self._version = model, list(requests), version
         self._settings = batch_settings(samplings[0])
-        self._rows = torch.arange(len(requests))  # [N], request index of each unfinished row, in the model's row order
+        self._rows = torch.arange(len(requests))  # [N], index of each unfinished request, in the order of rows
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
         self._max_position = max_model_len - 1
 
@@ -175,19 +177,19 @@ class DecodingBatch:
         self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
         keys = key_tensor([fold_in("token", request.seed) for request in requests])
         self._keys = upload(keys, model.device)  # [N]
-        self._num_generated = 0  # tokens of every unfinished row
+        self._num_generated = 0  # tokens generated in every unfinished row
 
         # Packed draws (`pack_draw`), on the CPU; rows of `empty` take no memory before they are written.
         self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
 
     @property
     def requests(self) -> list[Request]:
-        """Return the unfinished requests in the order in which they were given."""
+        """Return the unfinished requests, in the order in which the batch was given them."""
         return [self._all_requests[row] for row in sorted(self._rows.tolist())]
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
-        """Generate one token in every row; remove and return the rows that this finished."""
+        """Generate one token in every row; remove the rows that finish and return their rollouts."""
         with threads_for(len(self._rows) * self._model.num_parameters()):
             hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
             draws = uniforms(self._keys, self._keys.new_full((1,), self._num_generated))
@@ -198,7 +200,7 @@ class DecodingBatch:
         return self._take(records)
 
     def _check_finite(self, records: Tensor) -> None:
-        """Check the draws of some steps, [steps, N, 2 + 2K]."""
+        """Raise EngineError if a draw of some steps, [steps, N, 2 + 2K], has a log-prob that is not finite."""
         is_finite = records[..., 1].view(torch.float32).isfinite()
         if not is_finite.all():
             step = int(is_finite.all(dim=1).int().argmin())
@@ -212,7 +214,7 @@ class DecodingBatch:
         )
 
     def _take(self, records: Tensor) -> list[Rollout]:
-        """Keep the draws [N, 2 + 2K] of a step; remove and return the rows that this finished."""
+        """Store the draws of a step, [N, 2 + 2K]; remove the rows that finish and return their rollouts."""
         self._records[self._rows, self._num_generated] = records
         self._num_generated += 1
         return self._remove_finished(records[:, 0])
@@ -231,17 +233,22 @@ class DecodingBatch:
         """Remove the rows where `is_finished` [N] is True, once their rollouts are made."""
         order = _compaction(~is_finished)
         self._reorder(order)
-        self._rows = self._rows[order]  # last: after an error before this line `requests` has the finished ones too
+        self._rows = self._rows[order]  # last, so that after an error above `requests` has the finished rows too
 
     def _reorder(self, order: Tensor) -> None:
-        """Replace row i of the model's rows by the old row `order[i]`; the others leave."""
+        """Replace row i of the model's rows by the old row `order[i]`; rows not in `order` leave."""
         if len(order):
             on_device = upload(order, self._last_tokens.device)
             self._runner.reorder(on_device)
             self._last_tokens, self._keys = self._last_tokens[on_device], self._keys[on_device]
 
     def _rollouts(self, rows: Tensor, length: int, is_stop: Tensor) -> list[Rollout]:
-        """Return the rollouts of rows [F] that end with `length` tokens; True in `is_stop` [F]: with a stop token."""
+        """Return the rollouts of rows that end after `length` tokens.
+
+        Args:
+            rows: [F] indices of requests.
+            is_stop: [F] bool, True where the last token is a stop token, False where the length limit was reached.
+        """
         draw = _unpack(self._records[rows, :length])
         versions = torch.tensor(self._version).expand(*draw.tokens.shape, 2)
         columns = (*draw, torch.ones_like(draw.tokens, dtype=torch.bool), versions.contiguous())
@@ -266,7 +273,11 @@ class DecodingBatch:
 
 @contextmanager
 def threads_for(multiplications: int) -> Iterator[None]:
-    """Run the body with one thread where it is too small for the threads of torch."""
+    """Run the `with` block with one thread of torch if the work is too small for several.
+
+    Args:
+        multiplications: number of multiplications of one step.
+    """
     threads = torch.get_num_threads()
     if threads == 1 or multiplications >= ONE_THREAD_BELOW:
         yield
@@ -285,13 +296,13 @@ def _stop_table(stops: Sequence[set[int]]) -> Tensor:
 
 
 def _compaction(kept: Tensor) -> Tensor:
-    """Return the old index of each kept row: the last kept rows move into the slots of removed ones.
+    """Return the old index of each kept row, where the last kept rows move into the slots of removed rows.
 
     Args:
         kept: [N] bool.
 
     Returns:
-        [number of kept rows] int64; rows before the first removed one keep their index.
+        [number of kept rows] int64; rows before the first removed row keep their index.
     """
     left = int(kept.sum())
     order = torch.arange(left)
@@ -300,7 +311,7 @@ def _compaction(kept: Tensor) -> Tensor:
 
 
 def pack_draw(draw: Draw) -> Tensor:
-    """Pack a draw into one tensor, [N, 2 + 2K] int32: ids as they are, log-probs by their bits."""
+    """Pack a draw into one tensor, [N, 2 + 2K] int32: ids as they are, log-probs as the bits of float32."""
     columns = [
         draw.tokens[:, None].int(),
         draw.log_probs[:, None].view(torch.int32),
@@ -311,7 +322,7 @@ def pack_draw(draw: Draw) -> Tensor:
 
 
 def _unpack(records: Tensor) -> Draw:
-    """Undo `pack_draw` for records [..., 2 + 2K], into memory that does not alias them."""
+    """Undo `pack_draw` for records [..., 2 + 2K]; the tensors of the draw do not share memory with the records."""
     num_top = (records.shape[-1] - 2) // 2
     tokens, log_probs, top_ids, top_log_probs = records.split([1, 1, num_top, num_top], dim=-1)
     return Draw(

@@ -1,7 +1,7 @@
 """Decode a batch with drafts: a second model proposes the next tokens of every row, and one forward pass verifies them.
 
 Rows accept different numbers of drafts and so have different lengths. In the caches of both models a token stands in
-the column of its position, where the next pass overwrites a rejected one; no query sees a column behind its own.
+the column of its position, where the next pass overwrites a rejected token; no query sees a column behind its position.
 
 Shapes: `R` rows at the start, `N` of them unfinished, `k` most drafts of a row, `S` columns of a cache, `D` size of a
 head, `V` vocabulary, `K` top log-probs.
@@ -29,17 +29,17 @@ from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRu
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer
 from jackpot.rollout.engines.transformers.static_decoding import STATIC, layer_masks
 
-_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # of a row whose number of drafts follows what is accepted
-_MAX_PROBS = 2**26  # numbers of distributions [.., V] that are verified at once
+_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # drafts of a row at first and at most, where their number follows acceptance
+_MAX_PROBS = 2**26  # most numbers in the distributions [.., V] that are verified at once
 
 
 class RaggedRunner:
-    """Runs tokens of rows of different lengths through a model, each row behind what the cache holds of it."""
+    """A model with a cache of rows of different lengths; it appends new tokens to each row at the row's end."""
 
     def __init__(self, model: PreTrainedModel, prompts: ModelRunner) -> None:
         """Take over the cache of a runner that has read the prompts, for a model that `decodes_statically`."""
         cache = prompts.cache
-        assert isinstance(cache, BatchKVCache)  # of every model that `decodes_statically`
+        assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._model, self._windows, self._cache = model, layer_windows(model.config), cache
         self._layers: list[RaggedKVLayer] = []
         width, padding = prompts.length, prompts.length - prompts.positions  # [N]
@@ -53,8 +53,12 @@ class RaggedRunner:
             cache.layers[index] = self._layers[-1]  # frees the old one
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run tokens [N, T] at positions [N, T], which are on the CPU; return the hidden states that predict the next
-        tokens, [N, T, H]."""
+        """Run tokens and return the hidden states that predict the next tokens, [N, T, H].
+
+        Args:
+            tokens: [N, T].
+            positions: [N, T], on the CPU.
+        """
         length, positions = int(positions.max()) + 1, upload(positions, tokens.device)
         for layer in self._layers:
             layer.write_at(positions, length)
@@ -74,33 +78,36 @@ class RaggedRunner:
 
 
 class DraftedBatch(DecodingBatch):
-    """Decodes as `DecodingBatch`, several tokens of a row a call; the prompts and the first token it leaves to that.
+    """A `DecodingBatch` whose steps generate several tokens of a row, with drafts, from the second token on.
 
-    The draft of token t, its acceptance and the token in its place have uniforms of their own, hashed from the seed and
-    t. How many tokens a row drafts depends on that row alone, so a response does not depend on its batch.
+    Three separate uniforms, hashed from the seed and t, draw the draft of token t, decide on its acceptance, and draw
+    the token in place of a rejected draft. How many tokens a row drafts depends on that row alone, so a response does
+    not depend on its batch.
     """
 
     def __init__(self, *arguments: Any, draft: PreTrainedModel, settings: DraftConfig, counts: DraftCounts) -> None:
-        """Take the arguments of a `DecodingBatch`.
+        """Make a batch from the arguments of a `DecodingBatch`.
 
         Args:
-            draft: model that proposes tokens; it and the model that verifies them both `decodes_statically`.
-            counts: what the drafts of these responses are worth is added to it.
+            draft: model that proposes tokens. `decodes_statically` must hold for this model and for the one that
+                verifies.
+            settings: how many tokens are drafted, and how drafts are accepted.
+            counts: the counts of this batch's drafts are added to it.
         """
         super().__init__(*arguments)
         self._draft_model, self._lam, self._counts = draft, settings.lam, counts
         self._follows_acceptance = settings.tokens == "auto"
         wanted = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
-        self._wanted = torch.full_like(self._limits, wanted)  # [R], drafts of the next call
+        self._wanted = torch.full_like(self._limits, wanted)  # [R], number of drafts in the next step
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
         seeds = [request.seed for request in self._all_requests]
         keys = [key_tensor([fold_in(use, seed) for seed in seeds]) for use in ("draft", "accept draft", "token")]
-        self._streams = torch.stack(keys, dim=1)  # [R, 3], of uniforms
+        self._streams = torch.stack(keys, dim=1)  # [R, 3], keys of the three streams of uniforms
         self._is_started = False
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
-        """Generate the first token of every row, later up to k + 1; remove and return the rows that this finished."""
+        """Generate the first token of every row, in later steps up to k + 1 tokens; return the finished rollouts."""
         with threads_for(len(self._rows) * self._model.num_parameters()):
             if not self._num_generated:
                 self._counts.passes += len(self._rows)
@@ -116,7 +123,7 @@ class DraftedBatch(DecodingBatch):
         return self._take_verified(records, drafted)
 
     def _start(self) -> None:
-        """Have the draft read the prompts, and take over the caches of both models."""
+        """Have the draft model read the prompts, and take over the KV caches of both models."""
         prompts = [request.prompt.token_ids for request in self._all_requests]
         reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
         reader.prefill()
@@ -138,15 +145,18 @@ class DraftedBatch(DecodingBatch):
                 runner.reorder(upload(order, self._model.device))
 
     def _positions(self, first: int, last: int) -> Tensor:
-        """Return positions counted from the last token of each row, [N, last - first + 1].
+        """Return the positions from `first` to `last`, counted from the last token of each row: [N, last - first + 1].
 
-        A row that drafts less than others gets positions beyond its end, where nothing is read that counts.
+        A row that drafts fewer tokens than others gets positions beyond its end, whose results are not used.
         """
         ends = self._prompt_lengths[self._rows, None] + self._lengths[self._rows, None] - 1
         return (ends + torch.arange(first, last + 1)).clamp(max=self._last_position)
 
     def _uniforms(self, stream: int, first: int, last: int) -> Tensor:
-        """Return the uniforms of the next tokens, [N, last - first + 1], counted from the first one without a draw."""
+        """Return the uniforms of a stream for the tokens from `first` to `last`: [N, last - first + 1].
+
+        Token 0 of a row is the first that has not been generated.
+        """
         tokens = self._lengths[self._rows, None] + torch.arange(first, last + 1)
         return upload(uniforms(self._streams[self._rows, stream, None], tokens), self._model.device)
 
@@ -155,10 +165,17 @@ class DraftedBatch(DecodingBatch):
         return sampling_log_probs(head_logits(model, hidden), settings.temperature, settings.top_k, settings.top_p)
 
     def _propose(self, drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft tokens, [N, k + 1], from distributions [N, k + 1, V] that are 0 where a row drafts nothing, as in the
-        last place.
+        """Draft tokens with the draft model, and return them with the distributions that they were drawn from.
 
-        At first the last two tokens are read: after a pass that accepted all drafts, the draft's cache lacks one.
+        First the draft model reads the last two tokens of each row, since its cache lacks a token after a pass that
+        accepted all drafts.
+
+        Args:
+            drafted: [N], the number of tokens that each row drafts, at most k.
+
+        Returns:
+            Tokens [N, k + 1] and distributions [N, k + 1, V]. A distribution is 0 where a row drafts nothing; no row
+            drafts in the last column.
         """
         model, device = self._draft_model, self._model.device
         tokens = upload(self._tail[self._rows], device)
@@ -174,11 +191,13 @@ class DraftedBatch(DecodingBatch):
         return torch.cat(drafts, dim=1), torch.stack(probs, dim=1)
 
     def _verify(self, drafts: Tensor, probs: Tensor) -> Tensor:
-        """Return the token in each place, as if all drafts before it were accepted: [N, k + 1, 3 + 2K], packed draws
-        and at last 1 where it is the draft.
+        """Decide on every draft as if all drafts before it were accepted.
 
         Args:
-            drafts, probs: as of `_propose`.
+            drafts, probs: as returned by `_propose`.
+
+        Returns:
+            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`), and last 1 where the draw is the draft.
         """
         last = drafts.shape[1] - 1
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
@@ -190,7 +209,7 @@ class DraftedBatch(DecodingBatch):
         return torch.cat([self._judge(*parts) for parts in zip(*flat, strict=True)]).unflatten(0, drafts.shape)
 
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
-        """Return some rows of `_verify`, flat."""
+        """Decide as `_verify` on some columns of some rows, flattened: returns [M, 3 + 2K] for M columns."""
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
         tokens = torch.where(verdict.accepted, drafts, verdict.others)
         top = largest(verdict.log_probs, self._settings.num_top_log_probs)
@@ -198,11 +217,11 @@ class DraftedBatch(DecodingBatch):
         return torch.cat([pack_draw(Draw(tokens, log_probs, top[1], top[0])), verdict.accepted[:, None].int()], dim=1)
 
     def _take_verified(self, records: Tensor, drafted: Tensor) -> list[Rollout]:
-        """Keep each row's tokens up to the first that is not a draft; remove and return the rows that this finished.
+        """Store each row's tokens up to the first that is not a draft; return the rollouts of finished rows.
 
         Args:
-            records: as of `_verify`, on the CPU.
-            drafted: [N], the tokens that each row drafted.
+            records: as returned by `_verify`, on the CPU.
+            drafted: [N], the number of tokens that each row drafted.
         """
         rows, positions = self._rows, torch.arange(records.shape[1])
         tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
@@ -237,7 +256,7 @@ class DraftedBatch(DecodingBatch):
         return finished
 
     def _count(self, drafted: Tensor, accepted: Tensor, taken: Tensor) -> None:
-        """Count one pass of the policy; all [N]."""
+        """Count one pass of the policy. All arguments are [N]: drafts, accepted drafts, and tokens kept of a row."""
         counts, verifies = self._counts, drafted > 0
         counts.tokens += int(taken.sum())
         counts.passes += len(taken)

@@ -40,14 +40,14 @@ from jackpot.rollout.engines.transformers.static_decoding import (
 )
 from jackpot.rollout.engines.transformers.weights import ModelWeights
 
-_SCORE_TOKENS = 16_384  # in one forward pass of `score`, padding included
+_SCORE_TOKENS = 16_384  # most tokens in one forward pass of `score`, padding included
 
 
 class TransformersEngine(Engine):
-    """Decodes with a model that it owns, in batches of requests that share temperature, filters and top log-probs.
+    """An engine that decodes with transformers, in batches of requests with equal temperature, filters and top-k lists.
 
-    Tokens are generated inside `collect` alone. It returns as soon as it has enough rollouts; unfinished rows continue
-    at the next call.
+    Tokens are generated inside `collect` alone, which returns as soon as it has enough rollouts; unfinished rows
+    continue at the next call.
     """
 
     def __init__(
@@ -68,8 +68,7 @@ class TransformersEngine(Engine):
                 prompt and 1.5 times the longest response so far. Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
-            drafter: the engine whose model proposes tokens as `settings.draft` says, with the weights that it holds at
-                the time; None: this engine's model generates alone.
+            drafter: the engine whose model proposes tokens as `settings.draft` says; None: nothing drafts.
 
         Raises:
             EngineError: weights of several dtypes, no context length in the config, a model that cannot be quantized as
@@ -84,7 +83,7 @@ class TransformersEngine(Engine):
         self._settings = settings
 
         weights = ModelWeights(model, settings)
-        self._weights: ModelWeights | None = weights  # with the model; None once the engine is closed
+        self._weights: ModelWeights | None = weights  # the model and its weights; None once the engine is closed
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         self._draft_counts = DraftCounts()
@@ -113,7 +112,7 @@ class TransformersEngine(Engine):
         self._batch: DecodingBatch | None = None
 
     def _make_capture(self, model: PreTrainedModel) -> GraphCapture | None:
-        """Return what captures decoding steps, or None and an event that says why there is none."""
+        """Return the object that captures decoding steps; if none can be captured, add an event and return None."""
         if self._draft is not None:
             why = "rows accept different numbers of drafts"
         elif decodes_statically(model):
@@ -190,8 +189,11 @@ class TransformersEngine(Engine):
             torch.cuda.empty_cache()
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the event `quantized` at the first call, where the settings quantize, and `decoding` where
-        `enforce_eager` is off, and once more where a step could not be captured."""
+        """Return and forget the events since the last call: `quantized` and `decoding`.
+
+        `quantized` reports what the settings quantize. `decoding` says how tokens are decoded where `enforce_eager` is
+        off, and comes once more if a step could not be captured as a CUDA graph.
+        """
         sources = [self._events] if self._capture is None else [self._events, self._capture.events]
         events = [event for source in sources for event in source]
         for source in sources:
@@ -214,14 +216,14 @@ class TransformersEngine(Engine):
         return self._weights
 
     def _check_awake(self) -> ModelWeights:
-        """Return the model with its weights, or raise EngineError after `close` and while it sleeps."""
+        """Return the model with its weights, or raise EngineError after `close` and while the engine sleeps."""
         weights = self._check_open()
         if weights.are_released:
             raise EngineError(ASLEEP)
         return weights
 
     def _step(self) -> None:
-        """Generate one token in every row of the batch; after an error queue its requests again, from the start."""
+        """Generate one token in every row of the batch; after an error queue the batch's requests anew."""
         if self._batch is None:
             self._batch = self._next_batch()
         try:
@@ -234,8 +236,10 @@ class TransformersEngine(Engine):
             self._batch = None
 
     def _next_batch(self) -> DecodingBatch:
-        """Take up to `max_num_seqs` requests with equal `batch_settings` and `exact_drafts` from the front of the
-        queue."""
+        """Make a batch of up to `max_num_seqs` requests from the front of the queue.
+
+        They have equal `batch_settings` and `exact_drafts`.
+        """
 
         def shared(request: Request) -> tuple[BatchSettings, bool]:
             return batch_settings(request.sampling), request.exact_drafts
@@ -243,6 +247,7 @@ class TransformersEngine(Engine):
         (_, is_exact), alike = next(groupby(self._queue, shared))
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
+
         make: Callable[..., DecodingBatch] = DecodingBatch
         if self._draft is not None:
             settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
@@ -250,6 +255,7 @@ class TransformersEngine(Engine):
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)
+
         batch = make(self._check_open().model, requests, self._eos_token_ids, max_model_len, self._version)
         for _ in requests:
             self._queue.popleft()
@@ -257,7 +263,7 @@ class TransformersEngine(Engine):
 
 
 def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
-    """Return the model of the engine that drafts for `model`, or raise EngineError where it cannot."""
+    """Return the model of the engine `drafter`, or raise EngineError where it cannot draft for `model`."""
     draft, settings = drafter._check_open().model, drafter._settings
 
     if draft.config._attn_implementation in (EXACT, EXACT_FP8):

@@ -1,4 +1,4 @@
-"""Keys and values of a decoding batch, written in place.
+"""The KV cache of a decoding batch, whose keys and values are written in place.
 
 Transformers' own `DynamicCache` copies everything that is cached at every step and whenever a row ends. Here a step
 writes only the keys and values of its tokens, and a row that ends costs one row copied into its slot.
@@ -18,15 +18,15 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return the tokens of a row for which a cache of `length` tokens gets room when it is full."""
+    """Return how many tokens of a row a full cache of `length` tokens gets room for when it grows."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
 class BatchKVLayer(DynamicLayer):
-    """Holds the keys and values of one layer, [N, heads, S, D], as the front of larger buffers.
+    """The keys and values of one layer, [N, heads, S, D], at the front of larger buffers.
 
-    Buffers grow by half of their tokens, by at least `_MIN_GROWTH` and never beyond `max_length` tokens. At that moment
-    they shrink to the rows that are left.
+    Buffers grow by half of their tokens, by at least `_MIN_GROWTH` and never beyond `max_length` tokens. When they grow
+    they keep only the rows that are left in the batch.
     """
 
     keys: Tensor  # None before the first `update`
@@ -37,7 +37,7 @@ class BatchKVLayer(DynamicLayer):
         self._max_length, self._length, self._rows = max_length, 0, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append new keys and values, [N, heads, 1, D] each; return all, as views that the next call overwrites."""
+        """Append new keys and values, [N, heads, 1, D]; return the layer's, as views that the next call changes."""
         start, self._length = self._length, self._length + key_states.shape[-2]
         if not self.is_initialized:
             self.keys, self.values = key_states, value_states  # one row per unique prompt, until `reorder_cache`
@@ -76,17 +76,17 @@ class BatchKVLayer(DynamicLayer):
         count = len(rows) if isinstance(rows, Tensor) else len(states[rows])
         buffer = states.new_empty(count, heads, grown_length(length, self._max_length), size)
         if isinstance(rows, Tensor):
-            torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # no copy of them between
+            torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # straight into the buffer, without a copy
         else:
             buffer[:, :, :length] = states[rows]
         return buffer
 
 
 class BatchKVCache(Cache):
-    """Holds one `BatchKVLayer` per layer. A layer with a sliding window keeps all tokens too; the mask hides old ones.
+    """A cache of a `BatchKVLayer` for each layer. Layers with a sliding window keep all tokens; a mask hides old ones.
 
-    It holds 2 x layers x rows x key heads x D x token slots numbers. The slots of a row are at most 1.5 times its
-    tokens, or its tokens + `_MIN_GROWTH`. While the cache grows, one layer exists twice.
+    The cache holds 2 x layers x rows x key heads x D x token slots numbers. A row has at most 1.5 times as many slots
+    as tokens, or `_MIN_GROWTH` more slots than tokens. While the cache grows, one layer exists twice.
     """
 
     layers: list[BatchKVLayer]
@@ -96,16 +96,16 @@ class BatchKVCache(Cache):
         self.sliding_window = sliding_window  # smallest window of all layers, tokens; None where no layer has one
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder all layers; find the moved rows once (one device sync), not per layer."""
+        """Reorder all layers. Moved rows are found once for all of them, since that waits for the device."""
         moved = _moved_rows(beam_idx)
         for layer in self.layers:
             layer.reorder_cache(beam_idx, moved)
 
 
 class RaggedKVLayer(BatchKVLayer):
-    """Holds keys and values of rows of different lengths, each token in the column of its position.
+    """The keys and values of rows of different lengths in one layer, each token in the column of its position.
 
-    Columns behind the last token of a row are what was there before, or 0; a mask hides them.
+    Columns behind the last token of a row hold older numbers or 0; a mask hides them.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, max_length: int) -> None:
@@ -115,18 +115,18 @@ class RaggedKVLayer(BatchKVLayer):
         self._rows, self._length = len(keys), keys.shape[2]
 
     def write_at(self, columns: Tensor, length: int) -> None:
-        """Say where the next call of `update` writes.
+        """Set the columns that the next call of `update` writes.
 
         Args:
             columns: [N, T] int64.
-            length: columns of the cache that attention reads from now on; at least 1 + the last column of any row.
+            length: number of columns that attention reads from now on; at least 1 + the last column of any row.
         """
         if length > self.keys.shape[2]:
             self._reallocate(slice(0, self._rows), self._length)
         self._columns, self._length = columns, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [N, heads, T, D] each; return all, as views that the next call overwrites."""
+        """Write new keys and values, [N, heads, T, D]; return all of the layer, as views that the next call changes."""
         columns = self._columns[:, None, :, None]
         self.keys[: self._rows].scatter_(2, columns.expand_as(key_states), key_states)
         self.values[: self._rows].scatter_(2, columns.expand_as(value_states), value_states)
@@ -134,15 +134,15 @@ class RaggedKVLayer(BatchKVLayer):
 
     def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
         buffer = super()._grown(states, rows)
-        buffer[:, :, states.shape[2] :] = 0.0  # attention reads what its mask hides: it must be finite
+        buffer[:, :, states.shape[2] :] = 0.0  # finite, since attention multiplies hidden columns by 0
         return buffer
 
 
 def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | DynamicCache:
     """Return an empty cache for rows of at most `max_length` tokens, prompts included.
 
-    It is a `BatchKVCache` where every layer keeps keys and values of full or sliding-window attention. For other models
-    (linear attention, chunked attention, layers that share keys) it is transformers' own cache.
+    The cache is a `BatchKVCache` where every layer keeps keys and values of full or sliding-window attention. For other
+    models (linear attention, chunked attention, layers that share keys) it is transformers' own cache.
     """
     if not keeps_plain_keys(config):
         return DynamicCache(config=config)

@@ -1,9 +1,9 @@
-"""Decode a batch with fixed shapes, so that a GPU replays a step as a CUDA graph and is waited for once in several.
+"""Decode a batch with fixed shapes, so that a GPU replays a step as a CUDA graph, and the CPU waits once in 8 steps.
 
-All that a step reads and writes stays at its address: tokens, the column of the cache, the keys and values, the last
-draws. Attention reads all columns that there is room for, and a mask hides those that are not written yet. A row that
-ends computes on, unread, until half of the rows have ended; then, or when the cache is full, the rest moves to memory
-of its own and the step is captured anew. On a CPU the same step runs as it is.
+All that a step reads and writes stays at its address: tokens, the column of the cache, keys and values, the newest
+draws. Attention reads all columns that there is room for, and a mask hides columns that are not written yet. A finished
+row is computed on, and ignored, until half of the rows have finished; then, or when the cache is full, the unfinished
+rows move to new memory and the step is captured again. On a CPU the step runs without a graph.
 
 Status: experimental. It has run on one H200, at twelve times the time that reading weights and cache takes.
 
@@ -28,8 +28,8 @@ from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_atte
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, pack_draw, threads_for
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer, grown_length
 
-STEPS = 8  # tokens of a row between two waits
-_FEW_ROWS = 8  # no row leaves a batch of so few: reading the weights takes most of their step
+STEPS = 8  # tokens of a row between two waits for the device
+_FEW_ROWS = 8  # batches of so few rows stay as they are: reading the weights takes most of the step's time
 STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
 
 Step = Callable[[], None]
@@ -44,8 +44,13 @@ def static_attention(
     static_masks: list[Tensor],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `grouped_attention` with the mask of the layer, out of `static_masks`, as of `layer_masks`."""
-    options.pop("sliding_window", None)  # the mask has it
+    """Compute `grouped_attention` with the layer's mask.
+
+    Args:
+        query, key, value: as in `grouped_attention`.
+        static_masks: the masks of all layers, from `layer_masks`; `attention_mask` is not read.
+    """
+    options.pop("sliding_window", None)  # the mask contains the window
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]  torch has no types of a module's attributes
     return grouped_attention(module, query, key, value, static_masks[layer], **options)
 
@@ -56,12 +61,12 @@ AttentionInterface.register(STATIC, static_attention)
 def layer_masks(
     first: Tensor, last: Tensor, columns: int, windows: list[int | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return what each layer's attention adds to its scores, [N, 1, T, S]: 0, or -inf for keys outside its window.
+    """Return for each layer what attention adds to its scores, [N, 1, T, S]: 0, or -inf for keys outside its window.
 
     Args:
-        first, last: the columns between which a query sees keys, both included, [N or 1, T or 1].
+        first, last: first and last column whose key a query sees, [N or 1, T or 1].
         columns: S.
-        windows: of each layer, as of `layer_windows`; those with equal windows share one tensor.
+        windows: window of each layer, from `layer_windows`; layers with equal windows share one tensor.
     """
     positions, last = torch.arange(columns, device=last.device), last[..., None]
     hidden = (positions < first[..., None]) | (positions > last)
@@ -73,35 +78,35 @@ def layer_masks(
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Tell whether `StaticBatch` decodes a model: every layer keeps plain keys and attends by `grouped_attention`."""
+    """Tell whether `StaticBatch` can decode a model: all layers keep plain keys and attend by `grouped_attention`."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
 def decoding_event(shapes: Literal["static", "growing"], cuda_graphs: bool, why: str | None = None) -> dict[str, Any]:
-    """Return the event that says how an engine decodes, and why not otherwise."""
+    """Return the event that reports how an engine decodes; `why` is the reason against a faster way."""
     return {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs} | ({"why": why} if why else {})
 
 
 class GraphCapture:
-    """Captures steps as CUDA graphs on a GPU; elsewhere, and after a failed capture, they run as they are."""
+    """A capture of steps as CUDA graphs; without a GPU, and after a failed capture, steps run uncaptured."""
 
     def __init__(self, device_type: str) -> None:
         self._captures = device_type == "cuda"
         self.events = [decoding_event("static", self._captures)]
 
     def __call__(self, step: Step) -> Step:
-        """Return what does the same as `step`, which has run once before, at the same addresses."""
+        """Return a function that does what `step` does, at equal addresses; `step` must have run once before."""
         if not self._captures:
             return step
 
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-            stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture leaves another stream behind
+            stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave another set
             try:
                 with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                     step()
             except RuntimeError:
-                with suppress(RuntimeError):  # before 2.12 torch does not (pytorch/pytorch#180395)
+                with suppress(RuntimeError):  # before torch 2.12 nothing else ends it (pytorch/pytorch#180395)
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
                 raise
         except RuntimeError as error:
@@ -112,33 +117,33 @@ class GraphCapture:
 
 
 class StaticKVLayer(RaggedKVLayer):
-    """Holds the keys and values of one layer, [N, heads, S, D], of which a step writes one column."""
+    """The keys and values of one layer, [N, heads, S, D], of which a step writes one column."""
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
         super().__init__(keys, values, max_length=keys.shape[2])
         self._column = column
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [N, heads, 1, D] each; return all columns."""
+        """Write new keys and values, [N, heads, 1, D], to the column of this step; return all columns."""
         self.keys.index_copy_(2, self._column, key_states)
         self.values.index_copy_(2, self._column, value_states)
         return self.keys, self.values
 
 
 class StaticBatch(DecodingBatch):
-    """Decodes as `DecodingBatch`, up to `STEPS` tokens a call; the prompts and the first token it leaves to that."""
+    """A `DecodingBatch` of fixed shapes, which generates up to `STEPS` tokens a call from the second token on."""
 
     def __init__(self, *arguments: Any, capture: GraphCapture) -> None:
-        """Take the arguments of a `DecodingBatch`, for a model that `decodes_statically`."""
+        """Make a batch from the arguments of a `DecodingBatch`; `decodes_statically` must hold for the model."""
         super().__init__(*arguments)
         self._capture = capture
         self._windows = layer_windows(self._model.config)
         self._is_started = False
-        self._run: Step | None = None  # one step of the shapes that are; None before it has run once
+        self._run: Step | None = None  # a step of the current shapes, captured; None before it has run once
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
-        """Generate up to `STEPS` tokens in every row; remove and return the rows that this finished."""
+        """Generate up to `STEPS` tokens in every row; remove the rows that finish and return their rollouts."""
         if not self._num_generated:
             return super().step()
 
@@ -167,7 +172,7 @@ class StaticBatch(DecodingBatch):
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []
         except BaseException:
-            self._rows = rows  # they are generated once more
+            self._rows = rows  # so that `requests` has all of them, to be generated once more
             raise
         return finished
 
@@ -178,14 +183,14 @@ class StaticBatch(DecodingBatch):
             self._slots = self._slots[order]
 
     def _start(self) -> None:
-        """Take over the cache of the prompts."""
+        """Take over the cache of the prompts, and make the tensors that all steps share."""
         runner, cache = self._runner, self._runner.cache
-        assert isinstance(cache, BatchKVCache)  # of every model that `decodes_statically`
+        assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._cache, self._max_length = cache, runner.max_length
-        self._prompt_length = self._length = self._room = runner.length  # columns: prompts, written, all
+        self._prompt_length = self._length = self._room = runner.length  # columns of prompts, written, all
         self._padding = runner.length - runner.positions  # [N]
         self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
-        self._slots = torch.arange(len(self._rows))  # [n], on the CPU: the row of the model of each unfinished row
+        self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
         self._is_started = True
         del self._runner
         self._move()
@@ -195,7 +200,7 @@ class StaticBatch(DecodingBatch):
         device, room = self._column.device, self._room
         order = upload(self._slots, device)
         if self._length == room:
-            room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in such pieces
+            room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in pieces of 16
         self._run = None  # frees the memory of the last graph
         for index, layer in enumerate(self._cache.layers):
             keys, values = (self._moved(states, order, room) for states in (layer.keys, layer.values))
@@ -204,7 +209,7 @@ class StaticBatch(DecodingBatch):
         self._padding, self._room = self._padding[order], room
         self._slots = torch.arange(len(order))
         size = 2 + 2 * self._settings.num_top_log_probs
-        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)  # the last ones
+        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)  # the newest draws
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
         buffer = states.new_zeros(len(order), states.shape[1], room, states.shape[3])  # unwritten ones must be finite
@@ -214,7 +219,7 @@ class StaticBatch(DecodingBatch):
     def _advance(self) -> None:
         """Generate one token in every row; all is read and written in place, and nothing waits for the device."""
         column, model = self._column, self._model
-        positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the end
+        positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the context's end
 
         with AttentionSet(model.config.get_text_config(), STATIC):
             states = backbone(model)(

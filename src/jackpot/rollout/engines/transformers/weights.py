@@ -1,4 +1,4 @@
-"""The weights of an engine's model, with its linear layers quantized where the settings say so."""
+"""The weights of an engine's model: loading, releasing and, where the settings say so, quantizing them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,10 @@ from jackpot.rollout.engines.checks import check_weights
 
 
 class ModelWeights:
-    """Loads new weights into a model under its original parameter names, quantized or not; a tied weight once."""
+    """A model's weights, which can be replaced under the original parameter names, also where layers are quantized.
+
+    A tied weight is loaded once.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
         """Quantize the model's linear layers and widen its output layer, where the settings say so.
@@ -39,11 +42,11 @@ class ModelWeights:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
         self.model, self.dtype = model, dtypes.pop()
 
-        self.events: list[dict[str, Any]] = []  # the event that reports the quantization, if there is one
+        self.events: list[dict[str, Any]] = []  # the event that reports the quantization; empty without one
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self._quantized: dict[str, QuantizedLinear] = {}  # layer by the name of its weight
+        self._quantized: dict[str, QuantizedLinear] = {}  # quantized layer by the name of its weight
         self._buffers: dict[str, Tensor] = {}  # codes and scales by the names under which they are sent
-        self.coded_weights: CodedWeights | None = None  # weights taken as codes too
+        self.coded_weights: CodedWeights | None = None  # weights that may also come as codes and scales
 
         if quantization is not None:
             try:
@@ -67,11 +70,11 @@ class ModelWeights:
 
     @property
     def are_released(self) -> bool:
-        """Return whether there are no weights until the next `load`."""
+        """Return whether the weights were released, so that the model has none until the next `load`."""
         return bool(self._released)
 
     def release(self) -> None:
-        """Free the memory of all weights until the next `load`; the layers keep the same parameters and buffers."""
+        """Free the memory of all weights until the next `load`; layers keep their parameters and buffers, emptied."""
         held = self._parameters | self._buffers
         self._released = {name: tensor.shape for name, tensor in held.items()}
         for tensor in held.values():
@@ -79,11 +82,11 @@ class ModelWeights:
 
     @torch.no_grad()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Replace all weights; return the digest of the weights as loaded.
+        """Replace all weights, and return the digest of the weights as loaded.
 
-        All tensors are held until all are checked, so an error leaves the old weights, or none where they were
-        released. Each is cast to `dtype` first, and the digest is that before quantization. Codes and scales are held
-        as they came, and the digest is of these.
+        Nothing is written before all tensors are checked, so an error leaves the model as it was. Weights are cast to
+        `dtype` first, and the digest is taken before quantization. Codes and scales are loaded as they came, and the
+        digest is that of codes and scales.
 
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.

@@ -1,4 +1,4 @@
-"""The HTTP routes of one vLLM server."""
+"""The HTTP routes of one vLLM server, as vLLM 0.32 has them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +11,9 @@ _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with v
 
 
 class VLLMClient(HTTPClient):
-    """Calls the HTTP routes of one vLLM server."""
+    """A client of one vLLM server, with a method for each HTTP route."""
 
-    api_key_var = "VLLM_API_KEY"  # vLLM's own
+    api_key_var = "VLLM_API_KEY"  # the name that vLLM itself uses
 
     async def model_name(self) -> str:
         """Return the model name that completions have to give."""
@@ -33,7 +33,7 @@ class VLLMClient(HTTPClient):
         )
 
     async def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of the bytes of every parameter, by rank and vLLM's name."""
+        """Return the SHA-256 of the bytes of every parameter, by rank and vLLM's name of the parameter."""
         return await self._call(
             "POST",
             "/weight_checker",
@@ -54,14 +54,14 @@ class VLLMClient(HTTPClient):
         await self._call("POST", "/pause?mode=wait", seconds=self._long, missing=_DEV_MODE)
 
     async def resume(self) -> None:
-        """End a `pause`."""
+        """Let the server generate again after `pause`."""
         await self._call("POST", "/resume", missing=_DEV_MODE)
 
     async def reload_weights(self, folder: str) -> None:
         """Replace the server's weights by those in `folder`.
 
         Raises:
-            EngineError: the server refuses, and is healthy otherwise.
+            EngineError: the server refuses the weights, although it answers other calls.
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
@@ -79,7 +79,7 @@ class VLLMClient(HTTPClient):
         await self._call("POST", "/reset_prefix_cache", parse=check_success, missing=_DEV_MODE)
 
     async def set_weight_version(self, version: str) -> None:
-        """Name the weights that the server holds."""
+        """Tell the server the name of the weights that it holds."""
         await self._call(
             "POST", "/update_weight_version", {"new_version": version}, parse=check_success, missing=_DEV_MODE
         )

@@ -1,4 +1,4 @@
-"""vLLM in this process. It is imported when an engine is made, not before.
+"""The engine that runs vLLM in this process. vLLM is imported when an engine is made, not before.
 
 Two threads take part (see `background.py`):
 
@@ -59,13 +59,13 @@ from jackpot.rollout.engines.vllm.library import (
 from jackpot.rollout.engines.vllm.protocol import check_temperature, log_prob_params, to_sampling_params
 from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
-_TURNS = threading.Lock()  # engines of one process step in turn: two at once abort in vLLM's kernels for CPUs
+_TURNS = threading.Lock()  # engines of one process step in turn: two at once crash in vLLM's kernels for CPUs
 _LOADED: "weakref.WeakSet[VLLMEngine]" = weakref.WeakSet()  # engines of this process whose vLLM has not been shut down
-_CPU_CACHE_BYTES = 2**30  # of keys and values, where `kv_cache_memory_bytes` is null on a CPU
+_CPU_CACHE_BYTES = 2**30  # size of the KV cache on a CPU if `kv_cache_memory_bytes` is null
 
 
 class VLLMEngine(ThreadEngine):
-    """Decodes with a copy of the model that vLLM owns, in this process."""
+    """An engine that decodes with vLLM in this process; vLLM owns a copy of the model."""
 
     def __init__(
         self,
@@ -77,17 +77,17 @@ class VLLMEngine(ThreadEngine):
         drafter: "VLLMEngine | None" = None,
         rows: int | None = None,
     ) -> None:
-        """Start vLLM with the model in `path` and its weights.
+        """Start vLLM with the model in `path` and the weights stored there.
 
         Args:
             path: path of the model as `load_model` takes it.
-            device: the learner's device. vLLM runs on the same kind of device, on a GPU by default on the same one.
+            device: the learner's device. vLLM runs on the same kind of device, by default on the same GPU.
             drafter: the engine whose model proposes tokens as `settings.draft` says. vLLM holds a copy of that model,
-                which gets each new weights of the drafter; None: this engine's model generates alone.
-            rows: of the output layer from which it samples, the first ones; None: all.
+                which gets all new weights of `drafter`; None: this engine's model generates alone.
+            rows: number of first rows of the output layer, from which alone tokens are sampled; None: all rows.
 
         Raises:
-            ConfigError: a setting that vLLM does not have on this kind of device.
+            ConfigError: vLLM does not support a setting on this kind of device.
             ModelError: the model cannot be loaded.
             EngineError: vLLM is not installed, is for another kind of device, or cannot serve the model.
         """
@@ -95,20 +95,20 @@ class VLLMEngine(ThreadEngine):
         self._settings, self._device, self._rows = settings, device, rows
         self._dtype = DTYPES[settings.dtype]
 
-        # Only quantized weights are given to vLLM at its start; it reads others from the folder itself.
+        # Only quantized weights are handed to vLLM at its start; others it reads from the model's folder.
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
 
-        # Tokens that a draft model proposes at once, 0 without one; and what vLLM is told of lengths and drafts.
+        # Number of tokens that a draft model proposes at once (0 without drafts), and vLLM's arguments for lengths.
         self._num_drafts, self._arguments = _lengths_and_drafts(model, settings, drafter)
-        self._followers: list[VLLMEngine] = []  # those for which this engine's model drafts
-        self._draft_counts: deque[DraftCounts] = deque()  # of finished responses
+        self._followers: list[VLLMEngine] = []  # engines for which this engine's model drafts
+        self._draft_counts: deque[DraftCounts] = deque()  # counts of finished responses
 
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
         self._events = list(self._weight_format.events)
         self._llm: Any = None
-        self._handlers: dict[str, Callable[[Any], None]] = {}  # what to do with vLLM's output, by its request id
+        self._handlers: dict[str, Callable[[Any], None]] = {}  # takes vLLM's output, by vLLM's request id
         self._request_ids = count()
         self._is_asleep = False
 
@@ -132,7 +132,7 @@ class VLLMEngine(ThreadEngine):
         version, threads = self._version, torch.get_num_threads()
 
         def add_all() -> None:
-            torch.set_num_threads(threads)  # a setting of each thread: use as many as the learner
+            torch.set_num_threads(threads)  # torch keeps this setting for each thread: use as many as the learner
             self._add_all(requests, version)
 
         self._post(add_all)
@@ -140,8 +140,8 @@ class VLLMEngine(ThreadEngine):
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one vLLM request.
 
-        It waits until no response is unfinished: vLLM returns log-probs of tokens that are asked for, or the top ones,
-        for all requests of a step.
+        The call waits until no response is unfinished, because in one step vLLM returns either the top log-probs of all
+        requests or the log-probs of tokens that are asked for.
         """
         self._check_open()
         with self._changed:
@@ -167,8 +167,8 @@ class VLLMEngine(ThreadEngine):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says.
 
-        vLLM holds some weights fused or packed, so the digest is computed from the tensors that it is given: codes and
-        scales where these are sent. An engine for which this one's model drafts gets them too.
+        vLLM holds some weights fused or packed, so the digest is computed from the tensors that vLLM is given: codes
+        and scales where these are sent. Engines for which this engine's model drafts get the new weights too.
         """
         followers = [engine for engine in self._followers if not engine._is_closed]
         for engine in (self, *followers):
@@ -176,11 +176,11 @@ class VLLMEngine(ThreadEngine):
             engine._in_flight.check_empty()
         sent = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(sent, self._shapes, self.capabilities.coded_weights)
-        self._synchronize()  # vLLM's thread has a stream of its own, which reads what the learner's has written
+        self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
         digest = self._call(lambda: self._replace_weights(sent))
         for engine in followers:
             engine._update_draft(sent)
-        self._synchronize()  # it has read what the learner's is to overwrite
+        self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
         self._version = version
         return digest
 
@@ -189,7 +189,7 @@ class VLLMEngine(ThreadEngine):
             torch.cuda.synchronize(self._device)
 
     def _update_draft(self, sent: Sequence[tuple[str, Tensor]]) -> None:
-        """Replace the weights of vLLM's copy of the model that drafts, or raise EngineError where not all arrived."""
+        """Replace the weights of vLLM's copy of the draft model; raise EngineError if not all of them arrived."""
         held, whole = self._call(lambda: self._replace_draft_weights(sent)), weights_digest(sent, self._dtype)
         if held != whole:
             raise EngineError(
@@ -198,12 +198,12 @@ class VLLMEngine(ThreadEngine):
             )
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the event `quantized` at the first call, where the settings quantize."""
+        """Return and forget the event `quantized`, which exists where the settings quantize."""
         events, self._events = self._events, []
         return events
 
     def take_draft_counts(self) -> DraftCounts:
-        """Return the counts of `Engine.take_draft_counts`, from vLLM's own counters."""
+        """Return and forget the counts of drafts, which come from vLLM's counters."""
         return take_all(self._draft_counts)
 
     def sleep(self) -> None:
@@ -211,7 +211,7 @@ class VLLMEngine(ThreadEngine):
         if sleeps(self._settings) and not self._is_asleep:
             self._check_open()
             self._in_flight.check_empty()
-            self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights: new ones come next
+            self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights, which are replaced at wake-up
             self._is_asleep = True
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -238,10 +238,10 @@ class VLLMEngine(ThreadEngine):
         self._llm = None
 
     def _load(self, weights: Sequence[tuple[str, Tensor]]) -> Capabilities:
-        """Start vLLM.
+        """Start vLLM on this thread, and return the engine's capabilities.
 
         Args:
-            weights: weights to start with, in the engine's dtype; none: those in the model's folder.
+            weights: weights to start with, in the engine's dtype; if empty, vLLM reads them from the model's folder.
         """
         on_cpu = self._device.type == "cpu"
         enforce_eager = on_cpu if self._settings.enforce_eager == "auto" else self._settings.enforce_eager
@@ -254,6 +254,7 @@ class VLLMEngine(ThreadEngine):
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             _LOADED.add(self)
+
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
             size = self._llm.model_config.get_vocab_size()
@@ -263,13 +264,13 @@ class VLLMEngine(ThreadEngine):
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {self._folder}: {type(error).__name__}: {error}") from error
         finally:
-            torch.set_num_threads = set_num_threads  # vLLM replaces it by a function without effect on a CPU
+            torch.set_num_threads = set_num_threads  # on a CPU vLLM replaces the function by one without effect
 
         model = self._llm.model_config
         return Capabilities(
             vocab_size=rows,
             num_top_log_probs=rows,
-            max_model_len=model.max_model_len - 2 * self._num_drafts,  # so that every request is always drafted for
+            max_model_len=model.max_model_len - 2 * self._num_drafts,  # leaves room to draft for every request
             quantized=is_quantized(self._settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,
             dtype=self._dtype,
@@ -299,7 +300,7 @@ class VLLMEngine(ThreadEngine):
             max_logprobs=-1,
             logprobs_mode="processed_logprobs",
             enforce_eager=enforce_eager,
-            enable_chunked_prefill=None if vllm.has_gpu else False,  # it would rewind generators: not on a CPU
+            enable_chunked_prefill=None if vllm.has_gpu else False,  # on a CPU it would rewind random generators
             gpu_memory_utilization=settings.gpu_memory_utilization,
             kv_cache_memory_bytes=settings.kv_cache_memory_bytes or (_CPU_CACHE_BYTES if on_cpu else None),
             enable_sleep_mode=sleeps(settings),
@@ -317,7 +318,7 @@ class VLLMEngine(ThreadEngine):
             self._llm.output_processor.request_states[internal_id].logprobs_processor.update_from_output = top.add
 
     def _add(self, prompt: Sequence[int], sampling_params: dict[str, Any], handler: Callable[[Any], None]) -> str:
-        """Give vLLM a request, have `handler` called with its output, and return vLLM's own name of the request."""
+        """Give vLLM a request whose output goes to `handler`, and return the request id that vLLM uses."""
         request_id, vllm = str(next(self._request_ids)), self._vllm
         parameters = vllm.SamplingParams(
             **sampling_params, detokenize=False, flat_logprobs=True, output_kind=vllm.RequestOutputKind.FINAL_ONLY
@@ -333,7 +334,7 @@ class VLLMEngine(ThreadEngine):
                 self._handlers.pop(output.request_id)(output)
 
     def _handler(self, request: Request, version: Version, top: "_TopLogProbs") -> Callable[[Any], None]:
-        """Return a function that completes the request with vLLM's output and the log-probs that came before it."""
+        """Return a function that completes the request from vLLM's output and the log-probs collected in `top`."""
 
         def handle(output: Any) -> None:
             response = output.outputs[0]
@@ -347,8 +348,10 @@ class VLLMEngine(ThreadEngine):
         return handle
 
     def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Have vLLM load new weights; return the digest of the tensors that it has taken: those that are sent, codes
-        and scales too, before any quantization."""
+        """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
+
+        The digest is that of the tensors as sent, codes and scales included, before any quantization here.
+        """
         if self._is_asleep:
             self._llm.wake_up(["weights"])
 
@@ -370,7 +373,7 @@ class VLLMEngine(ThreadEngine):
         return digest.hexdigest()
 
     def _replace_draft_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Have vLLM's draft model load new weights; return the digest of the tensors that it has taken."""
+        """Have vLLM's draft model load new weights; return the digest of the tensors that the model has taken."""
         digest = WeightsDigest(self._dtype)
         self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(sent)),))
         self._forget_states()
@@ -380,14 +383,16 @@ class VLLMEngine(ThreadEngine):
         return ((name, tensor.to(self._dtype)) for name, tensor in sent)
 
     def _forget_states(self) -> None:
-        """Empty the prefix cache."""
+        """Empty the prefix cache, whose keys and values are those of old weights."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache still holds states of the old weights and could not be reset")
 
 
 def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for settings that vLLM does not have on a CPU, where the learner is on one, and for drafts on
-    its second model runner."""
+    """Raise ConfigError for settings that vLLM does not support on the learner's kind of device.
+
+    Refused are some settings on a CPU, and drafts on vLLM's second model runner.
+    """
     if settings.draft and os.environ.get(SECOND_RUNNER, "0") != "0":
         raise ConfigError(
             f"engine.draft has run on vLLM's first model runner only, and {SECOND_RUNNER} asks for the second; unset it"
@@ -411,21 +416,21 @@ def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
 def _lengths_and_drafts(
     model: PreTrainedModel, settings: VLLMEngineConfig, drafter: VLLMEngine | None
 ) -> tuple[int, dict[str, Any]]:
-    """Return how many tokens a draft model proposes at once, 0 without one, and vLLM's arguments for its lengths."""
+    """Return how many tokens a draft model proposes at once (0 without drafts), and vLLM's arguments for lengths."""
     if drafter is None:
         return 0, {"max_model_len": settings.max_model_len}
 
     context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = drafter.capabilities.max_model_len
-    assert settings.draft is not None and settings.draft.tokens != "auto"  # settings refuse both
+    assert settings.draft is not None and settings.draft.tokens != "auto"  # the settings' checks ensure both
     tokens = settings.draft.tokens
     return tokens, draft_arguments(tokens, drafter._folder, settings.max_num_seqs, min(context or limit, limit))
 
 
 class _TopLogProbs:
-    """Keeps the top log-probs of one response as the arrays that vLLM's sampler gives.
+    """The top log-probs of one response, kept as the arrays that vLLM's sampler gives.
 
-    vLLM's own processor of them makes four Python objects of every number, about 2,000 bytes a token for 20 of them.
+    vLLM's own processor makes four Python objects of every number: about 2,000 bytes for a token's top 20.
     """
 
     def __init__(self) -> None:
@@ -433,13 +438,13 @@ class _TopLogProbs:
         self._log_probs: list[np.ndarray] = []
 
     def add(self, output: Any) -> None:
-        """Take those of one step's `EngineCoreOutput`, in place of `LogprobsProcessor.update_from_output`."""
+        """Add the top log-probs in one step's `EngineCoreOutput`; replaces `LogprobsProcessor.update_from_output`."""
         if (new := output.new_logprobs) is not None:
             self._ids.append(new.logprob_token_ids.copy())  # a view would keep the rows of all requests
             self._log_probs.append(new.logprobs.copy())
 
     def arrays(self, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and log-probs, [length, width] each: the sampled token, then the top ones."""
+        """Return token ids and log-probs, [length, width] each: of the sampled token, then of the top tokens."""
         if not self._ids:
             return np.empty((0, width)), np.empty((0, width))
         return (
@@ -449,11 +454,14 @@ class _TopLogProbs:
 
 
 def _log_prob_handler(num_prompt_log_probs: int, future: Future) -> Callable[[Any], None]:
-    """Return a function that sets a future to the log-probs of the last prompt tokens and of the token asked for."""
+    """Return a function that sets a future from vLLM's output of a `LogProbRequest`.
+
+    The result is the list of the log-probs of the last `num_prompt_log_probs` prompt tokens and of the request's token.
+    """
 
     def handle(output: Any) -> None:
         of_prompt = output.prompt_logprobs.logprobs[-num_prompt_log_probs:] if num_prompt_log_probs else []
-        # Entry 0 is the sampled token's, entry 1 that of the token asked for.
+        # Entry 0 belongs to the sampled token, entry 1 to the request's token.
         future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])
 
     return handle

@@ -1,14 +1,13 @@
-"""What the engine `vllm` uses of vLLM, imported when an engine is made, and what it changes in it.
+"""The import of vLLM, when an engine is made, and repairs of vLLM's faults.
 
-Repaired is what vLLM 0.32 does otherwise on a CPU:
+Faults of vLLM 0.32 on a CPU that are repaired here (`drafts.py` has those that concern drafts):
 
-- its INT8 kernel for AMX takes no float32 (`import_vllm` has it multiply with oneDNN on every CPU);
-- `reload_weights` frees the scales of INT8 weights, which oneDNN still reads (`keep_scales`), and leaves its packed
-  copy of a tied output layer as it was (`pack_tied_head`);
-- what drafts need: `drafts.py`.
+- the INT8 kernel for AMX takes no float32 (`import_vllm` has oneDNN multiply on every CPU);
+- `reload_weights` frees the scales of INT8 weights, which oneDNN still reads (`keep_scales`), and leaves the packed
+  copy of a tied output layer as it was (`pack_tied_head`).
 
-On every device, an engine that ends takes the process groups with it, which others of the process use
-(`keep_process_groups`).
+On every device, vLLM's process groups are destroyed with an engine that ends, although other engines of the process
+use them (`keep_process_groups`).
 """
 
 import gc
@@ -33,13 +32,13 @@ _ENVIRONMENT = {  # defaults of environment variables that the user has not set
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    SECOND_RUNNER: "0",  # the first one that ran here; with Triton vLLM would take its second one
+    SECOND_RUNNER: "0",  # tests ran with the first model runner; with Triton vLLM would take the second
 }
 
 
 @dataclass(frozen=True, slots=True)
 class VLLM:
-    """The names of vLLM with which an engine is made and asked."""
+    """The classes and functions of vLLM that an engine uses."""
 
     EngineArgs: Any
     LLMEngine: Any
@@ -50,11 +49,11 @@ class VLLM:
 
 
 def import_vllm(compiles: bool) -> VLLM:
-    """Import vLLM, repair its kernels for CPUs, and return its names.
+    """Import vLLM, repair its kernels for CPUs, and return the names that an engine uses.
 
     Args:
-        compiles: False disables torch.compile on this thread from now on, as torch keeps that setting for each thread:
-            the learner's compiles. vLLM compiles at the first request, so it cannot be enabled again after the start.
+        compiles: False disables torch.compile on this thread for good, and on no other thread. vLLM compiles at the
+            first request, so torch.compile cannot be enabled again once vLLM has started.
 
     Raises:
         EngineError: vLLM is not installed.
@@ -102,9 +101,9 @@ def check_device(on_gpu: bool, has_gpu: bool) -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Have vLLM engines made inside the block run in this process, against the environment if need be.
+    """Have vLLM engines made inside the `with` block run in this process, whatever environment variables say.
 
-    Weights are handed over as tensors, which another process could not take.
+    Weights are handed to vLLM as tensors, which another process could not take.
     """
     before = os.environ.get(_MULTIPROCESSING)
     os.environ[_MULTIPROCESSING] = "0"
@@ -119,9 +118,9 @@ def in_one_process() -> Iterator[None]:
 
 @contextmanager
 def keep_process_groups() -> Iterator[None]:
-    """Have a vLLM engine that ends inside the block leave what the others of this process use too.
+    """Have a vLLM engine that ends inside the `with` block leave alone what other engines of the process use.
 
-    Otherwise it destroys vLLM's process groups and forgets the scratch memory of kernels.
+    Otherwise the end of an engine destroys vLLM's process groups and frees the scratch memory of kernels.
     """
     from vllm.v1.engine import core
     from vllm.v1.worker import workspace
@@ -153,7 +152,7 @@ def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the weights of the draft model, as `reload_weights` of vLLM's worker replaces those of the other."""
+    """Replace the weights of vLLM's draft model, as `reload_weights` of vLLM's worker does for the main model."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -166,16 +165,16 @@ def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied output layer again, because `reload_weights` does not update vLLM's packed copy of it on a CPU."""
+    """Pack a tied output layer again, because on a CPU `reload_weights` does not update vLLM's packed copy."""
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
 
 def mask_rows(rows: int, model: Any) -> None:
-    """Have a model of vLLM give the logit -inf to every id that has none of the first `rows` rows of its output layer.
+    """Have a model of vLLM give the logit -inf to every id from `rows` on.
 
-    vLLM normalizes what it samples and reports after that.
+    vLLM normalizes the distribution after that, for sampling and for the log-probs it reports.
     """
     compute = model.compute_logits
 
@@ -188,9 +187,10 @@ def mask_rows(rows: int, model: Any) -> None:
 
 
 def keep_scales(model: torch.nn.Module) -> None:
-    """Keep the scales of INT8 weights alive on a CPU, where oneDNN reads them from the memory of their first tensor.
+    """Keep the scales of INT8 weights alive on a CPU.
 
-    vLLM 0.32 frees that tensor at the end of `reload_weights`.
+    oneDNN reads the scales from the memory of the tensor that first held them, which vLLM 0.32 frees at the end of
+    `reload_weights`.
     """
     for layer in model.modules():
         kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)

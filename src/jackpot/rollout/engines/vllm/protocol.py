@@ -1,4 +1,4 @@
-"""Translation between this project's requests and rollouts and vLLM's, in process and over HTTP. Needs no vLLM.
+"""Translation between requests and rollouts of this project and vLLM's, in process and over HTTP. Needs no vLLM.
 
 Every sampling parameter is sent, so that no default of a server or of a generation_config.json applies. Log-probs must
 be vLLM's processed ones: after temperature, top-p and top-k.
@@ -25,7 +25,7 @@ from jackpot.rollout.engines.servers.protocol import (
     log_prob_row,
 )
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # below, vLLM samples with 0.01; above, it refuses
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises lower temperatures to 0.01, and refuses higher ones
 _REMEDIES = Remedies(
     ends="a setting of its own. Start it with --generation-config vllm and without other overrides",
     few="start the server with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs",
@@ -49,7 +49,7 @@ def check_temperature(temperature: float, what: str) -> None:
 def to_sampling_params(request: Request, eos_token_ids: Sequence[int], max_model_len: int) -> dict[str, Any]:
     """Return a request's sampling as keywords that vLLM's `SamplingParams` and its completions API share.
 
-    The seed is hashed once more, because on a CPU vLLM's generators keep only 32 bits of it.
+    The seed is hashed once more, because vLLM's generators on a CPU keep only 32 bits of a seed.
     """
     sampling = request.sampling
     return {
@@ -66,7 +66,7 @@ def to_sampling_params(request: Request, eos_token_ids: Sequence[int], max_model
 
 
 def log_prob_params(request: LogProbRequest) -> dict[str, Any]:
-    """Return the sampling parameters of a request for log-probs as `to_sampling_params` does."""
+    """Return the keywords of vLLM's sampling parameters for a request for log-probs."""
     return {
         **NEUTRAL,
         **({"prompt_logprobs": 0} if request.num_prompt_log_probs else {}),
@@ -106,7 +106,7 @@ def parse_completion(
         completion: JSON of the response to `completion_body(request.prompt.token_ids, sampling_params)`.
 
     Raises:
-        EngineError: the server is set up in a way that changes what was asked for.
+        EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
         LookupError, TypeError, ValueError: the completion has another form, or was cut short.
     """
     choice = _only_choice(completion, request.prompt.token_ids, request.uid)
@@ -124,11 +124,15 @@ def parse_completion(
 
 
 def choice_rows(choice: Mapping[str, Any], num_top: int, uid: str) -> list[list[tuple[int, float]]]:
-    """Return a row of a completion's every token, as `log_prob_row`, with the errors of `parse_completion`.
+    """Return a row for each token of a completion, as `log_prob_row` makes it.
 
     Args:
-        choice: JSON of a choice with `return_token_ids` and `return_tokens_as_token_ids`.
+        choice: JSON of a choice, asked for with `return_token_ids` and `return_tokens_as_token_ids`.
+        num_top: number of top log-probs of each token.
         uid: name of the completion, for errors.
+
+    Raises:
+        EngineError, LookupError, TypeError, ValueError: as `parse_completion`.
     """
     log_probs = choice["logprobs"]
     tokens = zip(choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True)
@@ -139,7 +143,7 @@ def choice_rows(choice: Mapping[str, Any], num_top: int, uid: str) -> list[list[
 
 
 def parse_log_probs(completion: Any, *, request: LogProbRequest, uid: str) -> list[float]:
-    """Return the log-probs that a `LogProbRequest` asked for: those of the last prompt tokens, then that of its token.
+    """Return the log-probs that a `LogProbRequest` asked for: first of the last prompt tokens, then of `token`.
 
     Args:
         completion: JSON of the response to `log_prob_body(request)`.
@@ -169,5 +173,5 @@ def _log_prob(value: Any) -> float:
 
 
 def _by_id(top: Mapping[str, Any]) -> dict[int, float]:
-    """Return the top log-probs of a token by id. vLLM adds the sampled token only where it is not among them."""
+    """Return the top log-probs of a token by id, with the sampled token's where vLLM added it to the top ones."""
     return {int(name.removeprefix(_PREFIX)): _log_prob(value) for name, value in top.items()}

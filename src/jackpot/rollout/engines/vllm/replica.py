@@ -14,7 +14,7 @@ _RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed upda
 
 
 class VLLMReplica(Replica):
-    """Tracks one vLLM server."""
+    """The peer of one vLLM server: its checks, its weights and its requests."""
 
     made_for = "vLLM 0.32"
     _client: VLLMClient
@@ -25,7 +25,7 @@ class VLLMReplica(Replica):
         """Track a server, as `Replica` says.
 
         Args:
-            expected: model that it has to serve.
+            expected: model that the server has to serve.
         """
         super().__init__(url, client, version_prefix, capacity)
         self._expected = expected
@@ -42,8 +42,9 @@ class VLLMReplica(Replica):
         return info
 
     async def _load(self, weights: SavedWeights) -> None:
-        """Replace the weights while the server is paused. It is resumed afterwards, also after a failure."""
+        """Replace the weights while the server is paused; resume the server afterwards, also after a failure."""
         client = self._client
+
         try:
             await client.pause()
             await client.reload_weights(str(weights.folder))
@@ -57,6 +58,7 @@ class VLLMReplica(Replica):
             with contextlib.suppress(PeerLost, TimeoutError):  # the first error says why
                 await asyncio.wait_for(client.resume(), _RESUME_SECONDS)
             raise
+
         await client.resume()
 
     async def _ask(self, request: ServerRequest) -> Any:

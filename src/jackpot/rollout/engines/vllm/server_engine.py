@@ -1,4 +1,4 @@
-"""The engine of vLLM servers.
+"""The engine of vLLM servers that the user has started; `servers/engine.py` has what SGLang's engine shares with it.
 
 Status: experimental. Tested with vLLM 0.32 on CPUs; not yet run on a GPU.
 """
@@ -29,7 +29,7 @@ from jackpot.rollout.engines.vllm.weight_format import WeightFormat
 
 
 class VLLMServerEngine(ServerEngine):
-    """Decodes with vLLM servers that the user has started, all with the same model."""
+    """An engine of vLLM servers that the user has started with one model."""
 
     client_class = VLLMClient
     _settings: VLLMServerEngineConfig

@@ -22,14 +22,14 @@ _HEAD = "lm_head.weight"
 class VLLMServerInfo(ServerInfo):
     """Facts that one vLLM server reports about its model and limits."""
 
-    sizes: Mapping[str, int]  # sizes of the model by Hugging Face's config names; sizes not reported are missing
+    sizes: Mapping[str, int]  # reported sizes of the model, by Hugging Face's config names
     parameters: frozenset[str]  # vLLM's names of the parameters
     dtype: str  # dtype of the weights, such as float32
-    head_dtype: str | None  # dtype in which the output layer multiplies; None: that of the weights
+    head_dtype: str | None  # dtype in which the output layer multiplies; None: the dtype of the weights
     chunked_prefill: bool  # True where a long prompt is read in several steps
-    speculative: bool  # True where it verifies drafts of tokens (--speculative-config)
+    speculative: bool  # True where the server verifies drafts (--speculative-config)
     quantization: str | None  # vLLM's name of the quantization of weights
-    cache_dtype: str  # dtype of keys and values; auto: that of the weights
+    cache_dtype: str  # dtype of keys and values; auto: the dtype of the weights
     logprobs_mode: str  # kind of log-probs that the server returns
 
     @property
@@ -57,7 +57,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         vllm_config, inspection, checksums: results of `VLLMClient.vllm_config`, `.model_inspection`, `.checksums`.
 
     Raises:
-        LookupError, TypeError, ValueError: a report of another form than that of the vLLM versions known here.
+        LookupError, TypeError, ValueError: a report has another form than in vLLM 0.32.
     """
     model = vllm_config["model_config"]
     tensor_parallel, pipeline_parallel = (
@@ -157,7 +157,7 @@ def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
 
 
 def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
-    """Raise EngineError for settings with which vLLM 0.32 generates wrong tokens, or ends, on a CPU."""
+    """Raise EngineError for settings with which vLLM 0.32 generates wrong tokens, or crashes, on a CPU."""
     if info.device != "cpu":
         return
 

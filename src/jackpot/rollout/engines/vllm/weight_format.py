@@ -1,9 +1,9 @@
-"""The format in which vLLM gets weights that it computes with in fewer bits. Needs no vLLM.
+"""The format in which vLLM gets weights, where it computes with quantized ones. Needs no vLLM.
 
-Weights are sent as codes and scales of this project's quantizer, under the names of a kind of checkpoint that vLLM
+Weights are sent as codes and scales of this project's quantizer, under the names of a checkpoint format that vLLM
 loads, so vLLM never quantizes weights itself, neither at the start nor at an update. INT8 weights with unquantized
-activations (`int8_w8a16`) are rounded and sent as plain weights: vLLM has no kernel for their codes on a CPU. They save
-no memory.
+activations (`int8_w8a16`) are rounded and sent as plain weights, since vLLM has no kernel for their codes on a CPU;
+they save no memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ class WeightFormat(Format):
             quantization: key of `SCHEMES`; None: plain weights.
 
         Raises:
-            EngineError: the model has no linear layers, or other weights that vLLM would take for quantized ones.
+            EngineError: the model has no linear layers, or has other weights that vLLM would take for quantized ones.
         """
         if quantization is None:
             return cls()
@@ -93,7 +93,7 @@ class WeightFormat(Format):
 
     @property
     def coded_weights(self) -> CodedWeights | None:
-        """Return the weights that vLLM takes as codes and scales; None where it takes numbers."""
+        """Return the weights that vLLM takes as codes and scales, or None where vLLM takes plain weights."""
         if self.quantization is None or self.quantization_config is None:
             return None
         return CodedWeights(tuple(sorted(self.quantized_names)), self.quantization)

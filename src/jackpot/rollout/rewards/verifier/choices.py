@@ -1,9 +1,9 @@
-r"""Judges answers to multiple-choice problems. Standard library only.
+r"""Judging of answers to multiple-choice problems. Standard library only.
 
-The reference is a letter in parentheses, `(B)` or `\text{(B)}`, which the text of its option may follow, `(B) 142`. A
+The reference is a letter in parentheses, `(B)` or `\text{(B)}`, which the text of the option may follow: `(B) 142`. A
 right answer is the letter in any usual form (`B`, `(B)`, `B.`, `Option B`), alone or before the option's text, or that
-text alone. Where a letter is given it counts: another letter is wrong whatever follows, and so is the right one before
-another text. Where the reference has no text, any text but another choice may follow the letter.
+text alone. If an answer has a letter, the letter counts: another letter is wrong whatever follows, and the right letter
+before another text is wrong too. If the reference has no text, any text but another choice may follow the letter.
 """
 
 import re
@@ -19,7 +19,7 @@ _REFERENCE = re.compile(
     r"(?(1)\s*\}\s*(?P<option>.*)|(?:\s+(?P<bare_option>\S.*))?)",
     re.DOTALL,
 )
-_NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")  # begins the rest of a formula
+_NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")  # the text continues a formula
 _GIVEN = re.compile(
     r"(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?"
     r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|$)) ?[.:)]? ?",
@@ -34,16 +34,16 @@ _NOT_ITS_TEXT = re.compile(
 
 
 class Choice(NamedTuple):
-    """Holds the right option of a multiple-choice problem."""
+    """The right option of a multiple-choice problem."""
 
-    letter: str  # a capital
-    option: str  # its text, normalized; empty where it is unknown
+    letter: str  # capital letter of the option
+    option: str  # text of the option, normalized; empty where it is unknown
 
 
 def choice(letter: str, option: str = "") -> str:
-    """Return the reference of a multiple-choice problem, `(B)`, or `(B) 142` with the text of the option.
+    """Return the reference of a multiple-choice problem: `(B)`, or `(B) 142` with the text of the option.
 
-    A text that would make the reference too long to be compared is left out.
+    The text is left out if it would make the reference too long to be compared.
     """
     text = " ".join(option.split())
     text = f"${text}$" if _NO_OPTION.match(text) else text
@@ -51,7 +51,7 @@ def choice(letter: str, option: str = "") -> str:
 
 
 def parse_choice(reference: str) -> Choice | None:
-    r"""Return the choice that a reference names, or None; `(A) \cup (B)` is an expression."""
+    r"""Return the choice that a reference names, or None where it is none: `(A) \cup (B)` is an expression."""
     match = _REFERENCE.fullmatch(reference.strip())
     if match is None or _NO_OPTION.match(option := match["option"] or match["bare_option"] or ""):
         return None
@@ -59,13 +59,13 @@ def parse_choice(reference: str) -> Choice | None:
 
 
 def letter_choice(text: str) -> str | None:
-    """Return the reference for a text that names a letter, such as `B`, `b`, `(B)` or `B. 142`, else None."""
+    """Return the reference, `(B)`, for a text that names a letter, such as `B`, `b`, `(B)` or `B. 142`, else None."""
     letter, option = _given(text.strip())
     return text if parse_choice(text) else choice(letter, option) if letter else None
 
 
 def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) -> bool:
-    """Return whether a normalized answer is a choice.
+    """Return whether a normalized answer names the choice `wanted`.
 
     Args:
         compare: compares two normalized texts that are no choices.
@@ -79,7 +79,7 @@ def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) 
 
 
 def _given(text: str) -> tuple[str, str]:
-    """Return the letter that a text begins with, empty where there is none, and what follows it."""
+    """Split a text into the letter of a choice that it begins with, empty where it begins with none, and the rest."""
     bare = _LEADING_TEXT.sub(r"\1", text, count=1) if text.startswith(r"\text") else text
     match = _GIVEN.match(bare)
     return (match[1] or match[2], bare[match.end() :].strip()) if match else ("", text)

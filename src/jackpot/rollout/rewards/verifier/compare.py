@@ -1,4 +1,4 @@
-r"""Compares an answer with a reference. Standard library only; algebra is left to a function that is passed in.
+r"""Comparison of an answer with a reference. Standard library only; algebra is left to a function that is passed in.
 
 Both sides are normalized (`latex.py`) and then compared by the form of the *reference*:
 
@@ -27,10 +27,10 @@ from jackpot.rollout.rewards.verifier.units import units_agree
 
 Algebra = Callable[[str, str], bool]  # compares an answer and a reference, both normalized single expressions
 
-_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([1-9][0-9]?)\}?")  # but no variable: x_2
-_BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # but no limit: \int^1_0
+_BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([1-9][0-9]?)\}?")  # 12_5, but not x_2
+_BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # 1_2, but not \int^1_0
 _SUM_WITH_E = re.compile(r"\de ?[-+] ?\d")
-_OPTION = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")  # the letter of 142 in \text{(B) }142
+_OPTION = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")  # the letter in \text{(B) }142
 _OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # denotes more than one value
 _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
@@ -42,11 +42,11 @@ _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A
 
 
 class _Undecided(Exception):
-    """Reports that only algebra can decide."""
+    """The signal that only algebra can decide a comparison."""
 
 
 def compare_without_algebra(answer: str, reference: str) -> bool | None:
-    """Compare as `compare`, but return None where only algebra can decide."""
+    """Return whether an answer equals the reference, as `compare` does, or None where only algebra can decide."""
     try:
         return compare(answer, reference, _undecided)
     except _Undecided:
@@ -60,7 +60,7 @@ def _undecided(answer: str, reference: str) -> bool:
 def compare(answer: str, reference: str, algebra: Algebra) -> bool:
     """Return whether an answer, as extracted from a response, equals the reference.
 
-    Where one side has more than `MAX_ANSWER_LENGTH` characters, only the same text is equal.
+    If either has more than `MAX_ANSWER_LENGTH` characters, only identical texts are equal.
 
     Args:
         algebra: decides whether two expressions are equal.
@@ -83,9 +83,9 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def is_readable(reference: str) -> bool:
-    r"""Return whether an answer can equal a reference other than by having the same text.
+    r"""Return whether an answer of other text can equal the reference, because the verifier understands the reference.
 
-    False for what is left of a wrapping (`\boxed{5}`, `['5']`, `#### 5`), unbalanced braces, `5 apples` and sentences.
+    False for remains of a wrapping (`\boxed{5}`, `['5']`, `#### 5`), unbalanced braces, `5 apples` and sentences.
     """
     text = normalize(reference)
     if text == "" or _WRAPPING.search(reference) or text.count("{") != text.count("}"):
@@ -98,11 +98,12 @@ def is_readable(reference: str) -> bool:
             return all(map(is_readable, structure.members))
     except RecursionError:
         return False
-    return parse_quantity(text, is_reference=False) is None and not has_prose(text)  # words as products of letters
+    # An answer's number with plain words, or prose, would be read as a product of letters.
+    return parse_quantity(text, is_reference=False) is None and not has_prose(text)
 
 
 def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Compare two normalized texts by the form of the reference; members of structures come here too."""
+    """Compare two normalized texts, or members of structures, by the form of the reference."""
     mine, theirs = _name(answer), _name(reference)
     if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
         return _by_algebra(answer, reference, algebra)
@@ -117,7 +118,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     if parse_quantity(reference, is_reference=True) is None:
         if (based := _in_base(reference)) is not None:
             is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
-            return is_equal or answer == normalize(reference.partition("_")[0])  # 1E5, a power of ten elsewhere
+            return is_equal or answer == normalize(reference.partition("_")[0])  # 1E5 is a power of ten without a base
         if (words := _words(reference)) is not None:
             return _same_words(words, _words(answer))
         if (structure := parse_structure(_unwrapped(reference))) is not None:
@@ -127,7 +128,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def _name(text: str) -> str:
-    r"""Return the `x =` or `x \in` that a text begins with, or an empty text."""
+    r"""Return the beginning `x =` or `x \in` of a text, or an empty text where there is none."""
     match = _NAME.match(text)
     return match.group() if match and not _RELATION.search(text[match.end() :]) else ""
 
@@ -142,7 +143,7 @@ def _in_base(text: str) -> tuple[int, int] | None:
 
 
 def _unwrapped(text: str) -> str:
-    r"""Return the content of a `\text{...}` that is the whole text, else the text."""
+    r"""Return the content of `\text{...}` where that is the whole text, else the text itself."""
     match = _WRAPPED.fullmatch(text)
     return match[1] if match else text
 
@@ -157,7 +158,7 @@ def _words(text: str) -> str | None:
 
 
 def _same_words(words: str, given: str | None) -> bool:
-    """Return whether an answer consists of these words; case counts for capitals and single letters."""
+    """Return whether an answer consists of `words`; case counts for single letters and words in capitals."""
     one, other = (" ".join(text.replace("-", " ").rstrip(".").split()) for text in (given or "", words))
     return one == other if words.isupper() or len(words) == 1 else one.lower() == other.lower()
 
@@ -166,13 +167,17 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
     """Compare a structured answer: kind, number of members, and the members themselves."""
     if answer is None or (answer.kind != reference.kind and not {answer.kind, reference.kind} <= {"list", "set"}):
         return False
+
     mine, theirs = _without_shared_name(answer.members), _without_shared_name(reference.members)
     if len(mine) != len(theirs) or any(map(_name, mine)) != any(map(_name, theirs)):
         return False
     if reference.ordered or all(len(_words(member) or "") > 1 for member in theirs):
         return all(_compare(one, other, algebra) for one, other in zip(mine, theirs, strict=True))
+
+    # Give each member of the reference a different member of the answer. The first equal one will do, because equality
+    # is transitive.
     left = [*mine]
-    for member in theirs:  # each with an answer of its own; greedy is enough, for equality is transitive
+    for member in theirs:
         match = member if member in left else next((one for one in left if _compare(one, member, algebra)), None)
         if match is None:
             return False
@@ -181,13 +186,13 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
 
 
 def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
-    """Strip a name that all members share: `x = 1, x = 2` becomes 1, 2; `x = 1, y = 2` stays."""
+    """Strip the name that all members share, if any: `x = 1, x = 2` becomes 1, 2; `x = 1, y = 2` stays."""
     names = {_name(member) for member in members}
     return tuple(member.removeprefix(_name(member)).strip() for member in members) if len(names) == 1 else members
 
 
 def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Compare expressions and numbers with their units; a relation equals only a relation."""
+    """Compare expressions, and numbers with units; a relation such as `x < 2` equals only a relation."""
     number, given = parse_quantity(reference, is_reference=True), parse_quantity(answer, is_reference=False)
     if number and given:
         return given.value == number.value and units_agree(given.unit, number.unit)
@@ -217,7 +222,7 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def _by_algebra(answer: str, reference: str, algebra: Algebra) -> bool:
-    r"""Compare by algebra; where bases, `\ldots` or `\mod 7` differ, which algebra drops, return False."""
+    r"""Compare by algebra, but return False where bases, `\ldots` or `\mod 7` differ, which algebra would drop."""
     bases_differ = _BASE_WITHIN.findall(answer) != _BASE_WITHIN.findall(reference)
     if bases_differ or bool(_OPEN.search(answer)) != bool(_OPEN.search(reference)):
         return False

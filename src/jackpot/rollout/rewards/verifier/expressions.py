@@ -1,14 +1,14 @@
-"""Decides with math-verify, and corrections to it, whether two expressions are equal. Only this file imports it.
+"""Equality of two expressions, decided with math-verify and corrections to it. Only this file imports math-verify.
 
-It runs in reward workers only, for it can take unbounded time and memory. math-verify's own time limits are signals,
-which C code ignores; they are off.
+The comparison runs in reward workers only, because it can take unbounded time and memory. math-verify's own time limits
+are signals, which C code ignores; they are off.
 
 Corrections of `math_verify.verify`:
 
 - Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
-- Two expressions that it calls equal must agree to 30 digits at three points: it ignores differences below 1e-15.
-- Two equations are equal where their sides differ by a factor that is the same at three points: it compares what they
-  are solved by, so that all without a solution are equal.
+- Two expressions must also agree to 30 digits at three points: math-verify ignores differences below 1e-15.
+- Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
+  compares solutions, so that all equations without a solution are equal.
 - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
 """
 
@@ -25,7 +25,7 @@ from sympy import Basic, Eq, Expr, Float, I, N, Rational
 from jackpot.rollout.rewards.verifier.compare import compare
 
 for name in ("math_verify", "math_verify.grader", "math_verify.parser"):
-    logging.getLogger(name).disabled = True  # they warn that no time limit is set; the pool sets it
+    logging.getLogger(name).disabled = True  # it warns that no time limit is set, but the pool sets one
 
 _STYLE = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
@@ -71,7 +71,10 @@ def parse(text: str) -> Basic:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Compare numerically, and what are no equations by math-verify too, which alone compares what has no value."""
+    """Compare two parsed expressions at three points; if they are no equations, math-verify must agree.
+
+    What has no numeric value is compared by math-verify alone.
+    """
     sides: tuple[Any, Any] = (one, other)
     if isinstance(one, Eq) and isinstance(other, Eq):
         values = [*_values(*(side.lhs - side.rhs for side in sides))]
@@ -83,7 +86,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _values(*sides: Any) -> Iterator[list[Expr]]:
-    """Evaluate both at three points, with symbols matched by name; points without a value are left out."""
+    """Yield the values of all sides at each of three points, without the points where a side has no value.
+
+    Symbols of different sides are matched by name.
+    """
     names = sorted({symbol.name for side in sides for symbol in side.free_symbols})
     for primes in _PRIMES:
         point = {name: Rational(primes[index % len(primes)], 7 + index) for index, name in enumerate(names)}

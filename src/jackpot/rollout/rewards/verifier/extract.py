@@ -1,7 +1,7 @@
-r"""Extracts the final answer from a response. Standard library only.
+r"""Extraction of the final answer from a response. Standard library only.
 
-Where a response thinks first (`<think> ... </think>`), only the text after the last `</think>` is read; thinking that
-never ends has no answer. In the text that is read, the answer is
+If a response thinks first (`<think> ... </think>`), only the text after the last `</think>` is read; a response whose
+thinking never ends has no answer. In the text that is read, the answer is
 
 1. the content of the last `\boxed{...}` or `\fbox{...}`, braces balanced (`\{` and `\}` do not count);
 2. without any box, the rest of the line after the last `####`, as in GSM8K. Where the response was cut at its length
@@ -9,7 +9,7 @@ never ends has no answer. In the text that is read, the answer is
 
 A last box that is not closed, or is empty, or holds more than `MAX_ANSWER_LENGTH` characters is no answer, and no
 earlier box replaces it. "The answer is 5", a last number, a last formula, `\boxed 5` without braces and `<answer>` tags
-are not accepted, because they would reward guesses made before it. A reward function of the user may extract otherwise.
+are not accepted, because that would reward guesses. A reward function of the user may extract answers in other ways.
 """
 
 import re
@@ -22,7 +22,7 @@ _HASHES = re.compile(r"(?<!#)####(?!#)([^\n]*)(\n?)")
 
 
 def final_answer(response: str, finished: bool) -> str | None:
-    """Return the text of the answer without the spaces around it, or None where there is no answer.
+    """Return the final answer of a response without the spaces around it, or None where there is no answer.
 
     Args:
         finished: whether the response ended by itself and was not cut at its length limit.
@@ -33,8 +33,10 @@ def final_answer(response: str, finished: bool) -> str | None:
 
 
 def is_well_formed(response: str, finished: bool) -> bool:
-    """Return whether the response ended by itself and states one answer once: one box and no `####`, or no box and one
-    `####` with nothing but spaces after its line."""
+    """Return whether the response ended by itself and states one answer once.
+
+    That is one box and no `####`, or no box and one `####` with nothing but spaces after its line.
+    """
     text = _after_thinking(response)
     boxes, hashes = len(_BOX.findall(text)), [*_HASHES.finditer(text)]
     if not finished or final_answer(response, finished) is None or boxes + len(hashes) != 1:
@@ -56,7 +58,7 @@ def hashed_answer(solution: str, finished: bool = True) -> str | None:
 
 
 def _after_thinking(response: str) -> str:
-    """Return the text after the thinking, which is empty where the thinking never ended."""
+    """Return the text after the thinking, or an empty text if the thinking never ends."""
     text = response.rpartition("</think>")[2]
     return "" if "<think>" in text else text
 

@@ -1,6 +1,6 @@
-r"""Normalizes LaTeX answers to one spelling. Standard library only.
+r"""Normalization of LaTeX answers to one spelling. Standard library only.
 
-It changes sizes, spaces, fonts, delimiters and names of the same sign, and never the meaning of an answer.
+It changes sizes, spaces, fonts, delimiters and synonyms of signs, and never the meaning of an answer.
 """
 
 import re
@@ -37,8 +37,8 @@ _SIGNS = _FRACTIONS | {
     "...": r"\ldots ",
     "…": r"\ldots ",
 }
-_E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # but 1E5_{16} has a base
-# What a number that stands alone is between:
+_E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # but not 1E5_{16}, of base 16
+# What may stand before and after a number that stands alone:
 _BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))(?:\s|\\?\$)*[-+]?$")
 _ENDS = re.compile(r"(?:\s|\\?\$)*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
@@ -63,7 +63,7 @@ def normalize(text: str) -> str:
 
 
 def without_text_marks(text: str) -> str:
-    r"""Return a normalized text with the content of each `\text{...}` in its place."""
+    r"""Return a normalized text in which each `\text{...}` is replaced by its content."""
     return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
@@ -87,7 +87,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
 
 
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_COMMANDS = [  # a backslash that another precedes ends a row of a matrix
+_COMMANDS = [  # patterns skip a backslash after another one: the two end a row of a matrix
     (r"\\!\s*", ""),  # a negative space joins: 1,\! 000
     (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr)(?![A-Za-z])\s*\.?", ""),
     (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", ""),

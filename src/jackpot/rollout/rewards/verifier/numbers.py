@@ -1,4 +1,4 @@
-r"""Parses numbers and their units exactly. Standard library only.
+r"""Exact parsing of numbers and their units. Standard library only.
 
 A number is an integer, a decimal, a fraction (`a/b`, `\frac{a}{b}`) or a mixed number (`2\frac{1}{3}`, `2 1/3`), with a
 sign and with commas or thin spaces between thousands; a decimal may repeat (`0.\overline{3}`) or have a power of ten
@@ -30,10 +30,10 @@ _NUMBER = re.compile(
 
 
 class Quantity(NamedTuple):
-    """Holds a number and its unit."""
+    """A number and its unit."""
 
     value: Fraction  # exact
-    unit: str  # as `read_unit` returns
+    unit: str  # as `read_unit` returns it
 
 
 def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
@@ -100,7 +100,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
 
 
 def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
-    """Return the unit of words after a number, `LABEL`, or None where they may be a product of letters."""
+    """Return the unit that the words after a number denote, or `LABEL`; None if they may be a product of letters."""
     unit, names = read_unit(words, symbols=False), re.findall("[A-Za-z]+", words)
     longest = max(map(len, names))
     if unit != LABEL:

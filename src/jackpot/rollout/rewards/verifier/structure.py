@@ -1,6 +1,6 @@
-r"""Parses structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
+r"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
 
-A structure keeps brackets, order and count of its members, so that only the members are compared as mathematics. Hence
+A structure keeps brackets, order and number of its members, so that only members are compared as mathematics. Hence
 `(2,1)` is not an empty interval and `4:51` not a quotient.
 """
 
@@ -15,7 +15,7 @@ _TOKEN = re.compile(
     r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])|.",
     re.DOTALL,
 )
-_SEPARATOR = r"[,;]|(?:\\text\{[,; ]*)?(?:and|or)(?:[,; ]*\})?"  # of a list
+_SEPARATOR = r"[,;]|(?:\\text\{[,; ]*)?(?:and|or)(?:[,; ]*\})?"  # between members of a list
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}", re.DOTALL)
 _RATIO = re.compile(r"( ?[\w.\\{}]+ ?)(:( ?[\w.\\{}]+ ?))+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -24,10 +24,10 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """Describes a structured answer by its kind and its members."""
+    """A structured answer: its kind and its members."""
 
     kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
-    members: tuple[str, ...]  # as text
+    members: tuple[str, ...]  # texts of the members
     ordered: bool  # False where the members may come in any order
 
 
@@ -53,7 +53,7 @@ def parse_structure(text: str) -> Structure | None:
 
 
 def _bracketed(text: str) -> Structure | None:
-    """Parse a tuple, interval, vector or set, all of whose text stands in brackets; `[0,1)` does."""
+    """Parse a tuple, interval, vector or set, such as `[0,1)`; None unless brackets enclose the whole text."""
     opening = next((bracket for bracket in _CLOSING if text.startswith(bracket)), None)
     end, closing = next(((end, token) for token, end, depth in _tokens(text) if depth == 0), (0, ""))
     if opening is None or end != len(text) or closing not in _CLOSING[opening]:
@@ -75,7 +75,7 @@ def _members(text: str, separator: str) -> tuple[str, ...]:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at tokens that match a pattern and stand in no brackets, and strip the spaces around each part."""
+    """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each part."""
     cuts = [0]
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):
@@ -84,7 +84,7 @@ def split_outside_brackets(text: str, separator: str) -> list[str]:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, int, int]]:
-    """Yield each token, its end, and the number of brackets that are open after it."""
+    """Yield each token of a text, the position of its end, and how many brackets are open after it."""
     depth = 0
     for match in _TOKEN.finditer(text):
         token = match.group()

@@ -1,4 +1,4 @@
-r"""Reads units of measure and labels. Standard library only.
+r"""Reading of units of measure and labels. Standard library only.
 
 A unit is one of the words and symbols below, or a product or quotient of them in any usual spelling: `km/h`,
 `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Other words are a label. Nothing is converted.
@@ -42,7 +42,7 @@ _UNITS = {
     "p.m.": "pm",
     "radian": "radian rad",
 }
-_SI = {  # symbols and names, each with a prefix or without
+_SI = {  # symbols and names of units, all of which may have a prefix such as kilo
     "m": "meter metre",
     "g": "gram",
     "l": "liter litre",
@@ -74,7 +74,7 @@ _CANONICAL |= {
     for name in names.split()
     for long in _PREFIXES.values()
 }
-_SYMBOLS = {  # known in \text only: elsewhere `mg` may be a product of letters
+_SYMBOLS = {  # known in \text{...} only: elsewhere `mg` may be a product of letters
     short + symbol: long + names.split()[0] for symbol, names in _SI.items() for short, long in _PREFIXES.items()
 }
 _SPELLINGS = [
@@ -120,16 +120,16 @@ _MEANINGFUL = frozenset(
 )
 _MILLIONS = re.compile("[a-z]+illions?")
 _NO_LABEL = re.compile(r"\d|[=<>+*^_\\{}]|(?<![a-z])/|/(?![a-z])")
-_MOST_WORDS = 5  # of a label
+_MOST_WORDS = 5  # most words of a label
 LABEL = "label"  # the unit of a number that is followed by other words
-_K = "K"  # kelvin, or where the reference has no unit perhaps thousand
+_K = "K"  # kelvin, or perhaps thousand if the reference has no unit
 
 
 def read_unit(text: str, symbols: bool) -> str | None:
-    r"""Return the unit that a text denotes: `LABEL` for other words, "" for none, None where it changes the number.
+    r"""Return the unit that a text denotes: `LABEL` for other words, "" for no text, None if it changes the number.
 
     Args:
-        text: what stands in `\text{...}` or after a number, such as ` km/h`; powers in LaTeX.
+        text: content of `\text{...}`, or the text after a number, such as ` km/h`; powers are in LaTeX.
         symbols: whether all symbols of `_SI` are known.
     """
     for pattern, replacement in _SPELLINGS:
@@ -148,14 +148,17 @@ def read_unit(text: str, symbols: bool) -> str | None:
 
 
 def units_agree(given: str, wanted: str) -> bool:
-    """Return whether an answer's unit fits the reference's: a known unit accepts only itself or no unit."""
+    """Return whether an answer's unit fits the reference's unit.
+
+    The units must be equal, where both have one. A label of the reference, such as `apples`, fits every unit.
+    """
     if given == _K:
         return wanted in (_K, "kelvin")
     return given in ("", wanted) or wanted in ("", LABEL) or (given, wanted) == ("kelvin", _K)
 
 
 def _product(text: str, symbols: bool) -> str | None:
-    """Return known units and their powers in alphabetical order, such as `hour^-1 kilometer`; None for other texts."""
+    """Return units and their powers in alphabetical order, such as `hour^-1 kilometer`; None for unknown words."""
     for pattern, replacement in _PRODUCTS:
         text = pattern.sub(replacement, text)
     numerator, *denominators = text.split("/")
@@ -171,7 +174,7 @@ def _product(text: str, symbols: bool) -> str | None:
 
 
 def _known(word: str, symbols: bool) -> str | None:
-    """Return the unit of a word or symbol, or None; case counts in symbols of one letter."""
+    """Return the unit that a word or symbol denotes, or None; case counts in symbols of one letter."""
     if unit := _CANONICAL.get(word) or (_SYMBOLS.get(word) if symbols else None):
         return unit
     return _CANONICAL.get(_singular(word.lower())) if len(word) > 1 else None
