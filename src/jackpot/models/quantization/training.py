@@ -71,8 +71,9 @@ class CodedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (rows_grid, weight_grid) = ctx.saved_tensors, ctx.grids
-        rows, weight = Quantized(*saved[:2], rows_grid), Quantized(*saved[2:], weight_grid)
+        row_codes, row_scales, weight_codes, weight_scales = ctx.saved_tensors
+        rows_grid, weight_grid = ctx.grids
+        rows, weight = Quantized(row_codes, row_scales, rows_grid), Quantized(weight_codes, weight_scales, weight_grid)
         to_inputs = to_weight = None
 
         if ctx.backward_mode == "fp8":
