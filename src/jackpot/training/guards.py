@@ -133,12 +133,12 @@ class EngineCheck:
             EngineError: the engine's log-probs are further from training's than earlier in this run.
         """
         config = self._config
-        own = [one for one in rollouts if one.uid in gaps]
+        trained = [rollout for rollout in rollouts if rollout.uid in gaps]
         is_other = config.sampling.truncated and not config.sampling.lists_support
-        if own and config.guard.check_engine and not is_other:
+        if trained and config.guard.check_engine and not is_other:
             with stop_recorded(self._record, iteration):
                 allowed = max(LARGEST_GAPS[precision] for precision in self._precisions(engine))
-                self._gap_evidence.add(own, [gaps[one.uid] for one in own], allowed / ALWAYS_ALLOWED)
+                self._gap_evidence.add(trained, [gaps[rollout.uid] for rollout in trained], allowed / ALWAYS_ALLOWED)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
         """Return the mean |p_engine - p_training| over a few rollouts of an evaluation; NaN if none can be used.

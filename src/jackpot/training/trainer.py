@@ -167,8 +167,8 @@ class Trainer:
         gaps = {uid: row.pop("engine_gap") for uid, row in traces.items()}
         with self._clock("check"):
             for role, check in self._engine_checks.items():
-                own = [one.rollout for one in samples if one.rollout.sampled_by == role]
-                check.check_gaps(self._components.writers[role], own, gaps, number)
+                written = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
+                check.check_gaps(self._components.writers[role], written, gaps, number)
 
     def _rest(self) -> None:
         """Put to sleep new engines that will get weights before they generate anything."""

@@ -174,6 +174,7 @@ class ThreadEngine(BackgroundEngine):
                 except queue.Empty:
                     self._step()
                     continue
+
                 if call is None:
                     break
                 self._serve(*call)
