@@ -270,5 +270,7 @@ def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     token_hashes = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
     response_hashes = torch.where(mask, token_hashes, 0).sum(-1)  # integers, so their order does not matter
 
-    key = prng.key_tensor([prng.fold_in(seed, "correct")]).to(mask.device)
-    return prng.uniforms(prng.bits(response_hashes + key, 0)[:, None], positions)
+    # The key is added as a number and zeros are made there: copying a tensor to a GPU would wait for it.
+    key = int(prng.key_tensor([prng.fold_in(seed, "correct")]))
+    keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))
+    return prng.uniforms(keys[:, None], positions)

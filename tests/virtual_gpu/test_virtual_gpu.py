@@ -75,6 +75,13 @@ def test_the_host_waits_no_more_often_than_the_table_says(gpu: VirtualGpu) -> No
     assert gpu.hazards() == []
 
 
+def test_correct_reports_a_shift_one_call_later_and_never_waits(gpu: VirtualGpu) -> None:
+    (first_waits, first), (later_waits, later), (last_waits, last) = gpu("signs.waits_and_errors")
+    assert first_waits == later_waits == last_waits == []
+    assert first == "" and "shifted by a token" in later and "(an earlier call)" in later
+    assert "(an earlier call)" in last  # of the second call, whose tensors were shifted too
+
+
 def cases() -> Iterator[Any]:
     for group in ("equal", "flex", "resumed", "two_ranks", "rounded"):
         for name in RUNS[group]:

@@ -93,7 +93,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """Raise a DataError about the first sign that is True; warn about signs of `_WARNED`.
 
     On a GPU the error is about the signs of an earlier call, if they have arrived; nothing waits for the device.
-    Status there: never run.
+    Status there: run on a virtual GPU alone (docs/gpu.md).
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
