@@ -123,6 +123,28 @@ def test_a_run_that_loses_an_actor_ends_bit_equal(tmp_path: Path) -> None:
     assert metrics(folder)[:-1] == metrics(tmp_path / "undisturbed")[:-1]  # its last iteration is evaluated
 
 
+@pytest.mark.slow
+@needs_ray
+def test_nothing_stays_of_a_run_whose_driver_was_killed(tmp_path: Path) -> None:
+    """Ranks and engines see the end of the driver within seconds; Ray's own agents, which hold no GPU, a little later."""
+    folder = tmp_path / "run"
+    settings = ("iterations=500", "placement.launcher=ray", "placement.ranks=2", "placement.engines=2")
+    with training(folder, *settings) as process:
+        wait_for_line(1, process, folder)
+        started = family(process)
+        actors = [one for one in started if "Actor" in " ".join(one.cmdline())]
+        process.kill()
+        _, alive = psutil.wait_procs(actors, timeout=10.0)
+        _, others = psutil.wait_procs(started, timeout=60.0)
+
+        names = [[" ".join(one.cmdline()).strip() for one in left] for left in (alive, others)]
+        for one in others:
+            one.kill()
+
+    assert len(actors) >= 4  # two ranks and two engines
+    assert names == [[], []]
+
+
 def test_a_far_actor_gets_weights_with_the_message(tmp_path: Path) -> None:
     """The actor's class, without Ray. An actor that was started again has not begun, and answers nothing."""
     sent = dict(tiny_model(seed=1).named_parameters())
