@@ -1,4 +1,4 @@
-"""Formats numbers for tables and sentences."""
+"""Reads and formats numbers for tables and sentences."""
 
 import math
 from collections.abc import Mapping
@@ -33,6 +33,12 @@ def with_error(value: float, error: float | None, measure: Measure = "accuracy",
     if measure == "accuracy":
         return f"{100 * value:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
     return f"{value:{sign}#.4g}" + ("" if error is None else f" ± {error:#.2g}")
+
+
+def iteration_seconds(line: Mapping[str, Any]) -> float:
+    """Return how long an iteration took, seconds, as the sum of the phases in its line of metrics.jsonl."""
+    phases = [name for name in line if name.startswith("seconds/") and name != "seconds/prepass"]  # a part of train
+    return sum(line[name] or 0.0 for name in phases)
 
 
 def amount(value: float | None) -> str:

@@ -35,17 +35,19 @@ def export(
     Status: supported.
     """
     console = Console()
-    named = run if run.name.strip(".") else run.resolve()  # `.` is no name
-    folder = out or named.with_name(f"{named.name}-{form}")
+    named_run = run if run.name.strip(".") else run.resolve()  # the paths `.` and `..` have no name
+    folder = out or named_run.with_name(f"{named_run.name}-{form}")
+
     with status(console, "writing", LINE_SECONDS) as show:
 
         def listen(responses: int) -> None:
             show(f"wrote {responses:,} responses")
 
-        found = exporting.export_rollouts(run, form, folder, listen, iteration=iteration, sample=sample)
-    files = f"{len(found.files)} {'file' if len(found.files) == 1 else 'files'}"
-    print_line(console, f"Wrote {found.responses:,} responses of {found.tokens:,} tokens to {files} in {folder}")
-    print_line(console, f"Not in the format of {form}: {found.lost}")
-    for sentence in found.problems:
+        written = exporting.export_rollouts(run, form, folder, listen, iteration=iteration, sample=sample)
+
+    files = f"{len(written.files)} {'file' if len(written.files) == 1 else 'files'}"
+    print_line(console, f"Wrote {written.responses:,} responses of {written.tokens:,} tokens to {files} in {folder}")
+    print_line(console, f"Not in the format of {form}: {written.lost}")
+    for sentence in written.problems:
         print_line(console, f"Not read: {sentence}")
     show_next(console, {f"jackpot replay {quote(str(folder))}": "reads them back"})

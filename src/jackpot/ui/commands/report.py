@@ -30,17 +30,15 @@ def report(
 
     Status: supported.
     """
+    console = Console()
     written = page.write_report(runs, out, inspector.MAX_TOKENS if max_tokens is None else max_tokens)
-    _show(Console(), written)
-    opener = "open" if sys.platform == "darwin" else "xdg-open"
-    show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network"})
 
-
-def _show(console: Console, written: "page.Report") -> None:
-    """Print the page's path and size, the number of runs, and the files that were left out."""
-    size = written.path.stat().st_size / 2**20
-    going = f", {len(written.unfinished)} of them not finished" if written.unfinished else ""
-    runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
-    print_line(console, f"Wrote {written.path} ({size:.1f} MiB): {runs}{going}")
+    mebibytes = written.path.stat().st_size / 2**20
+    count = "1 run" if written.runs == 1 else f"{written.runs} runs"
+    unfinished = f", {len(written.unfinished)} of them not finished" if written.unfinished else ""
+    print_line(console, f"Wrote {written.path} ({mebibytes:.1f} MiB): {count}{unfinished}")
     for sentence in written.unreadable:
         print_line(console, sentence)
+
+    opener = "open" if sys.platform == "darwin" else "xdg-open"
+    show_next(console, {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network"})
