@@ -314,7 +314,7 @@ def _change_cells(
 
 
 def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
-    """Return a sentence on what a run cost until its last evaluation, in FLOPs and CPU seconds; none before training."""
+    """Return a sentence on the FLOPs and CPU seconds of a run until its last evaluation; none before training."""
     *_, spent = summary.points_of(lines, config)
     flops = spent.flops + spent.training_flops
     if not flops:

@@ -1,4 +1,4 @@
-"""Writes the page about run folders.
+"""Writes the page about runs.
 
 Status: supported.
 """
@@ -21,20 +21,21 @@ NAME = "report.html"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Says what `write_report` wrote, and what the page leaves out."""
+    """A written page: its path, and what it contains and leaves out."""
 
     path: Path  # the page
     runs: int  # number of runs in it
     unfinished: tuple[str, ...]  # names of the runs that are not finished
-    unreadable: tuple[str, ...]  # a sentence for each file and folder that was left out
+    unreadable: tuple[str, ...]  # a sentence about each file and folder that was left out
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int = MAX_TOKENS) -> Report:
-    """Write one page about all runs in `paths`, which are run folders or folders that contain run folders.
+    """Write one page about several runs.
 
     Args:
-        out: the page's file; None: report.html in the run folder, or in the folder that contains all of several.
-        max_tokens: number of saved tokens that the page carries.
+        paths: run folders, or folders that contain run folders.
+        out: the page's file; None: report.html in the run folder, or in the folder that contains all runs.
+        max_tokens: most saved tokens that the page carries.
 
     Raises:
         DataError: no run was found, or none has written a metric.
