@@ -67,7 +67,9 @@ def write_page(
         "TITLE": html.escape(title),
         "STYLE": _asset("page.css") + (_asset("inspector.css") if inspector else ""),
         "INSPECTOR": inspector,
-        "PACKS": _packs(packs),
+        "PACKS": "\n".join(
+            f'<script type="text/plain" id="pack-{name}">{text}</script>' for name, text in packs.items()
+        ),
         "SCRIPT": _asset("page.js") + scripts,
     }
 
@@ -100,7 +102,3 @@ def _item(item: Chart | Table, columns: _Columns) -> dict[str, Any]:
         for line in item.series
     ]
     return asdict(item) | {"kind": "chart", "series": series}
-
-
-def _packs(packs: Mapping[str, str]) -> str:
-    return "\n".join(f'<script type="text/plain" id="pack-{name}">{text}</script>' for name, text in packs.items())

@@ -39,11 +39,14 @@ def export(
     folder = out or named_run.with_name(f"{named_run.name}-{form}")
 
     with status(console, "writing", LINE_SECONDS) as show:
-
-        def listen(responses: int) -> None:
-            show(f"wrote {responses:,} responses")
-
-        written = exporting.export_rollouts(run, form, folder, listen, iteration=iteration, sample=sample)
+        written = exporting.export_rollouts(
+            run,
+            form,
+            folder,
+            lambda responses: show(f"wrote {responses:,} responses"),
+            iteration=iteration,
+            sample=sample,
+        )
 
     files = f"{len(written.files)} {'file' if len(written.files) == 1 else 'files'}"
     print_line(console, f"Wrote {written.responses:,} responses of {written.tokens:,} tokens to {files} in {folder}")

@@ -63,12 +63,17 @@ def replay(
         print_line(
             console, f"{megabytes:,.0f} MB at about 10,000 tokens a second; --every 10 takes a tenth of the time"
         )
+
     with status(console, "reading", LINE_SECONDS) as show:
-
-        def listen(responses: int) -> None:
-            show(f"read {responses:,} responses")
-
-        result = replaying.replay(path, form, recipes.split_names(corrections), model, temperature, every, listen)
+        result = replaying.replay(
+            path,
+            form,
+            recipes.split_names(corrections),
+            model,
+            temperature,
+            every,
+            lambda responses: show(f"read {responses:,} responses"),
+        )
         rescored = scoring.score_again(path) if rewards else []
 
     if as_json:

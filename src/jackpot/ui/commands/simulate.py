@@ -47,12 +47,16 @@ def simulate(
     count = prompts or candidates.PROMPTS
 
     with status(console, "measuring both models"):
-
-        def listen(seconds: float) -> None:
-            steps = "the policy answers too, then their distributions are compared"
-            print_line(console, f"{count} answers took {seconds:.0f} s; {steps}")
-
-        measured = candidates.simulate_candidates(config, rollout_model or [], count, seed, listen)
+        measured = candidates.simulate_candidates(
+            config,
+            rollout_model or [],
+            count,
+            seed,
+            lambda seconds: print_line(
+                console,
+                f"{count} answers took {seconds:.0f} s; the policy answers too, then their distributions are compared",
+            ),
+        )
 
     sections = simulation.candidate_sections(measured)
     folder = out or Path("runs") / "-".join(filter(None, ["simulate", Path(recipe).stem, arm]))

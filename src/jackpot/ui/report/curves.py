@@ -10,7 +10,6 @@ from dataclasses import replace
 from statistics import fmean
 
 from jackpot.analysis.diagnose.rules import RULES
-from jackpot.config.config import Config
 from jackpot.ui.charts import COLORS, Chart, Guide, Section, Series, Table, arm_color_indices
 from jackpot.ui.error_bars import MeanLine, downsample, mean_line, rounded
 from jackpot.ui.report.metric_layout import LAYOUT, LOGARITHMIC, CombinedChart, Entry, FirstOf
@@ -71,10 +70,41 @@ class _ChartMaker:
         return any(guide.is_broken for guide in self._limits(metric)[0])
 
     def _limits(self, metric: str) -> tuple[list[Guide], str]:
-        """Return the limits of a metric, judged by all values of all runs: a drawn line may leave some out."""
+        """Return the limits of a metric that are the same for every run, and sentences on whether its values keep them.
+
+        They are judged by all values of all runs, of which a drawn line may leave out some. A limit counts as broken if
+        a value is beyond it and the settings of its run do not explain that.
+        """
         runs = [run for arm in self._arms for run in arm.runs]
         values = [(run.config, value) for run in runs for line in run.lines if (value := line.get(metric)) is not None]
-        return _limits(metric, values)
+
+        guides, sentences = [], []
+        for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
+            limits = [
+                (f"{side} {limit:g}", limit, sign)
+                for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
+                if isinstance(limit, float) and math.isfinite(limit)
+            ]
+
+            reasons = []  # for each value beyond a limit, the settings that explain it; "" if none do
+            for text, limit, sign in limits:
+                beyond = [rule.explained_by(config, value) for config, value in values if (value - limit) * sign > 0]
+                guides.append(Guide(text=text, y=limit, is_broken="" in beyond))
+                reasons += beyond
+
+            named = " and ".join(text for text, _, _ in limits)
+            if unexplained := reasons.count(""):
+                sentences.append(
+                    f"{unexplained:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}."
+                )
+            elif reasons:
+                settings = ", ".join(dict.fromkeys(reasons))
+                sentences.append(f"Beyond its limit, {named}, only as the settings explain: {settings}.")
+            elif limits:
+                sentences.append(f"Within its limit, {named}.")
+            else:
+                sentences.append("Its limit depends on the run; the summary lists the runs beyond it.")
+        return guides, " ".join(dict.fromkeys(sentences))
 
     def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
         """Yield a line for each arm that has the metric.
@@ -215,37 +245,3 @@ def _start(band: str) -> int:
 def _newest(line: MeanLine) -> float:
     """Return the mean over the newest tenth of the iterations that have a number."""
     return fmean(line.numbers[-max(1, len(line.numbers) // 10) :])
-
-
-def _limits(metric: str, values: Sequence[tuple[Config, float]]) -> tuple[list[Guide], str]:
-    """Return the limits of a metric that are the same for every run, and sentences on whether the values keep them.
-
-    A limit counts as broken if a value is beyond it and the settings of its run do not explain that.
-    """
-    guides, sentences = [], []
-    for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-        limits = [
-            (f"{side} {limit:g}", limit, sign)
-            for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
-            if isinstance(limit, float) and math.isfinite(limit)
-        ]
-
-        reasons = []  # for each value beyond a limit, the settings that explain it; "" if none do
-        for text, limit, sign in limits:
-            beyond = [rule.explained_by(config, value) for config, value in values if (value - limit) * sign > 0]
-            guides.append(Guide(text=text, y=limit, is_broken="" in beyond))
-            reasons += beyond
-
-        named = " and ".join(text for text, _, _ in limits)
-        if unexplained := reasons.count(""):
-            sentences.append(
-                f"{unexplained:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}."
-            )
-        elif reasons:
-            settings = ", ".join(dict.fromkeys(reasons))
-            sentences.append(f"Beyond its limit, {named}, only as the settings explain: {settings}.")
-        elif limits:
-            sentences.append(f"Within its limit, {named}.")
-        else:
-            sentences.append("Its limit depends on the run; the summary lists the runs beyond it.")
-    return guides, " ".join(dict.fromkeys(sentences))

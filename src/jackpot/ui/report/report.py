@@ -76,5 +76,5 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
     write_page(path, title, sections, tokens=tokens)
 
-    unfinished = tuple(run.name for run in runs if not run.finished)
+    unfinished = tuple(run.name for run in runs if run.iteration < run.config.iterations)
     return Report(path=path, runs=len(runs), unfinished=unfinished, unreadable=tuple(unreadable))

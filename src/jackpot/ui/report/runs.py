@@ -36,11 +36,6 @@ class Run:
         """Return the newest iteration in metrics.jsonl; -1 before the first evaluation."""
         return self.lines[-1]["iteration"] if self.lines else -1
 
-    @property
-    def finished(self) -> bool:
-        """Return whether the last iteration is in metrics.jsonl."""
-        return self.iteration >= self.config.iterations
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:

@@ -133,13 +133,8 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:
-        with console.status(plain(text)) as shown:
-
-            def replace(newer: str) -> None:
-                shown.update(plain(newer))
-
-            with listening(replace):
-                yield replace
+        with console.status(plain(text)) as line, listening(lambda newer: line.update(plain(newer))):
+            yield lambda newer: line.update(plain(newer))
         return
 
     last = time.monotonic()
