@@ -28,6 +28,7 @@ def lazy() -> Iterator[None]:
     importlib.util.LazyLoader would not do: torch walks over sys.modules, which runs every module that it postponed.
     """
 
+    # takes the arguments of `__import__` and returns what stands for the folder in a `from` import
     def postpone(name: str, _globals: Any, _locals: Any, modules: Sequence[str], _level: int) -> SimpleNamespace:
         return SimpleNamespace(**{module: Later(f"{name}.{module}") for module in modules})
 

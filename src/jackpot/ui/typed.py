@@ -83,11 +83,15 @@ def _value_of(option: str, words: Sequence[str]) -> str:
 
 
 def _check(command: str, options: Mapping[str, Any]) -> None:
-    """Refuse settings that do not fit and models that do not exist, before a command makes a folder.
+    """Check, before a command makes a folder, that its settings fit and its models exist.
 
     Args:
         command: name of the command.
         options: its arguments and options by name; several commands share some (`arguments.py`).
+
+    Raises:
+        ConfigError: settings do not fit, or an evaluation names no benchmark.
+        ModelError: a model does not exist.
     """
     paths = {"model": options["model"]} if options.get("model") else {}
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))

@@ -28,13 +28,14 @@ def metric_sections(arms: Sequence[Arm], named: Collection[str] = ()) -> list[Se
     """
     maker = _ChartMaker(arms)
     sections = []
-    for part in LAYOUT:
+    for planned in LAYOUT:
         drawn_before = set(maker.drawn)
-        charts = [chart for entry in part.entries for chart in maker.draw(entry)]
+        charts = [chart for entry in planned.entries for chart in maker.draw(entry)]
         if charts:
             metrics = maker.drawn - drawn_before
-            folded = part.is_folded and not any(maker.is_broken(metric) or metric in named for metric in metrics)
-            sections.append(Section(title=part.title, intro=part.intro, items=tuple(charts), is_folded=folded))
+            needs_look = any(maker.is_broken(metric) or metric in named for metric in metrics)
+            is_folded = planned.is_folded and not needs_look
+            sections.append(Section(title=planned.title, intro=planned.intro, items=tuple(charts), is_folded=is_folded))
 
     if maker.empty:
         intro = "No run counted anything for these metrics: they are null in every line."

@@ -27,8 +27,8 @@ from jackpot.ui.report.token_text import TokenTexts, texts_of
 TOP = 8  # entries of each top-k list that the page carries
 MAX_TOKENS = 100_000  # most saved tokens that the page carries
 FEW = 4  # responses; if an iteration has no room for so many, the page carries fewer iterations
-_OF_RESPONSES = ("uid", "prompt", "answer", "finish", "reward", "correct")
-_OF_TOKENS = {  # name in the page: column of the file
+_RESPONSE_COLUMNS = ("uid", "prompt", "answer", "finish", "reward", "correct")
+_TOKEN_COLUMNS = {  # name in the page: column of the file
     "rollout": "rollout_log_probs",
     "old": "old_log_probs",
     "current": "log_probs",
@@ -39,9 +39,9 @@ _OF_TOKENS = {  # name in the page: column of the file
     "kl": "kl_rollout_policy",
     "advantage": "advantages",
 }
-_NEEDED = [
-    *_OF_RESPONSES,
-    *_OF_TOKENS.values(),
+_FILE_COLUMNS = [  # columns of the file that the page needs
+    *_RESPONSE_COLUMNS,
+    *_TOKEN_COLUMNS.values(),
     *("token_ids", "tokens", "sampled_mask", "accept_mask", "versions"),
     *("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs"),
 ]
@@ -104,7 +104,7 @@ class _Packing:
 
         for index, saved in enumerate(chosen):
             try:
-                table = read_columns(saved, _NEEDED)
+                table = read_columns(saved, _FILE_COLUMNS)
                 longest = share if iterations else self._longest_response()
                 rows = spread_rows(_lengths(table), max(share, 0) // (len(chosen) - index), longest)
                 if not rows and table.num_rows:
@@ -218,8 +218,8 @@ def spread_rows(lengths: Sequence[int], budget: int, longest: float = 0) -> list
 def significant(values: np.ndarray, digits: int) -> list[float | None]:
     """Round to this many significant digits; a value that is not finite becomes None."""
     text = f"{{:.{digits}g}}".format
-    numbers = np.asarray(values, dtype=np.float64).tolist()
-    return [float(text(number)) if math.isfinite(number) else None for number in numbers]
+    floats = np.asarray(values, dtype=np.float64).tolist()
+    return [float(text(value)) if math.isfinite(value) else None for value in floats]
 
 
 def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
     words.add_known(ids, flat_column(table, "tokens").tolist())
     versions = np.array(flat_column(table, "versions").tolist(), dtype=np.int64).reshape(-1, 2)  # policy, rollout model
 
-    columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _OF_RESPONSES}
-    columns |= {name: significant(flat_column(table, column), 4) for name, column in _OF_TOKENS.items()}
+    columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _RESPONSE_COLUMNS}
+    columns |= {name: significant(flat_column(table, column), 4) for name, column in _TOKEN_COLUMNS.items()}
     ratio = np.exp(flat_column(table, "old_log_probs") - flat_column(table, "rollout_log_probs"))
     columns |= _top(table, "rollout", words) | _top(table, "policy", words)
 

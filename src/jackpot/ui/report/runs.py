@@ -98,6 +98,7 @@ def _below(folder: Path) -> Iterator[Path]:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read the settings, metrics and events of runs; a run that has just begun has no lines of metrics."""
     base = common_folder(folders)
+
     runs = []
     for folder in folders:
         files = RunFolder(folder)

@@ -138,9 +138,12 @@ def show_table(
         print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
     rows = [tuple(row) for row in rows]
     heads = tuple(columns)
-    texts = [[row[index] for row in rows] for index in range(len(heads))]  # [column][row]
-    needed = [_needed_width(head, cells, head in numbers) for head, cells in zip(heads, texts, strict=True)]
-    widths = [max(map(cell_len, [head, *cells])) for head, cells in zip(heads, texts, strict=True)]
+    needed: list[int] = []  # width of each column below which it cannot be read
+    widths: list[int] = []  # width of each column without line breaks
+    for index, head in enumerate(heads):
+        cells = [row[index] for row in rows]
+        needed.append(_needed_width(head, cells, head in numbers))
+        widths.append(max(map(cell_len, [head, *cells])))
 
     for indices in _divide_columns(needed, console.width):
         table = TerminalTable(box=box, show_header=show_header)

@@ -29,12 +29,12 @@ def comparison_verdict(comparison: Comparison) -> dict[str, str]:
     """Return lines by their labels: the highest arm, and whether it is surely above the baseline and the next ones."""
     rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
     best = next(row for row in rows if row.arm == comparison.best)
-    others = [row.arm for row in rows if row is not best]
+    compared = [row.arm for row in rows if row is not best][:_MOST_PAIRS]
 
     unit = " % right" if comparison.measure == "accuracy" else " mean reward"
     scale, form = (100.0, ".1f") if comparison.measure == "accuracy" else (1.0, ".3g")
     lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({_seeds(len(best.seeds))})"}
-    for arm in others[:_MOST_PAIRS]:
+    for arm in compared:
         difference = comparison.ahead[arm]
         lines[f"Against {arm}"] = _pair(best.arm, arm, difference, scale, form) if difference else "no common seed"
     return lines | _cheapest(comparison)
