@@ -72,14 +72,16 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
     Args:
         runs: the lines of metrics.jsonl of each run.
     """
-    columns = [{line["iteration"]: line[metric] for line in lines if metric in line} for lines in runs]
-    columns = [column for column in columns if column]  # of the runs that have the metric
-    x = sorted(set[int]().union(*columns))
-    if not x:
+    columns: list[dict[int, Number]] = []  # of each run that has the metric: its value by iteration
+    for lines in runs:
+        if column := {line["iteration"]: line[metric] for line in lines if metric in line}:
+            columns.append(column)
+    if not columns:
         return MeanLine([], [])
 
-    y, low, high = error_bars([[column.get(iteration) for iteration in x] for column in columns])
-    return MeanLine(x, list(y)) if len(columns) < 2 else MeanLine(x, list(y), list(low), list(high))
+    x = sorted(set[int]().union(*columns))
+    mean, low, high = map(list, error_bars([list(map(column.get, x)) for column in columns]))
+    return MeanLine(x, mean) if len(columns) < 2 else MeanLine(x, mean, low, high)
 
 
 def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:

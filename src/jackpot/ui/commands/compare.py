@@ -95,7 +95,7 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
             minutes = numbers.iteration_seconds(lines[-1]) * run.config.iterations * waiting / jobs_at_once / 60.0
             print_line(
                 console,
-                f"{waiting} runs, {jobs_at_once} at a time: about {minutes:,.0f} minutes in all, by {run.name}",
+                f"{waiting} runs, {jobs_at_once} at a time: about {minutes:,.0f} minutes in all (estimated from {run.name})",
             )
             waiting = 0
 

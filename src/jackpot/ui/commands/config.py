@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import plain, print_line, show_next, show_table
+from jackpot.ui.terminal.output import plain, print_line, print_lines, show_next, show_table
 
 with lazy():
     from jackpot.config import reference
@@ -37,14 +37,11 @@ def config(
 
     Status: supported.
     """
+    console = Console()
     if key:
-        show_setting(Console(), key)
-    else:
-        show_settings(Console(), show_all)
+        show_setting(console, key)
+        return
 
-
-def show_settings(console: Console, show_all: bool) -> None:
-    """Print a line for every block of settings; with `show_all` every setting."""
     groups = list(setting_groups())
     if show_all:
         for group in groups:
@@ -75,8 +72,7 @@ def show_setting(console: Console, key: str) -> None:
         for meaning in dict.fromkeys(block.meaning for block in blocks):
             users = ", ".join(f"jackpot {block.command}" for block in blocks if block.meaning == meaning)
             print_line(console, f"{blocks[0].key} ({users}): {meaning}")
-        for line in notes_on(blocks):
-            print_line(console, f"  {line}")
+        print_lines(console, notes_on(blocks), "  ")
         _show_list(console, settings)
         return
 

@@ -10,17 +10,16 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.core.statistics import CONFIDENCE
+from jackpot.core.statistics import CONFIDENCE, Interval
 from jackpot.rollout.tasks.benchmarks import SETS
 from jackpot.ui.arguments import Overrides
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.output import print_line, print_lines, show_next, show_table
 from jackpot.ui.terminal.progress import progress
 
 with lazy():
     from jackpot.analysis.evaluate import evaluate as evaluating
     from jackpot.config import recipes
-    from jackpot.core import statistics
     from jackpot.rollout import pass_at_k
     from jackpot.ui import results as saving
 
@@ -121,12 +120,13 @@ def show_results(
     show_table(console, title, columns, [tuple(row.values()) for row in rows], columns[1:], box=SIMPLE_HEAD)
 
     for result in results:
-        for sentence in _sentences(result.summary):
-            print_line(console, f"{result.benchmark}: {sentence}")
-    print_line(console, f"In brackets: {100 * CONFIDENCE:g} % intervals over problems. All answers: {folder}")
+        print_lines(console, _sentences(result.summary), f"{result.benchmark}: ")
+    print_line(
+        console, f"In brackets: {100 * CONFIDENCE:g} % confidence intervals over problems. All answers: {folder}"
+    )
 
 
-def _percent(estimate: "statistics.Interval | None") -> str:
+def _percent(estimate: Interval | None) -> str:
     """Format a share in percent, with its interval if it has one; a missing share becomes `-`."""
     if estimate is None:
         return "-"

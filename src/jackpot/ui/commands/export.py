@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.output import print_line, print_lines, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
@@ -51,6 +51,5 @@ def export(
     files = f"{len(written.files)} {'file' if len(written.files) == 1 else 'files'}"
     print_line(console, f"Wrote {written.responses:,} responses of {written.tokens:,} tokens to {files} in {folder}")
     print_line(console, f"Not in the format of {form}: {written.lost}")
-    for sentence in written.problems:
-        print_line(console, f"Not read: {sentence}")
+    print_lines(console, written.problems, "Not read: ")
     show_next(console, {f"jackpot replay {quote(str(folder))}": "reads them back"})

@@ -19,8 +19,8 @@ with lazy():
 def _require_slurm(is_asked: bool) -> bool:
     if not is_asked:
         raise ConfigError(
-            "jackpot launch prints a batch script; say for which scheduler: --slurm. torchrun and Ray need none: "
-            "docs/distributed.md"
+            "jackpot launch prints a batch script for a scheduler: add --slurm. torchrun and Ray need no such script "
+            "(docs/distributed.md)"
         )
     return is_asked
 

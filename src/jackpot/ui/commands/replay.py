@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import labelled, print_line, show_answer, show_next
+from jackpot.ui.terminal.output import labelled, print_line, print_lines, show_answer, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
@@ -96,10 +96,8 @@ def _show(console: Console, result: "results.ReplayResult", show_all: bool) -> N
     """Print the recommendation, every correction, what was not read, and the command that trains as recommended."""
     about = charts.Section(title="", intro="", items=(views.facts(result),))
     show_answer(console, [labelled(result.answer.lines)], [about, views.corrections(result)], show_all)
-    for sentence in result.left_out:
-        print_line(console, f"Left out: {sentence}")
-    for sentence in result.problems:
-        print_line(console, f"Not read: {sentence}")
+    print_lines(console, result.left_out, "Left out: ")
+    print_lines(console, result.problems, "Not read: ")
     if result.unreadable > len(result.problems):
         print_line(console, f"Not read: {result.unreadable:,} records or files in all")
 

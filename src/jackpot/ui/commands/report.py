@@ -9,10 +9,9 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.output import print_line, print_lines, show_next
 
 with lazy():
-    from jackpot.ui.report import inspector
     from jackpot.ui.report import report as page
 
 
@@ -31,14 +30,13 @@ def report(
     Status: supported.
     """
     console = Console()
-    written = page.write_report(runs, out, inspector.MAX_TOKENS if max_tokens is None else max_tokens)
+    written = page.write_report(runs, out, page.MAX_TOKENS if max_tokens is None else max_tokens)
 
     mebibytes = written.path.stat().st_size / 2**20
     count = "1 run" if written.runs == 1 else f"{written.runs} runs"
     unfinished = f", {len(written.unfinished)} of them not finished" if written.unfinished else ""
     print_line(console, f"Wrote {written.path} ({mebibytes:.1f} MiB): {count}{unfinished}")
-    for sentence in written.unreadable:
-        print_line(console, sentence)
+    print_lines(console, written.unreadable)
 
     opener = "open" if sys.platform == "darwin" else "xdg-open"
     show_next(console, {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network"})

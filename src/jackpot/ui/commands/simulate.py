@@ -54,7 +54,7 @@ def simulate(
             seed,
             lambda seconds: print_line(
                 console,
-                f"{count} answers took {seconds:.0f} s; the policy answers too, then their distributions are compared",
+                f"the rollout model gave {count} answers in {seconds:.0f} s; next the policy answers, and both are compared",
             ),
         )
 

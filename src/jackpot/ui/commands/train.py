@@ -14,7 +14,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.process_rank import process_rank
 from jackpot.ui.arguments import Arm, Overrides, Recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.output import print_line, print_lines, show_next, show_table
 from jackpot.ui.terminal.progress import progress
 
 with lazy():
@@ -213,8 +213,8 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
         if iteration == config.iterations:
             print_line(
                 console,
-                f"This run is finished ({config.iterations} iterations). iterations=N --run {folder} continues it with "
-                f"more; --run with another folder begins a new one.",
+                f"This run is finished ({config.iterations} iterations). To train it further, add iterations=N (a larger "
+                f"number) and --run {folder}; to begin a new run, add --run and another folder.",
             )
 
     with _listener(console, config) as listen:
@@ -261,8 +261,7 @@ def _show_result(
     problems, sampling = limits.problems_of(lines, config), config.evaluation_sampling.described
     show_table(console, f"{quantity} on {problems} held-out problems, {sampling}{unit}", columns, rows, columns[1:])
 
-    for line in _cost(lines, config):
-        print_line(console, line)
+    print_lines(console, _cost(lines, config))
     print_line(console, f"Run folder: {folder}")
     if not is_finished:
         print_line(console, "Stopped before the end; the same command continues.")
@@ -289,6 +288,7 @@ def _evaluated_metrics(
     """
     measure: run_files.Measure = "accuracy" if is_accuracy else "reward"
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+    metrics: dict[str, tuple[str, run_files.Measure]]
     metrics = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
 
     for name in map(registry.set_name, config.evaluation.benchmark_names):

@@ -59,6 +59,12 @@ def print_line(console: Console, text: str, is_whole: bool = False) -> None:
     console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)
 
 
+def print_lines(console: Console, texts: Iterable[str], head: str = "") -> None:
+    """Print each text on its own line, after `head`, as `print_line` does."""
+    for text in texts:
+        print_line(console, head + text)
+
+
 def labelled(lines: Mapping[str, str]) -> str:
     """Return the texts below each other, each after its label, aligned."""
     width = max(map(len, lines)) + 1

@@ -16,7 +16,7 @@ from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
-from jackpot.ui.terminal.output import print_line, show_table
+from jackpot.ui.terminal.output import print_lines, show_table
 
 GB = 1e9  # bytes; GPUs are sold in these, not in GiB
 _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout share", "on policy", "saved")
@@ -170,8 +170,7 @@ def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
     show_table(console, "GPUs and hours by arithmetic (docs/cost.md)", _COLUMNS, rows, _COLUMNS[1:])
-    for sentence in (_memory(estimate.stated), *unpriced(config), *_assumptions(config, estimate)):
-        print_line(console, sentence)
+    print_lines(console, (_memory(estimate.stated), *unpriced(config), *_assumptions(config, estimate)))
 
 
 def is_on_policy(config: Config) -> bool:
@@ -293,8 +292,7 @@ def show_tiny(console: Console, tiny: TinyRun) -> None:
     )
     rows = [(key, _text(before), _text(after)) for key, before, after in tiny.changes]
     show_table(console, title, ("setting", "recipe", "here"), rows)
-    for line in tiny.data:
-        print_line(console, line)
+    print_lines(console, tiny.data)
 
 
 def _text(value: object) -> str:

@@ -28,9 +28,10 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
             for candidate in candidates
             if candidate is best.get(candidate["name"]) or candidate["label"] == answer["correction"]
         ),
-        note="Each with its best settings, and the recommended one. worth = ESS (1 - 2 TV)^2 (1 - states)^2, with "
-        "standard errors over prompts; tokens: without the last factor; ESS: effective share of tokens; states: share "
-        "of those that the policy visits less often.",
+        note="Each correction with its best settings, and the recommended one. worth: how many rollouts of the policy "
+        "one rollout replaces, ESS (1 - 2 TV)^2 (1 - states)^2, ± standard error over prompts; tokens: the same without "
+        "the factor of states; ESS: effective share of tokens; TV after: total variation left after the correction; "
+        "states: share of the states that the policy visits less often.",
     )
 
 
@@ -49,8 +50,9 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
             title=" ".join(filter(None, ["Who generates", model and f"({model})"])),
             columns=("", "worth", "rollout FLOPs", "every state counted", "weights read"),
             rows=tuple((way["label"], *(_text(way[name], name) for name in names)) for way in answer["generation"]),
-            note=f"With {answer['correction']}. Costs are those of the same progress, over the policy's alone; weights "
-            "read are what the time of decoding a small batch goes by. Drafts are exact.",
+            note=f"With {answer['correction']}. Each cost is that of equal progress, as a multiple of the policy's when "
+            "it generates alone. every state counted: rollout FLOPs if states that the policy rarely visits count fully; "
+            "weights read: decides how long decoding a small batch takes. Drafts are exact.",
         )
     ]
 

@@ -112,9 +112,10 @@ def _accuracies(comparison: Comparison) -> Table:
             )
             for row in comparison.rows
         ),
-        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error, with fewer "
-        f"than {FEW_SEEDS} seeds at least that of the problems; the next column counts the seeds on which the arm is "
-        "above." + (_NOTHING_ROSE if comparison.accuracy is None else ""),
+        note=f"Policies: mean ± standard deviation over seeds. minus {comparison.baseline}: mean ± standard error of the "
+        f"difference on the same seed; with fewer than {FEW_SEEDS} seeds, the error is at least that from the choice of "
+        "problems. above on: the seeds on which the arm is higher."
+        + (_NOTHING_ROSE if comparison.accuracy is None else ""),
     )
 
 

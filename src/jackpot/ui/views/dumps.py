@@ -26,7 +26,7 @@ def diagnose_dump(path: Path, as_json: bool) -> None:
         typer.echo(json.dumps({"verdict": "unhealthy" if findings else "healthy", "findings": findings}, indent=2))
     else:
         looked_at = {"Looked at": f"{result.format}, {result.answer.measured_on}"}
-        nothing = {"Found": "nothing: the columns fit each other, and the policy's can be what scored these tokens"}
+        nothing = {"Found": "nothing: the columns agree, and the policy's log-probs can be those of these tokens"}
         print_line(console := Console(), labelled((findings or nothing) | looked_at))
         show_next(console, {f"jackpot replay {quote(str(path))}": "which correction it wants, and what that is worth"})
     if findings:
