@@ -93,10 +93,8 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
         elif waiting and lines and lines[-1]["iteration"] > 0:
             jobs_at_once = min(waiting, jobs or max(1, cores.free_cores()))
             minutes = numbers.iteration_seconds(lines[-1]) * run.config.iterations * waiting / jobs_at_once / 60.0
-            print_line(
-                console,
-                f"{waiting} runs, {jobs_at_once} at a time: about {minutes:,.0f} minutes in all (estimated from {run.name})",
-            )
+            duration = f"about {minutes:,.0f} minutes in all (estimated from {run.name})"
+            print_line(console, f"{waiting} runs, {jobs_at_once} at a time: {duration}")
             waiting = 0
 
         evaluated = [line for line in lines if run_folder.measure_of(line)]

@@ -121,9 +121,7 @@ def show_results(
 
     for result in results:
         print_lines(console, _sentences(result.summary), f"{result.benchmark}: ")
-    print_line(
-        console, f"In brackets: {100 * CONFIDENCE:g} % confidence intervals over problems. All answers: {folder}"
-    )
+    print_line(console, f"In brackets: {100 * CONFIDENCE:g} % confidence intervals. All answers: {folder}")
 
 
 def _percent(estimate: Interval | None) -> str:

@@ -54,7 +54,7 @@ def simulate(
             seed,
             lambda seconds: print_line(
                 console,
-                f"the rollout model gave {count} answers in {seconds:.0f} s; next the policy answers, and both are compared",
+                f"{count} answers of the rollout model took {seconds:.0f} s; now the policy answers, then both are compared",
             ),
         )
 

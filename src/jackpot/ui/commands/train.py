@@ -213,8 +213,8 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
         if iteration == config.iterations:
             print_line(
                 console,
-                f"This run is finished ({config.iterations} iterations). To train it further, add iterations=N (a larger "
-                f"number) and --run {folder}; to begin a new run, add --run and another folder.",
+                f"This run is finished ({config.iterations} iterations). To train it further, add --run {folder} and "
+                f"iterations=N with a larger N; to begin a new run, add --run and another folder.",
             )
 
     with _listener(console, config) as listen:
