@@ -54,7 +54,7 @@ def simulate(
             seed,
             lambda seconds: print_line(
                 console,
-                f"{count} answers of the rollout model took {seconds:.0f} s; now the policy answers, then both are compared",
+                f"{count} answers of the rollout model took {seconds:.0f} s; next: the policy's answers",
             ),
         )
 

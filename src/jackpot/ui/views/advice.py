@@ -30,8 +30,8 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
         ),
         note="Each correction with its best settings, and the recommended one. worth: how many rollouts of the policy "
         "one rollout replaces, ESS (1 - 2 TV)^2 (1 - states)^2, ± standard error over prompts; tokens: the same "
-        "without the factor of states; ESS: effective share of tokens; TV after: total variation left after the correction; "
-        "states: share of the states that the policy visits less often.",
+        "without the factor of states; ESS: effective share of tokens; TV after: total variation left after the "
+        "correction; states: share of the states that the policy visits less often.",
     )
 
 
@@ -50,9 +50,9 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
             title=" ".join(filter(None, ["Who generates", model and f"({model})"])),
             columns=("", "worth", "rollout FLOPs", "every state counted", "weights read"),
             rows=tuple((way["label"], *(_text(way[name], name) for name in names)) for way in answer["generation"]),
-            note=f"With {answer['correction']}. Costs are those of equal progress, as multiples of the cost if the policy "
-            "generates alone. every state counted: rollout FLOPs if states that the policy rarely visits count fully; "
-            "weights read: decides how long decoding a small batch takes. Drafts are exact.",
+            note=f"With {answer['correction']}. Costs are those of equal progress, as multiples of the policy's cost "
+            "when it generates alone. every state counted: rollout FLOPs if states that the policy rarely visits count "
+            "fully; weights read: decides how long decoding a small batch takes. Drafts are exact.",
         )
     ]
 

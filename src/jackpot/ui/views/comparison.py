@@ -112,9 +112,9 @@ def _accuracies(comparison: Comparison) -> Table:
             )
             for row in comparison.rows
         ),
-        note=f"Policies: mean ± standard deviation over seeds. minus {comparison.baseline}: mean ± standard error of the "
-        f"difference on the same seed; with fewer than {FEW_SEEDS} seeds, the error is at least that from the choice of "
-        "problems. above on: the seeds on which the arm is higher."
+        note=f"Models: mean ± standard deviation over seeds. minus {comparison.baseline}: mean ± standard error of the "
+        f"difference on equal seeds; with fewer than {FEW_SEEDS} seeds, the error is at least that of the choice of "
+        "problems. above on: seeds on which the arm is higher."
         + (_NOTHING_ROSE if comparison.accuracy is None else ""),
     )
 
