@@ -4,7 +4,7 @@ Status: supported.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jackpot.core.errors import DataError
@@ -65,9 +65,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     unreadable += bad
 
     arm_diagnoses = diagnoses(arms)
-    summary = summary_section(arms, arm_diagnoses, unreadable)
-    if tokens.left_out.rows:
-        summary = replace(summary, items=(*summary.items, tokens.left_out))
+    summary = summary_section(arms, arm_diagnoses, unreadable, tokens.left_out)
     findings = (finding for _, diagnosis in arm_diagnoses for finding in diagnosis.findings)
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
 

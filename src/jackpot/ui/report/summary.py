@@ -25,14 +25,20 @@ def diagnoses(arms: Sequence[Arm]) -> list[tuple[Run, Diagnosis]]:
 
 
 def summary_section(
-    arms: Sequence[Arm], run_diagnoses: Sequence[tuple[Run, Diagnosis]], unreadable: Sequence[str]
+    arms: Sequence[Arm],
+    run_diagnoses: Sequence[tuple[Run, Diagnosis]],
+    unreadable: Sequence[str],
+    *further: Table,
 ) -> Section:
     """Return tables of results, verdicts, findings, differing settings, events and files that were left out.
+
+    Tables without rows are left out.
 
     Args:
         arms: arms of the report.
         run_diagnoses: what `diagnoses` returns for the arms.
         unreadable: a sentence about each file that was left out.
+        further: tables to add at the end.
     """
     runs = [(arm, run) for arm in arms for run in arm.runs]
     tables = [
@@ -53,6 +59,7 @@ def summary_section(
         _settings(arms),
         _events([run for _, run in runs]),
         Table(title="Files left out", columns=("file",), rows=tuple((line,) for line in unreadable)),
+        *further,
     ]
 
     return Section(title="Summary", intro=_intro(arms), items=tuple(table for table in tables if table.rows))
@@ -60,17 +67,17 @@ def summary_section(
 
 def _intro(arms: Sequence[Arm]) -> str:
     runs = [run for arm in arms for run in arm.runs]
-    words = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
+    sentences = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
     if any(len(arm.runs) > 1 for arm in arms):
-        words.append(
+        sentences.append(
             f"Lines are means over the seeds of an arm that have a number at that iteration; bands of fewer than "
             f"{FEW_SEEDS} seeds go {describe_error_bars(1)}, of more seeds {describe_error_bars(FEW_SEEDS)}."
         )
     if any(len(run.lines) > MOST_POINTS for run in runs):
-        words.append(
+        sentences.append(
             f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch."
         )
-    return " ".join(words)
+    return " ".join(sentences)
 
 
 def _count(count: int, noun: str) -> str:
