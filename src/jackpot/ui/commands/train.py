@@ -132,7 +132,7 @@ def _show_dry_run(
     needs = _plan(console, config, planned, folder, ranks)
 
     words = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *overrides]))
-    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # without --run
+    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # not in --run, the full run's
     commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
     if process.size == process.local_size:  # on several machines, the same command without --dry-run trains
         commands |= _training_commands(console, config, typed, ranks, needs, required)
