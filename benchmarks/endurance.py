@@ -159,7 +159,7 @@ def command(*arguments: str) -> Found:
 def curves(points: dict[str, list[int]]) -> list[Chart]:
     x = points["iteration"]
     memories = [
-        Series(name=name, number=number, x=x, y=[one / 1024 for one in points[key]])
+        Series(name=name, color_index=number, x=x, y=[one / 1024 for one in points[key]])
         for number, (name, key) in enumerate((("training process", "rss_kb"), ("reward workers", "workers_rss_kb")))
     ]
     files = Series(name="open files", x=x, y=points["open_files"])

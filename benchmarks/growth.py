@@ -135,7 +135,7 @@ def chart(wanted: Range, found: Sequence[Point], column: str, label: str) -> Cha
                 name=names[beside],
                 x=[wanted.values.index(value) for other, value in medians if other == beside],
                 y=[median for (other, _), median in medians.items() if other == beside],
-                number=int(beside),
+                color_index=int(beside),
                 style="both",
             )
             for beside in sorted({beside for beside, _ in medians})

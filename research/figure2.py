@@ -234,10 +234,10 @@ def _ratio_chart(ratios: TokenRatios) -> Chart:
         y_label="p_policy / p~ after",
         series=(
             *(
-                Series(name=name, x=finite(before, SMALLEST_RATIO), y=finite(after), number=number, style="points")
+                Series(name=name, x=finite(before, SMALLEST_RATIO), y=finite(after), color_index=number, style="points")
                 for number, (name, before, after) in enumerate(clouds)
             ),
-            Series(name="unchanged", x=ends, y=ends, number=GRAY + DASHED),
+            Series(name="unchanged", x=ends, y=ends, color_index=GRAY + DASHED),
         ),
         note="Left of 1 the points lie flat at the Z of their state; right of 1 they run just below the diagonal.",
         log_x=True,
@@ -275,7 +275,7 @@ def _acceptance_chart(curves: Sequence[GapCurve], index: int) -> Chart:
     for order, curve in enumerate(curves):
         kl = _column(curve, lambda point: point.kl, SMALLEST_KL)
         accepted = _column(curve, lambda point: point.acceptance[index])
-        line = Series(name=curve.name, x=kl, y=accepted, number=order, style="both")
+        line = Series(name=curve.name, x=kl, y=accepted, color_index=order, style="both")
         if index == RECIPE_LAM:
             low = _column(curve, lambda point: point.acceptance_low)
             line = replace(line, low=low, high=_column(curve, lambda point: point.acceptance_high))
@@ -329,8 +329,8 @@ def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
             y_label=_AFTER,
             series=(
                 *_lines(curves, before, after),
-                Series(name="unchanged", x=ends, y=ends, number=GRAY),
-                Series(name="a tenth", x=ends, y=tuple(0.1 * end for end in ends), number=GRAY + DASHED),
+                Series(name="unchanged", x=ends, y=ends, color_index=GRAY),
+                Series(name="a tenth", x=ends, y=tuple(0.1 * end for end in ends), color_index=GRAY + DASHED),
             ),
             note="Points below the dashed gray line fall by more than an order of magnitude.",
             log_x=True,
@@ -352,7 +352,7 @@ def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
             y_label="KL before - KL after, nats",
             series=(
                 *_lines(curves, spent, fall),
-                Series(name="the limit of every rule", x=limit, y=limit, number=GRAY + DASHED),
+                Series(name="the limit of every rule", x=limit, y=limit, color_index=GRAY + DASHED),
             ),
             note="Every point lies on or below the diagonal: the KL falls by no more than -log Z.",
             log_x=True,
@@ -363,7 +363,7 @@ def _kl_charts(curves: Sequence[GapCurve]) -> tuple[Chart, ...]:
 
 def _lines(curves: Sequence[GapCurve], x: Sequence[tuple], y: Sequence[tuple]) -> tuple[Series, ...]:
     return tuple(
-        Series(name=curve.name, x=x[order], y=y[order], number=order, style="both")
+        Series(name=curve.name, x=x[order], y=y[order], color_index=order, style="both")
         for order, curve in enumerate(curves)
     )
 

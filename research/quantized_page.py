@@ -116,7 +116,7 @@ def charts(arms: dict[str, list[Run]]) -> list[Chart]:
 def series(arm: str, number: int, runs: Sequence[Run], metric: str) -> Series:
     curves = [curve(run, metric) for run in runs]
     mean, low, high = error_bars([[y for _, y in points] for points in curves])
-    return Series(name=arm, x=[x for x, _ in curves[0]], y=mean, low=low, high=high, number=number)
+    return Series(name=arm, x=[x for x, _ in curves[0]], y=mean, low=low, high=high, color_index=number)
 
 
 def curve(run: Run, metric: str) -> list[tuple[int, float]]:

@@ -457,7 +457,7 @@ def _contraction_chart(one: Contraction) -> Chart:
         y_label="nats; share",
         series=(
             Series(name=_AFTER, x=one.lam, y=finite(one.kl)),
-            Series(name="Z", x=one.lam, y=finite(one.acceptance), number=1),
+            Series(name="Z", x=one.lam, y=finite(one.acceptance), color_index=1),
         ),
         note="Flat, then falling between the two dotted uprights, then 0.",
         log_x=True,
@@ -475,7 +475,9 @@ def _derivative_chart(one: Contraction) -> Chart:
         y_label="lam x dKL / dlam",
         series=(
             Series(name="derivative", x=one.lam, y=scaled(one.derivative)),
-            Series(name="as printed in the submission", x=one.lam, y=scaled(one.printed_derivative), number=1 + DASHED),
+            Series(
+                name="as printed in the submission", x=one.lam, y=scaled(one.printed_derivative), color_index=1 + DASHED
+            ),
         ),
         note="The printed one lacks a term: it stays at -1 where the KL is 0 and cannot fall.",
         log_x=True,
@@ -489,11 +491,15 @@ def _budget_chart(one: BudgetCurve) -> Chart:
         y_label=_AFTER,
         series=(
             Series(name="OBRS", x=one.budget, y=finite(one.obrs)),
-            Series(name="a ~ sqrt(rho)", x=one.budget, y=finite(one.root), number=1),
+            Series(name="a ~ sqrt(rho)", x=one.budget, y=finite(one.root), color_index=1),
             Series(
-                name=f"best of {RULES:,} random rules", x=one.at, y=finite(one.best_other), number=2, style="points"
+                name=f"best of {RULES:,} random rules",
+                x=one.at,
+                y=finite(one.best_other),
+                color_index=2,
+                style="points",
             ),
-            Series(name="no rule comes below", x=one.budget, y=finite(one.bound), number=GRAY + DASHED),
+            Series(name="no rule comes below", x=one.budget, y=finite(one.bound), color_index=GRAY + DASHED),
         ),
         note="Every other rule lies on or above OBRS at the same accepted share.",
         guides=(Guide(text="KL before", y=one.kl_before),),
@@ -511,7 +517,9 @@ def identity_section(identity: Identity) -> Section:
     ends = [value for curve in identity.curves for value in _scaled(curve.rho, curve.z)]
     line = sorted({*finite(ends, SMALLEST_RATIO), DRAWN_CAP} - {None})
     whole = tuple(
-        Series(name=f"lam {curve.lam:g}", x=x, y=finite(curve.product, SMALLEST_RATIO), number=order, style="points")
+        Series(
+            name=f"lam {curve.lam:g}", x=x, y=finite(curve.product, SMALLEST_RATIO), color_index=order, style="points"
+        )
         for order, curve in enumerate(identity.curves)
         if (x := finite(_scaled(curve.rho, curve.z), SMALLEST_RATIO))
     )
@@ -525,7 +533,7 @@ def identity_section(identity: Identity) -> Section:
                     name=f"lam {curve.lam:g}",
                     x=finite(curve.rho, SMALLEST_RATIO),
                     y=finite(read(curve)),
-                    number=order,
+                    color_index=order,
                 )
                 for order, curve in enumerate(identity.curves)
             ),
@@ -542,7 +550,7 @@ def identity_section(identity: Identity) -> Section:
         title="Acceptance times weight, one state",
         x_label="Z rho",
         y_label=f"a(x) min(w(x), {DRAWN_CAP:g})",
-        series=(*whole, Series(name=f"min(Z rho, {DRAWN_CAP:g})", x=tuple(line), y=_capped(line), number=GRAY)),
+        series=(*whole, Series(name=f"min(Z rho, {DRAWN_CAP:g})", x=tuple(line), y=_capped(line), color_index=GRAY)),
         note="All lams fall on one line: in expectation OBRS is truncated importance sampling on Z rho.",
         log_x=True,
         log_y=True,

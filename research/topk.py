@@ -282,7 +282,7 @@ def _topk_charts(names: Sequence[str], rows: Sequence[Sequence[TopKSummary]]) ->
                         name=name if fill_in else f"{name}, no fill-in",
                         x=tuple(row.k for row in chosen),
                         y=finite([read(row) for row in chosen]),
-                        number=order if fill_in else order + DASHED,
+                        color_index=order if fill_in else order + DASHED,
                         style="both",
                     )
                 )

@@ -8,7 +8,7 @@ from jackpot.config.recipe_names import recipe_names
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the recipes whose names begin with what is typed."""
+    """Return the names of recipes that begin with a text, for completion in the shell."""
     return [name for name in recipe_names() if name.startswith(incomplete)]
 
 

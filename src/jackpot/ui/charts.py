@@ -1,11 +1,11 @@
-"""Describes charts, tables and sections as data, without drawing them.
+"""Charts, tables and sections as data; `html.py` puts them into a page, where plotly draws the charts.
 
-`html.py` puts them into a page where plotly draws them. None stands for an unknown number, and a line has a gap there.
+None stands for an unknown number: a line has a gap there.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
@@ -20,14 +20,14 @@ SHADES = ((0, 0.0), (0, 0.45), (255, 0.5))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Describes one line or cloud of points, with a band around it if `low` and `high` are given."""
+    """One line or cloud of points of a chart, with a band from `low` to `high` if both are known."""
 
     name: str  # entry of the legend; equal names in several charts of a page share it
     x: Numbers
     y: Numbers
     low: Numbers | None = None
     high: Numbers | None = None
-    number: int = 0  # chooses color and dash; an arm or variant has the same number in every chart
+    color_index: int = 0  # into COLORS, and past their end into DASHES; an arm has the same index in every chart
     shade: int = 0  # index into SHADES: the color as it is, darker, lighter
     style: Literal["line", "points", "both"] = "line"
     group: str = ""  # arm that the page's own legend shows or hides in all charts at once
@@ -35,19 +35,21 @@ class Series:
     @property
     def color(self) -> str:
         """Return the color as #RRGGBB."""
-        color, (level, part) = COLORS[self.number % len(COLORS)], SHADES[self.shade % len(SHADES)]
-        parts = (int(color[start : start + 2], 16) for start in (1, 3, 5))
-        return "#" + "".join(f"{round(one + (level - one) * part):02X}" for one in parts)
+        color = COLORS[self.color_index % len(COLORS)]
+        gray_level, gray_share = SHADES[self.shade % len(SHADES)]
+
+        channels = (int(color[start : start + 2], 16) for start in (1, 3, 5))
+        return "#" + "".join(f"{round(channel + (gray_level - channel) * gray_share):02X}" for channel in channels)
 
     @property
     def dash(self) -> str:
         """Return the name of the dash pattern, one of DASHES."""
-        return DASHES[self.number // len(COLORS) % len(DASHES)]
+        return DASHES[self.color_index // len(COLORS) % len(DASHES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guide:
-    """Describes a dotted reference line, horizontal at `y` or vertical at `x`."""
+    """A dotted reference line, horizontal at `y` or vertical at `x`."""
 
     text: str
     x: float | None = None
@@ -57,7 +59,7 @@ class Guide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Describes lines and clouds of points on one pair of axes."""
+    """Lines and clouds of points on one pair of axes."""
 
     title: str
     x_label: str
@@ -73,7 +75,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Holds cells of text under column heads."""
+    """A table of text cells under column heads."""
 
     title: str
     columns: tuple[str, ...]
@@ -84,7 +86,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Holds the charts and tables of one part of a page in reading order."""
+    """The charts and tables of one part of a page, in reading order."""
 
     title: str
     intro: str
@@ -92,31 +94,21 @@ class Section:
     is_folded: bool = False  # whether the page shows only its title until the reader opens it
 
 
-# Arms that most pages have, in the order of their colors, so that each has the same color in all of them.
+# Arms that most pages have, in the order of their colors, so that each has the same color on every page.
 _USUAL_ARMS = ("obrs", "none", "tis", "on_policy", "obrs_expected")
 
 
-def arm_numbers(names: Iterable[str]) -> dict[str, int]:
-    """Return `Series.number` of each arm; arms that are not usual get the free numbers in the order of their names."""
-    given = sorted(set(names))
-    numbers = {name: _USUAL_ARMS.index(name) for name in given if name in _USUAL_ARMS}
-    free = (number for number in count() if number not in numbers.values())
-    return numbers | dict(zip([name for name in given if name not in _USUAL_ARMS], free, strict=False))
+def arm_color_indices(names: Iterable[str]) -> dict[str, int]:
+    """Return `Series.color_index` of each arm; unusual arms get the free indices in the order of their names."""
+    arms = set(names)
+    usual = {name: index for index, name in enumerate(_USUAL_ARMS) if name in arms}
+    unusual = sorted(arms - usual.keys())
+    free = (index for index in count() if index not in usual.values())
+    return usual | dict(zip(unusual, free, strict=False))
 
 
-def as_details(sections: Mapping[str, Section]) -> dict[str, Section]:
-    """Return the sections with all tables marked as details."""
-    return {
-        name: replace(
-            section,
-            items=tuple(replace(item, is_detail=True) if isinstance(item, Table) else item for item in section.items),
-        )
-        for name, section in sections.items()
-    }
-
-
-DASHED = len(COLORS)  # added to a series' number: the same color, dashed
-GRAY = len(COLORS) - 1  # number of the gray series
+DASHED = len(COLORS)  # added to a color index: the same color, dashed
+GRAY = len(COLORS) - 1  # color index of a gray series
 
 
 def finite(values: Sequence[float | None], smallest: float = -math.inf) -> tuple[float | None, ...]:

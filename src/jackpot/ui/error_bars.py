@@ -1,4 +1,4 @@
-"""Combines the numbers of several seeds into one line with error bars, short enough to draw."""
+"""Lines with error bars over several seeds, short enough to draw."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,32 +21,39 @@ def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, N
     of the sample to both sides.
 
     Args:
-        values: of those seeds that have a number at it.
-        seeds: number of all seeds.
+        values: of the seeds that have a number at this x.
+        seeds: how many seeds there are, with or without a number here.
     """
     if not values:
         return None, None, None
+
     sample = Sample(tuple(values))
-    middle, deviation = sample.mean, sample.deviation
-    if seeds < FEW_SEEDS or deviation is None:
-        return middle, min(values), max(values)
-    return middle, middle - deviation, middle + deviation
+    if seeds < FEW_SEEDS or sample.deviation is None:
+        return sample.mean, min(values), max(values)
+    return sample.mean, sample.mean - sample.deviation, sample.mean + sample.deviation
 
 
 def error_bars(columns: Sequence[Sequence[Number]]) -> tuple[tuple[Number, ...], ...]:
-    """Return mean, low and high at each x of values [seed][x]; a seed without a value at an x is left out there."""
-    rows = [[value for value in values if value is not None] for values in zip(*columns, strict=True)]
-    return tuple(zip(*(mean_and_bar(row, len(columns)) for row in rows), strict=True))
+    """Return the mean, the low and the high end of the error bar at each x.
+
+    Args:
+        columns: values [seed][x]; a seed whose value is None at an x is left out there.
+    """
+    bars = []
+    for values in zip(*columns, strict=True):
+        known = [value for value in values if value is not None]
+        bars.append(mean_and_bar(known, len(columns)))
+    return tuple(zip(*bars, strict=True))
 
 
 def describe_error_bars(seeds: int) -> str:
-    """Say in words how far the error bars of so many seeds reach."""
+    """Say in words how far error bars reach if there are this many seeds."""
     return "from the smallest to the largest value" if seeds < FEW_SEEDS else "one standard deviation to both sides"
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLine:
-    """Holds one metric of an arm over its iterations."""
+    """One metric of an arm over its iterations."""
 
     x: list[int]  # iterations
     y: list[Number]  # mean over the runs; None where no run has a number
@@ -65,17 +72,16 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
     Args:
         runs: the lines of metrics.jsonl of each run.
     """
-    at: dict[int, list[float]] = {}
-    members = 0
+    columns: list[dict[int, Number]] = []  # of each run that has the metric: its value by iteration
     for lines in runs:
-        values = {line["iteration"]: line[metric] for line in lines if metric in line}
-        members += bool(values)
-        for iteration, value in values.items():
-            at.setdefault(iteration, []).extend([] if value is None else [value])
-    x = sorted(at)
-    found = [mean_and_bar(at[iteration], members) for iteration in x]
-    y, low, high = ([bar[part] for bar in found] for part in range(3))
-    return MeanLine(x, y) if members < 2 else MeanLine(x, y, low, high)
+        if column := {line["iteration"]: line[metric] for line in lines if metric in line}:
+            columns.append(column)
+    if not columns:
+        return MeanLine([], [])
+
+    x = sorted(set[int]().union(*columns))
+    mean, low, high = map(list, error_bars([list(map(column.get, x)) for column in columns]))
+    return MeanLine(x, mean) if len(columns) < 2 else MeanLine(x, mean, low, high)
 
 
 def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
@@ -84,17 +90,18 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
         return line
 
     stretches = most // 2
-    edges = [round(number * len(line.x) / stretches) for number in range(stretches + 1)]
-    kept: list[int] = []
+    edges = [round(edge * len(line.x) / stretches) for edge in range(stretches + 1)]
+    indices: list[int] = []
     for begin, end in pairwise(edges):
         known = [(value, index) for index in range(begin, end) if (value := line.y[index]) is not None]
-        kept += sorted({min(known)[1], max(known)[1]} if known else {begin})
+        indices += sorted({min(known)[1], max(known)[1]} if known else {begin})
 
     def thinned(column: list[Number]) -> list[Number]:
-        return [column[index] for index in kept]
+        return [column[index] for index in indices]
 
-    low, high = line.low and thinned(line.low), line.high and thinned(line.high)
-    return MeanLine([line.x[index] for index in kept], thinned(line.y), low, high)
+    low = line.low and thinned(line.low)
+    high = line.high and thinned(line.high)
+    return MeanLine([line.x[index] for index in indices], thinned(line.y), low, high)
 
 
 def rounded(value: Number) -> Number:

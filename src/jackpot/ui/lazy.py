@@ -23,15 +23,17 @@ class Later:
 
 @contextmanager
 def lazy() -> Iterator[None]:
-    """Make every `from FOLDER import MODULE` of the block a `Later`; all that it imports must be modules.
+    """Make every `from FOLDER import MODULE` in a with-block a `Later`; only modules may be imported there.
 
-    importlib.util.LazyLoader would not do: whatever walks over sys.modules, as torch does, runs its modules at once.
+    importlib.util.LazyLoader would not do: torch walks over sys.modules, which runs every module that it postponed.
     """
 
+    # takes the arguments of `__import__` and returns what stands for the folder in a `from` import
     def postpone(name: str, _globals: Any, _locals: Any, modules: Sequence[str], _level: int) -> SimpleNamespace:
         return SimpleNamespace(**{module: Later(f"{name}.{module}") for module in modules})
 
-    usual, builtins.__import__ = builtins.__import__, postpone
+    usual = builtins.__import__
+    builtins.__import__ = postpone
     try:
         yield
     finally:
@@ -39,7 +41,7 @@ def lazy() -> Iterator[None]:
 
 
 def load(module: ModuleType) -> None:
-    """Import all that a module postponed."""
+    """Import every module whose import this module postponed."""
     for value in list(vars(module).values()):
         if isinstance(value, Later):
             import_module(value._name)

@@ -1,4 +1,4 @@
-"""Formats numbers for tables and sentences."""
+"""Reads and formats numbers for tables and sentences."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def measured(value: float, measure: Measure) -> str:
 
 
 def evaluated(line: Mapping[str, Any], role: str) -> str | None:
-    """Format how good a model was in the evaluation of a line of metrics.jsonl; None where there was none of it."""
+    """Format the accuracy or mean reward of a model in a line of metrics.jsonl; None if it was not evaluated there."""
     measure = measure_of(line)
     value = line.get(f"eval/{role}_{measure}")
     return None if measure is None or value is None else measured(value, measure)
@@ -35,8 +35,14 @@ def with_error(value: float, error: float | None, measure: Measure = "accuracy",
     return f"{value:{sign}#.4g}" + ("" if error is None else f" ± {error:#.2g}")
 
 
-def amount(number: float | None) -> str:
-    """Format a cost with three digits: 640, 12,800, 1.28e+09; `-` for none."""
-    if number is None:
+def iteration_seconds(line: Mapping[str, Any]) -> float:
+    """Return how long an iteration took, seconds, as the sum of the phases in its line of metrics.jsonl."""
+    phases = [name for name in line if name.startswith("seconds/") and name != "seconds/prepass"]  # a part of train
+    return sum(line[name] or 0.0 for name in phases)
+
+
+def amount(value: float | None) -> str:
+    """Format a cost with three digits: 640, 12,800, 1.28e+09; a missing cost becomes `-`."""
+    if value is None:
         return "-"
-    return f"{number:,.0f}" if 10 <= abs(number) < 1e6 else f"{number:.3g}"
+    return f"{value:,.0f}" if 10 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Writes what a command found into a folder: a page, and all numbers."""
+"""Writes the results of a command into a folder: a page with charts, and all numbers as JSON."""
 
 import json
 import math
@@ -17,13 +17,14 @@ def write_results(folder: Path, name: str, title: str, sections: Mapping[str, Se
     Args:
         numbers: dicts, lists, strings and numbers; a number that is not finite becomes null.
     """
-    page, found = folder / f"{name}.html", folder / f"{name}.json"
+    page = folder / f"{name}.html"
+    data = folder / f"{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
 
     # numbers first: they are kept if drawing fails
-    write_whole(found, (json.dumps(to_json(numbers), indent=1, allow_nan=False) + "\n").encode())
+    write_whole(data, (json.dumps(to_json(numbers), indent=1, allow_nan=False) + "\n").encode())
     write_page(page, title, list(sections.values()))
-    return [page, found]
+    return [page, data]
 
 
 def to_json(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes functions commands, and words the mistakes that are made in typing one."""
+"""Makes commands of functions, and words the errors for mistyped commands, options and settings."""
 
 import functools
 import sys
@@ -28,40 +28,43 @@ NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
 
 
 class Command(TyperCommand):
-    """Words the mistakes of those who know other tools: settings written as options, and things said twice."""
+    """A command that explains what is wrong with settings written as options, and with options given twice."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parse what was typed behind the command's name.
+        """Parse the words that were typed after the command's name; return those left for subcommands.
 
         Raises:
-            ConfigError: an unknown option, or one that was given twice.
+            ConfigError: an option is unknown, or was given twice.
         """
-        given = list(args)  # parsing empties `args`
+        words = list(args)  # the parser empties the list that it gets
         try:
-            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            _, _, parameters = self.make_parser(ctx).parse_args(list(args))
         except NoSuchOption as error:
-            raise ConfigError(self._unknown_option(ctx, error.option_name, error.possibilities, given)) from None
-        single = [one.opts[-1] for one in order if one.param_type_name == "option" and not one.multiple]
-        rest = super().parse_args(ctx, args)
-        if twice := _repeated(single):
-            raise ConfigError(f"{' and '.join(twice)} was given twice; give it once")
-        if twice := _repeated([text.partition("=")[0] for text in ctx.params.get("overrides") or []]):
-            print_line(Console(stderr=True), f"{' and '.join(twice)} was given twice; the last one counts")
-        return rest
+            raise ConfigError(self._unknown_option(ctx, error.option_name, error.possibilities, words)) from None
+        remaining = super().parse_args(ctx, args)
+
+        options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+        if repeated := _repeated([option.opts[-1] for option in options if not option.multiple]):
+            raise ConfigError(f"{' and '.join(repeated)} was given twice; give it once")
+        if repeated := _repeated([text.partition("=")[0] for text in ctx.params.get("overrides") or []]):
+            print_line(Console(stderr=True), f"{' and '.join(repeated)} was given twice; the last one counts")
+        return remaining
 
     def _unknown_option(
-        self, ctx: typer.Context, option: str, possibilities: Sequence[str] | None, given: Sequence[str]
+        self, ctx: typer.Context, option: str, possibilities: Sequence[str] | None, words: Sequence[str]
     ) -> str:
-        """Say how the setting of this name is written, or name the options that are like it."""
+        """Say how to write the setting that an unknown option names, or which options have a similar name."""
         name = option.lstrip("-").replace("-", "_")
         takes_settings = any(parameter.name == "overrides" for parameter in self.params)
-        similar = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
-        like = [possible for possible in possibilities or [] if possible != "--help"]
-        if similar and not any(possible.lstrip("-").startswith(name) for possible in like):
-            value = _value_of(option, given)
-            forms = " or ".join(f"{key}={value}" for key in similar)
+        similar_settings = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
+        similar_options = [possible for possible in possibilities or [] if possible != "--help"]
+
+        if similar_settings and not any(possible.lstrip("-").startswith(name) for possible in similar_options):
+            value = _value_of(option, words)
+            forms = " or ".join(f"{key}={value}" for key in similar_settings)
             return f"no option {option}; settings are written key=value: {forms}"
-        guess = f"; did you mean {' or '.join(like)}?" if like else ";"
+
+        guess = f"; did you mean {' or '.join(similar_options)}?" if similar_options else ";"
         return f"no option {option}{guess} jackpot {ctx.info_name} --help lists all"
 
 
@@ -69,22 +72,26 @@ def _repeated(names: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
-def _value_of(option: str, given: Sequence[str]) -> str:
-    """Return the value that was typed for an option; VALUE where there is none."""
-    for text, following in zip(given, [*given[1:], "--"], strict=True):
-        if text.startswith(f"{option}="):
-            return text.partition("=")[2]
-        if text == option and not following.startswith("--"):
+def _value_of(option: str, words: Sequence[str]) -> str:
+    """Return the value that was typed for an option; VALUE if there is none."""
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        if word == option and not following.startswith("--"):
             return following
     return "VALUE"
 
 
 def _check(command: str, options: Mapping[str, Any]) -> None:
-    """Refuse settings that do not fit, and models that are nowhere, before a command makes a folder.
+    """Check, before a command makes a folder, that its settings fit and its models exist.
 
     Args:
-        command: its name.
-        options: of the command; several have the same ones (`arguments`).
+        command: name of the command.
+        options: its arguments and options by name; several commands share some (`arguments.py`).
+
+    Raises:
+        ConfigError: settings do not fit, or an evaluation names no benchmark.
+        ModelError: a model does not exist.
     """
     paths = {"model": options["model"]} if options.get("model") else {}
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
@@ -97,8 +104,9 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
         else:
             configs = [recipes.resolve(recipe, options["arm"], typed)]
             folder = options.get("run") or names.run_folder(recipe, options["arm"], typed, configs[0].seed)
-        for config in () if folder.exists() else configs:  # else a checkpoint may hold the models
-            paths |= config.model_paths()
+        if not folder.exists():  # the checkpoints of an existing folder may hold the models
+            for config in configs:
+                paths |= config.model_paths()
 
     if candidates := options.get("rollout_model"):
         paths = {"policy": paths["policy"], **{f"--rollout-model {path}": path for path in candidates}}
@@ -111,13 +119,13 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
 
 
 class Commands(TyperGroup):
-    """Reports an unknown command with the nearest name and a list of all commands."""
+    """The group of all commands, which answers an unknown name with the nearest one and a list of all."""
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
-        found = super().get_command(ctx, cmd_name)
-        if found is None and not ctx.resilient_parsing:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and not ctx.resilient_parsing:
             raise ConfigError(unknown_name("command", cmd_name, self.list_commands(ctx)))
-        return found
+        return command
 
 
 def register(
@@ -129,8 +137,8 @@ def register(
     """Make a function of `jackpot.ui.commands` a command, whose help text is the function's docstring.
 
     Args:
-        name: what the user types, where that is not the function's name.
-        on_ranks: several processes that torchrun started may run the command together.
+        name: name of the command; None takes the function's name.
+        on_ranks: whether several processes that torchrun started may run the command together.
     """
     name = name or function.__name__
 

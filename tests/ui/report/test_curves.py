@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.folders import run_folder
-from jackpot.ui.charts import Chart, Section, Table, arm_numbers
+from jackpot.ui.charts import Chart, Section, Table, arm_color_indices
 from jackpot.ui.error_bars import MeanLine, downsample, mean_line
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.runs import Arm, arms_of, differing, find_runs, read_runs
@@ -209,14 +209,14 @@ def test_three_charts_come_first_and_what_is_rare_is_folded(tmp_path: Path) -> N
 
 def test_an_arm_has_one_color_in_the_report_and_in_a_comparison(tmp_path: Path) -> None:
     names = ("none", "obrs", "tis", "mine")
-    assert arm_numbers(names) == {"obrs": 0, "none": 1, "tis": 2, "mine": 3} == arm_numbers(reversed(names))
-    assert arm_numbers(["b", "none", "a"]) == {"none": 1, "a": 0, "b": 2}
+    assert arm_color_indices(names) == {"obrs": 0, "none": 1, "tis": 2, "mine": 3} == arm_color_indices(reversed(names))
+    assert arm_color_indices(["b", "none", "a"]) == {"none": 1, "a": 0, "b": 2}
     for number, name in enumerate(names):
         run_folder(tmp_path / name, [{"obrs/acceptance": 0.9}] * 3, f"batch.prompts={4 + 4 * number}")
     [chart] = [one for title, one in charts(metric_sections(arms(tmp_path))).items() if title == "obrs/acceptance"]
-    assert {one.name: one.number for one in chart.series} == arm_numbers(names)
+    assert {one.name: one.color_index for one in chart.series} == arm_color_indices(names)
     [alone] = charts(metric_sections(arms(tmp_path / "none")))["obrs/acceptance"].series
-    assert alone.number == 1
+    assert alone.color_index == 1
 
 
 def apart(one: str, other: str) -> int:

@@ -52,51 +52,53 @@ def compare(
 
     Status: supported. Not yet run on a GPU.
     """
-    console, given = Console(), overrides or []
-    configs = recipes.resolve_arms(recipe, recipes.split_names(arms), range(first_seed, first_seed + seeds), given)
-    if not arms and (different := comparing.differing_arms(configs)):
-        reasons = "; ".join(map(": ".join, different.items()))
-        print_line(console, f"Left out, because they cannot be compared: {reasons}")
-        configs = {key: config for key, config in configs.items() if key[0] not in different}
+    console = Console()
+    changes = overrides or []
+    configs = recipes.resolve_arms(recipe, recipes.split_names(arms), range(first_seed, first_seed + seeds), changes)
+    if not arms and (reasons := comparing.differing_arms(configs)):
+        texts = "; ".join(map(": ".join, reasons.items()))
+        print_line(console, f"Left out, because they cannot be compared: {texts}")
+        configs = {(arm, seed): config for (arm, seed), config in configs.items() if arm not in reasons}
 
-    where = folder or Path("runs") / f"compare-{Path(recipe).stem}"
+    folder = folder or Path("runs") / f"compare-{Path(recipe).stem}"
     plan = comparing.ComparisonPlan(
         unit=unit, budget=budget, accuracy=accuracy, baseline=baseline, stop_collapsed=not keep_collapsed
     )
 
     try:
-        found, runs = comparing.run_arms(configs, given, where, plan, jobs, _listener(console, len(configs), jobs))
+        listener = _listener(console, len(configs), jobs)
+        comparison, runs = comparing.run_arms(configs, changes, folder, plan, jobs, listener)
     except KeyboardInterrupt:
         print_line(console, "Stopped; the same command continues from the newest checkpoints.")
         raise typer.Exit(130) from None
 
-    sections = views.comparison_sections(found, runs)
-    files = results.write_results(where, "comparison", f"jackpot compare {recipe}", sections, asdict(found))
-    commands = {f"jackpot report {quote(str(where))}": "one page with every metric of every run"}
-    show_answer(console, [labelled(views.comparison_verdict(found))], sections.values(), True, files, commands)
+    sections = views.comparison_sections(comparison, runs)
+    files = results.write_results(folder, "comparison", f"jackpot compare {recipe}", sections, asdict(comparison))
+    commands = {f"jackpot report {quote(str(folder))}": "one page with every metric of every run"}
+    show_answer(console, [labelled(views.comparison_verdict(comparison))], sections.values(), True, files, commands)
 
 
 def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmListener":
     """Return a listener that prints a line for every evaluation of a run and for the end of a run.
 
-    The first line of a run that trains tells about how long all of them take together.
+    From the first iteration of the first run that trains, it also estimates the time that all runs take.
     """
-    shown: dict[str, int] = {}  # newest evaluation of each run, iteration
-    left = runs  # that were not done before; 0 once the time was told
+    shown: dict[str, int] = {}  # iteration of the newest evaluation that was printed, by the name of the run
+    waiting = runs  # runs that had not ended when the time was estimated; 0 after that
 
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
-        nonlocal left
+        nonlocal waiting
+        if waiting and end:
+            waiting -= 1
+        elif waiting and lines and lines[-1]["iteration"] > 0:
+            jobs_at_once = min(waiting, jobs or max(1, cores.free_cores()))
+            minutes = numbers.iteration_seconds(lines[-1]) * run.config.iterations * waiting / jobs_at_once / 60.0
+            duration = f"about {minutes:,.0f} minutes in all (estimated from {run.name})"
+            print_line(console, f"{waiting} runs, {jobs_at_once} at a time: {duration}")
+            waiting = 0
+
         evaluated = [line for line in lines if run_folder.measure_of(line)]
         newest = evaluated[-1]["iteration"] if evaluated else -1
-        if left and end:
-            left -= 1
-        elif left and lines and lines[-1]["iteration"] > 0:
-            phases = {name: value for name, value in lines[-1].items() if name.startswith("seconds/")}
-            each = sum(phases.values()) - phases.get("seconds/prepass", 0.0)
-            at_once = min(left, jobs or max(1, cores.free_cores()))
-            minutes = each * run.config.iterations * left / at_once / 60.0
-            print_line(console, f"{left} runs, {at_once} at a time: about {minutes:,.0f} minutes in all, by {run.name}")
-            left = 0
         if end or newest > shown.get(run.name, -1):
             shown[run.name] = newest
             accuracy = f"policy {numbers.evaluated(evaluated[-1], 'policy')}" if evaluated else ""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import plain, print_line, show_next, show_table
+from jackpot.ui.terminal.output import plain, print_line, print_lines, show_next, show_table
 
 with lazy():
     from jackpot.config import reference
@@ -18,11 +18,11 @@ with lazy():
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingGroup:
-    """Holds the settings that are shown together."""
+    """The settings that are shown together: a block with all that is in it, or those of one command."""
 
     title: str
     meaning: str
-    blocks: "list[reference.Block]"  # the blocks of the group, the outermost first
+    blocks: "list[reference.Block]"  # the blocks that the settings are in, the outermost first
     settings: "list[reference.Setting]"
 
 
@@ -37,14 +37,11 @@ def config(
 
     Status: supported.
     """
+    console = Console()
     if key:
-        show_setting(Console(), key)
-    else:
-        show_settings(Console(), show_all)
+        show_setting(console, key)
+        return
 
-
-def show_settings(console: Console, show_all: bool) -> None:
-    """Print every block of settings, with `show_all` with the settings in it."""
     groups = list(setting_groups())
     if show_all:
         for group in groups:
@@ -70,17 +67,16 @@ def show_setting(console: Console, key: str) -> None:
     Raises:
         ConfigError: the key does not exist; the error names the nearest ones.
     """
-    found, below = reference.find(key)
-    if found:
-        for meaning in dict.fromkeys(block.meaning for block in found):
-            users = ", ".join(f"jackpot {block.command}" for block in found if block.meaning == meaning)
-            print_line(console, f"{found[0].key} ({users}): {meaning}")
-        for line in notes_on(found):
-            print_line(console, f"  {line}")
-        _show_list(console, below)
+    blocks, settings = reference.find(key)
+    if blocks:
+        for meaning in dict.fromkeys(block.meaning for block in blocks):
+            users = ", ".join(f"jackpot {block.command}" for block in blocks if block.meaning == meaning)
+            print_line(console, f"{blocks[0].key} ({users}): {meaning}")
+        print_lines(console, notes_on(blocks), "  ")
+        _show_list(console, settings)
         return
 
-    setting, *in_block = below
+    setting, *below = settings
     print_line(console, setting.key)
     lines = {
         "values": setting.summary("values"),
@@ -92,40 +88,42 @@ def show_setting(console: Console, key: str) -> None:
         if text:
             print_line(console, f"  {title:<9}{text}")
     print_line(console, f"  {setting.summary('meaning')}")
-    if in_block:
-        _show_list(console, in_block)
+    if below:
+        _show_list(console, below)
 
 
 def setting_groups() -> Iterator[SettingGroup]:
-    """Yield the single settings of a run, then every block of them, then what the other commands have in addition."""
-    of_run, known = reference.blocks("train"), reference.settings("train")
-    single = [setting for key, setting in known.items() if "." not in key]
-    yield SettingGroup(title="jackpot train", meaning=of_run[""].meaning, blocks=[], settings=single)
-    for key, block in of_run.items():
-        if key and "." not in key:
-            inside = [one for name, one in of_run.items() if f"{name}.".startswith(f"{key}.")]
-            below = [one for name, one in known.items() if name.startswith(f"{key}.")]
-            yield SettingGroup(title=key, meaning=block.meaning, blocks=inside, settings=below)
+    """Yield the single settings of a run, then each block of settings, then the settings only other commands have."""
+    run_blocks = reference.blocks("train")
+    run_settings = reference.settings("train")
+    single = [setting for key, setting in run_settings.items() if "." not in key]
+    yield SettingGroup(title="jackpot train", meaning=run_blocks[""].meaning, blocks=[], settings=single)
+
+    for key in (key for key in run_blocks if key and "." not in key):
+        blocks = [block for name, block in run_blocks.items() if f"{name}.".startswith(f"{key}.")]
+        settings = [setting for name, setting in run_settings.items() if name.startswith(f"{key}.")]
+        yield SettingGroup(title=key, meaning=run_blocks[key].meaning, blocks=blocks, settings=settings)
+
     for command in list(reference.COMMANDS)[1:]:
-        own, shared = reference.own_settings(command)
+        settings, shared = reference.own_settings(command)
         also = f"Its blocks {', '.join(shared)} have the settings of task, engine and sampling above."
         meaning = f"{reference.blocks(command)[''].meaning} {also}"
-        yield SettingGroup(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=own)
+        yield SettingGroup(title=f"jackpot {command}", meaning=meaning, blocks=[], settings=settings)
 
 
-def notes_on(found: "Sequence[reference.Block]") -> list[str]:
-    """Return a line for each choice of these blocks, and for each block inside them that need not be there."""
+def notes_on(blocks: "Sequence[reference.Block]") -> list[str]:
+    """Return a line for each choice of these blocks, and for each block inside them that may be null."""
     lines = {}
-    for block in found:
+    for block in blocks:
         lines |= {f"`{block.key}={name}`": meaning for name, meaning in block.variants}
         if block.default == "null" and "." in block.key:
             lines[f"`{block.key}`, default null"] = block.meaning
     return [f"{name}: {meaning}" for name, meaning in lines.items()]
 
 
-def _show_list(console: Console, rows: "Sequence[reference.Setting]") -> None:
-    """Print two lines for each setting: its key with values and default, and what it means."""
-    for setting in rows:
+def _show_list(console: Console, settings: "Sequence[reference.Setting]") -> None:
+    """Print two lines for each setting: its key with values and default, and its meaning."""
+    for setting in settings:
         choice = f", with {setting.variants}" if setting.variants else ""
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
         print_line(console, head.replace("; default required", "; required"))

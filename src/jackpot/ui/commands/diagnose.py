@@ -1,4 +1,4 @@
-"""Implements `jackpot diagnose`, which says what is wrong with a run, or which signs it looked at."""
+"""Implements `jackpot diagnose`, which says what is wrong with a run."""
 
 import json
 from dataclasses import asdict
@@ -36,16 +36,17 @@ def diagnose(
     if run.is_file() or (any(run.glob("*")) and not (run / "config.yaml").is_file()):
         return dumps.diagnose_dump(run, as_json)
 
-    config, folder = run_folder.run_config(run), run_folder.RunFolder(run)
+    config = run_folder.run_config(run)
+    folder = run_folder.RunFolder(run)
     lines, events = folder.read("metrics.jsonl"), folder.read("events.jsonl")
-    found = diagnosing.diagnose(lines, events, config, saved.read_saved(run, config))
+    diagnosis = diagnosing.diagnose(lines, events, config, saved.read_saved(run, config))
+
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
-        console, where = Console(), quote(str(run))
-        said = [found.summary.replace("RUN", where), *(() if found.findings else found.coverage)]
-        for text in said:
+        console, path = Console(), quote(str(run))
+        for text in (diagnosis.summary.replace("RUN", path), *(() if diagnosis.findings else diagnosis.coverage)):
             console.print(plain(text), highlight=False)
-        show_next(console, {f"jackpot report {where}": "the charts of these metrics, and every saved token"})
-    if found.verdict == "unhealthy":
+        show_next(console, {f"jackpot report {path}": "the charts of these metrics, and every saved token"})
+    if diagnosis.verdict == "unhealthy":
         raise typer.Exit(1)

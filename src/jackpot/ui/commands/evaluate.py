@@ -10,17 +10,16 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 
-from jackpot.core.statistics import CONFIDENCE
+from jackpot.core.statistics import CONFIDENCE, Interval
 from jackpot.rollout.tasks.benchmarks import SETS
 from jackpot.ui.arguments import Overrides
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.output import print_line, print_lines, show_next, show_table
 from jackpot.ui.terminal.progress import progress
 
 with lazy():
     from jackpot.analysis.evaluate import evaluate as evaluating
     from jackpot.config import recipes
-    from jackpot.core import statistics
     from jackpot.rollout import pass_at_k
     from jackpot.ui import results as saving
 
@@ -50,8 +49,8 @@ def evaluate(
     Status: supported. Not yet run on a GPU.
     """
     console = Console()
-    given = {"benchmarks": recipes.split_names(benchmarks), "k": k, "engine": engine}
-    changes = [{key: value} for key, value in given.items() if value]
+    options = {"benchmarks": recipes.split_names(benchmarks), "k": k, "engine": engine}
+    changes = [{key: value} for key, value in options.items() if value]
     config = evaluating.evaluation_config(model, [*changes, *map(recipes.parse_override, overrides or [])])
     folder = out or saving.default_folder("eval", model)
 
@@ -64,7 +63,7 @@ def evaluate(
 
     show_results(console, results, folder, config.sampling.described)
     if results[0].summary.k == 1:
-        typed = [model, *(one for one in overrides or [] if not one.startswith("k="))]
+        typed = [model, *(text for text in overrides or [] if not text.startswith("k="))]
         typed += ["--benchmarks", benchmarks] if benchmarks else []
         typed += ["--engine", engine] if engine else []
         command = " ".join(map(quote, ["jackpot", "eval", *typed, "--k", "16", "--out", f"{folder}-k16"]))
@@ -73,21 +72,21 @@ def evaluate(
 
 @contextmanager
 def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
-    """Yield a listener that shows answers, speed and time left of each benchmark.
+    """Yield a listener that shows the answers, the speed and the remaining time of each benchmark.
 
-    It shows no accuracy: the answers that end first are the short ones.
+    It shows no accuracy, which would be that of short answers alone: they end first.
     """
-    with progress(console) as shown:
+    with progress(console) as counts:
 
-        def listen(one: "evaluating.EvaluationProgress") -> None:
-            shown.update(
-                one.benchmark,
-                one.done,
-                one.total,
-                {"tokens/s": f"{one.tokens / one.seconds:,.0f}"},
+        def listen(news: "evaluating.EvaluationProgress") -> None:
+            counts.update(
+                news.benchmark,
+                news.done,
+                news.total,
+                {"tokens/s": f"{news.tokens / news.seconds:,.0f}"},
                 noun=" answers",
-                start=one.done - one.fresh,
-                is_due=one.done == one.total,
+                start=news.done - news.fresh,
+                is_due=news.done == news.total,
             )
 
         yield listen
@@ -98,52 +97,54 @@ def show_results(
 ) -> None:
     """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers.
 
-    The mean reward is shown where some set has no verdict of what is right.
+    The rows have mean rewards if a benchmark has no verdict on which answers are right.
     """
     if all(result.was_done for result in results):
         print_line(console, "This evaluation was finished before; nothing was generated.")
 
     k = results[0].summary.k
     shows_rewards = any(result.summary.mean_at_k is None for result in results)
-    passed, rewards = [f"pass@{k}"] if k > 1 else [], ["mean reward"] if shows_rewards else []
-    columns = ("benchmark", "problems", f"mean@{k}", *passed, *rewards, "truncated", "tokens")
-
     rows = []
     for result in results:
-        found = result.summary
-        shares = [found.mean_at_k, *(found.pass_at_k.get(k) for _ in passed)]
-        cells = [_percent(one) if one else "-" for one in shares] + [f"{found.reward:.4g}" for _ in rewards]
-        rows.append(
-            (result.benchmark, f"{found.problems:,}", *cells, f"{100 * found.truncated:.1f}", f"{found.tokens:,.0f}")
-        )
+        summary = result.summary
+        row = {"benchmark": result.benchmark, "problems": f"{summary.problems:,}"}
+        row[f"mean@{k}"] = _percent(summary.mean_at_k)
+        if k > 1:
+            row[f"pass@{k}"] = _percent(summary.pass_at_k.get(k))
+        if shows_rewards:
+            row["mean reward"] = f"{summary.reward:.4g}"
+        rows.append(row | {"truncated": f"{100 * summary.truncated:.1f}", "tokens": f"{summary.tokens:,.0f}"})
 
     title = f"{k} {'answer' if k == 1 else 'answers'} to each problem, {sampling}, percent"
-    show_table(console, title, columns, rows, columns[1:], box=SIMPLE_HEAD)
+    columns = list(rows[0])
+    show_table(console, title, columns, [tuple(row.values()) for row in rows], columns[1:], box=SIMPLE_HEAD)
 
     for result in results:
-        for sentence in _sentences(result.summary):
-            print_line(console, f"{result.benchmark}: {sentence}")
-    print_line(console, f"In brackets: {100 * CONFIDENCE:g} % intervals over problems. All answers: {folder}")
+        print_lines(console, _sentences(result.summary), f"{result.benchmark}: ")
+    print_line(console, f"In brackets: {100 * CONFIDENCE:g} % confidence intervals. All answers: {folder}")
 
 
-def _percent(estimate: "statistics.Interval") -> str:
-    """Format a share in percent, with its interval if it has one."""
+def _percent(estimate: Interval | None) -> str:
+    """Format a share in percent, with its interval if it has one; a missing share becomes `-`."""
+    if estimate is None:
+        return "-"
     percent = f"{100 * estimate.value:.1f}"
     if estimate.low is None or estimate.high is None:
         return percent
     return f"{percent} ({100 * estimate.low:.1f}-{100 * estimate.high:.1f})"
 
 
-def _sentences(found: "pass_at_k.EvaluationSummary") -> Iterator[str]:
-    """Yield pass@k for every k, and for each kind of failure the number of answers that count as wrong for it."""
-    if found.k > 2 and found.pass_at_k:
-        yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in found.pass_at_k.items())
-    answers = found.problems * found.k
-    wrong = {
-        "were aborted by the engine": found.aborted,
-        "could not be scored in time": found.reward_timeouts,
-        "crashed the verifier": found.reward_crashes,
+def _sentences(summary: "pass_at_k.EvaluationSummary") -> Iterator[str]:
+    """Yield a sentence with pass@k for every k, and one for each kind of failure that makes answers count as wrong."""
+    if summary.k > 2 and summary.pass_at_k:
+        yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in summary.pass_at_k.items())
+
+    answers = summary.problems * summary.k
+    failures = {
+        "were aborted by the engine": summary.aborted,
+        "could not be scored in time": summary.reward_timeouts,
+        "crashed the verifier": summary.reward_crashes,
     }
-    for what, share in wrong.items():
+    for failure, share in failures.items():
         if share:
-            yield f"{round(share * answers):,} of {answers:,} answers {what}; they count as wrong"
+            yield f"{round(share * answers):,} of {answers:,} answers {failure}; they count as wrong"

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.output import print_line, print_lines, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
@@ -35,17 +35,21 @@ def export(
     Status: supported.
     """
     console = Console()
-    named = run if run.name.strip(".") else run.resolve()  # `.` is no name
-    folder = out or named.with_name(f"{named.name}-{form}")
+    named_run = run if run.name.strip(".") else run.resolve()  # the paths `.` and `..` have no name
+    folder = out or named_run.with_name(f"{named_run.name}-{form}")
+
     with status(console, "writing", LINE_SECONDS) as show:
+        written = exporting.export_rollouts(
+            run,
+            form,
+            folder,
+            lambda responses: show(f"wrote {responses:,} responses"),
+            iteration=iteration,
+            sample=sample,
+        )
 
-        def listen(responses: int) -> None:
-            show(f"wrote {responses:,} responses")
-
-        found = exporting.export_rollouts(run, form, folder, listen, iteration=iteration, sample=sample)
-    files = f"{len(found.files)} {'file' if len(found.files) == 1 else 'files'}"
-    print_line(console, f"Wrote {found.responses:,} responses of {found.tokens:,} tokens to {files} in {folder}")
-    print_line(console, f"Not in the format of {form}: {found.lost}")
-    for sentence in found.problems:
-        print_line(console, f"Not read: {sentence}")
+    files = f"{len(written.files)} {'file' if len(written.files) == 1 else 'files'}"
+    print_line(console, f"Wrote {written.responses:,} responses of {written.tokens:,} tokens to {files} in {folder}")
+    print_line(console, f"Not in the format of {form}: {written.lost}")
+    print_lines(console, written.problems, "Not read: ")
     show_next(console, {f"jackpot replay {quote(str(folder))}": "reads them back"})

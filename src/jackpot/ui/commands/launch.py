@@ -19,8 +19,8 @@ with lazy():
 def _require_slurm(is_asked: bool) -> bool:
     if not is_asked:
         raise ConfigError(
-            "jackpot launch prints a batch script; say for which scheduler: --slurm. torchrun and Ray need none: "
-            "docs/distributed.md"
+            "jackpot launch prints a batch script for a scheduler: add --slurm. torchrun and Ray need no such script "
+            "(docs/distributed.md)"
         )
     return is_asked
 
@@ -47,9 +47,9 @@ def launch(
 
     Status: never run on its target (a SLURM cluster).
     """
-    given = overrides or []
-    config = recipes.resolve(recipe, arm, given)
-    folder = run or names.run_folder(recipe, arm, given, config.seed)
+    changes = overrides or []
+    config = recipes.resolve(recipe, arm, changes)
+    folder = run or names.run_folder(recipe, arm, changes, config.seed)
 
     job = cluster.Job(
         name="jackpot-" + re.sub(r"[^\w.=-]", "-", folder.name),
@@ -59,9 +59,9 @@ def launch(
         time=time,
     )
 
-    text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *given], str(folder))
+    text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *changes], str(folder))
 
-    # what the ranks will decide once they are started, and refuse
+    # the ranks will place the engines and check the start as well; an error shall come before the job waits
     placed = processes.place_engines(config, nodes * job.ranks, gpus > 0, job.ranks)
     checks.check_start(placed, placed.model_paths(), nodes * job.ranks)
 

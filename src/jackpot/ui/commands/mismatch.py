@@ -63,12 +63,18 @@ def mismatch(
     Status: supported. Not yet run on a GPU, nor with tensor-parallel engines.
     """
     console = Console(stderr=as_json)
-    limit = None if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    settings = {"responses": responses, "reread": reread or None, "seed": seed, "sampling": limit}
-    settings |= {"benchmarks": recipes.split_names(benchmarks) or None}
-    changes = [{key: value} for key, value in settings.items() if value is not None]
+    options = {
+        "responses": responses,
+        "reread": reread or None,
+        "seed": seed,
+        "sampling": None if max_new_tokens is None else {"max_new_tokens": max_new_tokens},
+        "benchmarks": recipes.split_names(benchmarks) or None,
+    }
+    changes = [{key: value} for key, value in options.items() if value is not None]
     changes += map(recipes.parse_override, overrides or [])
-    samplers, learners = (list(map(recipes.parse_overrides, texts or [])) for texts in (sampler, learner))
+    samplers = list(map(recipes.parse_overrides, sampler or []))
+    learners = list(map(recipes.parse_overrides, learner or []))
+
     with status(console, "starting") as listen:
         result = measuring.measure_mismatch(sides.mismatch_config(model, samplers, learners, changes), listen)
 
@@ -77,11 +83,8 @@ def mismatch(
     files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(result))
     if as_json:
         typer.echo(files[-1].read_text(), nl=False)
-    else:
-        show_answer(console, views.verdicts(result), sections.values(), show_all, files, _next(model))
+        return
 
-
-def _next(model: str) -> dict[str, str]:
-    """Return what to type next where the model is that of a run."""
     is_run = (Path(model) / "config.yaml").is_file()
-    return {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}
+    commands = {f"jackpot replay {quote(model)}": "what the run's mismatch does to training"} if is_run else {}
+    show_answer(console, views.verdicts(result), sections.values(), show_all, files, commands)

@@ -16,7 +16,7 @@ with lazy():
     from jackpot.config import published
     from jackpot.config.recipes import listing
 
-_FIRST = "quickstart"  # of the list
+_FIRST = "quickstart"  # the recipe at the top of the list
 
 
 def recipes(
@@ -39,7 +39,7 @@ def recipes(
 
 
 def _show_list(console: Console, recipes: Sequence["listing.RecipeListing"]) -> None:
-    """Print a row for each recipe, our own first."""
+    """Print a row for each recipe, those without published numbers first."""
     rows = [
         (recipe.name, f"{recipe.gpus.count} x {recipe.gpus.kind}" if recipe.gpus else "a CPU", recipe.description)
         for recipe in sorted(recipes, key=lambda recipe: (bool(recipe.published), recipe.name != _FIRST))
@@ -56,15 +56,15 @@ def _show_list(console: Console, recipes: Sequence["listing.RecipeListing"]) -> 
 
 
 def _show_one(console: Console, recipe: "listing.RecipeListing") -> None:
-    """Print the files of a recipe, in which the source of each setting stands, and the titles of its papers."""
+    """Print the files of a recipe, which name the source of each setting, and the titles of its papers."""
     print_line(console, f"{recipe.name}: {recipe.description}")
     if recipe.gpus:
         print_line(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")
     print_line(console, f"arms: {', '.join(recipe.arms)}")
 
     for path in recipe.files:
-        of_base = "" if path == recipe.files[0] else " (of a base the settings count, not the arms nor the numbers)"
-        print_line(console, f"\n{path}{of_base}\n\n{path.read_text().strip()}", is_whole=True)
+        suffix = "" if path == recipe.files[0] else " (of a base the settings count, not the arms nor the numbers)"
+        print_line(console, f"\n{path}{suffix}\n\n{path.read_text().strip()}", is_whole=True)
 
     print_line(console, "")
     for paper in dict.fromkeys(table.paper for table in recipe.published):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jackpot.ui.arguments import AsJson, ShowAll
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import labelled, print_line, show_answer, show_next
+from jackpot.ui.terminal.output import labelled, print_line, print_lines, show_answer, show_next
 from jackpot.ui.terminal.progress import LINE_SECONDS, status
 
 with lazy():
@@ -21,8 +21,8 @@ with lazy():
     from jackpot.ui import results as saving
     from jackpot.ui.views import replay as views
 
-_LARGE = 5.0  # MB of saved rollouts, from which on the time is told before
-_MOST_REWARDS = 20  # that differ, of which each has a line
+_LARGE = 5.0  # MB of saved rollouts; for more, the speed is printed before
+_MOST_REWARDS = 20  # rewards that differ and have a line of their own
 
 
 def replay(
@@ -57,46 +57,53 @@ def replay(
     Status: supported. Status of what it says of worth and savings: experimental. --model is not yet run on a GPU.
     """
     console = Console(stderr=as_json)
-    megabytes = sum(file.stat().st_size for file in formats.find_format(path, form)[1]) / 1e6
+    _, files = formats.find_format(path, form)
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
     if megabytes > _LARGE:
         print_line(
             console, f"{megabytes:,.0f} MB at about 10,000 tokens a second; --every 10 takes a tenth of the time"
         )
+
     with status(console, "reading", LINE_SECONDS) as show:
+        result = replaying.replay(
+            path,
+            form,
+            recipes.split_names(corrections),
+            model,
+            temperature,
+            every,
+            lambda responses: show(f"read {responses:,} responses"),
+        )
+        rescored = scoring.score_again(path) if rewards else []
 
-        def listen(responses: int) -> None:
-            show(f"read {responses:,} responses")
-
-        result = replaying.replay(path, form, recipes.split_names(corrections), model, temperature, every, listen)
-        again = scoring.score_again(path) if rewards else []
     if as_json:
-        numbers = results.result_numbers(result) | ({"rewards": [one._asdict() for one in again]} if rewards else {})
+        numbers = results.result_numbers(result)
+        if rewards:
+            numbers["rewards"] = [reward._asdict() for reward in rescored]
         typer.echo(json.dumps(saving.to_json(numbers), indent=2, allow_nan=False))
-    else:
-        _show(console, result, show_all)
-    others = [one for one in again if not one.is_same]
-    if rewards and not as_json:
-        print_line(console, f"Rewards: {len(again) - len(others):,} of {len(again):,} are the same when computed again")
-        for one in others[:_MOST_REWARDS]:
-            print_line(console, f"  {one.uid}: {one.saved:g} saved, {one.now:g} now")
+        return
+
+    _show(console, result, show_all)
+    if rewards:
+        changed = [reward for reward in rescored if not reward.is_same]
+        same = len(rescored) - len(changed)
+        print_line(console, f"Rewards: {same:,} of {len(rescored):,} are the same when computed again")
+        for reward in changed[:_MOST_REWARDS]:
+            print_line(console, f"  {reward.uid}: {reward.saved:g} saved, {reward.now:g} now")
 
 
 def _show(console: Console, result: "results.ReplayResult", show_all: bool) -> None:
-    """Print the recommendation, every correction, with `show_all` the facts of the run too, and what was left out."""
+    """Print the recommendation, every correction, what was not read, and the command that trains as recommended."""
     about = charts.Section(title="", intro="", items=(views.facts(result),))
     show_answer(console, [labelled(result.answer.lines)], [about, views.corrections(result)], show_all)
-    for sentence in result.left_out:
-        print_line(console, f"Left out: {sentence}")
-    for sentence in result.problems:
-        print_line(console, f"Not read: {sentence}")
+    print_lines(console, result.left_out, "Left out: ")
+    print_lines(console, result.problems, "Not read: ")
     if result.unreadable > len(result.problems):
         print_line(console, f"Not read: {result.unreadable:,} records or files in all")
 
-    settings = {"": result.answer.settings.get("name"), **result.answer.settings}
-    texts = [
-        f"objective.correction{key and '.' + key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in settings.items()
-        if key != "name"
-    ]
-    commands = {f"jackpot train RECIPE {' '.join(texts)}": "train with it"} if result.answer.correction else {}
-    show_next(console, commands)
+    if result.answer.correction:
+        values = dict(result.answer.settings)
+        settings = [f"objective.correction={values.pop('name')}"]
+        for key, value in values.items():
+            settings.append(f"objective.correction.{key}={value if isinstance(value, str) else json.dumps(value)}")
+        show_next(console, {f"jackpot train RECIPE {' '.join(settings)}": "train with it"})

@@ -9,10 +9,9 @@ import typer
 from rich.console import Console
 
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next
+from jackpot.ui.terminal.output import print_line, print_lines, show_next
 
 with lazy():
-    from jackpot.ui.report import inspector
     from jackpot.ui.report import report as page
 
 
@@ -30,17 +29,14 @@ def report(
 
     Status: supported.
     """
-    written = page.write_report(runs, out, inspector.MAX_TOKENS if max_tokens is None else max_tokens)
-    _show(Console(), written)
+    console = Console()
+    written = page.write_report(runs, out, page.MAX_TOKENS if max_tokens is None else max_tokens)
+
+    mebibytes = written.path.stat().st_size / 2**20
+    count = "1 run" if written.runs == 1 else f"{written.runs} runs"
+    unfinished = f", {len(written.unfinished)} of them not finished" if written.unfinished else ""
+    print_line(console, f"Wrote {written.path} ({mebibytes:.1f} MiB): {count}{unfinished}")
+    print_lines(console, written.unreadable)
+
     opener = "open" if sys.platform == "darwin" else "xdg-open"
-    show_next(Console(), {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network"})
-
-
-def _show(console: Console, written: "page.Report") -> None:
-    """Print the page's path and size, the number of runs, and the files that were left out."""
-    size = written.path.stat().st_size / 2**20
-    going = f", {len(written.unfinished)} of them not finished" if written.unfinished else ""
-    runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
-    print_line(console, f"Wrote {written.path} ({size:.1f} MiB): {runs}{going}")
-    for sentence in written.unreadable:
-        print_line(console, sentence)
+    show_next(console, {f"{opener} {quote(str(written.path))}": "in a browser; it needs no network"})

@@ -26,9 +26,9 @@ def sample(
     """
     console = Console()
     with status(console, "loading the models"):
-        found = sampling.sample_answers(run, problems, seed)
+        answers_by_prompt = sampling.sample_answers(run, problems, seed)
 
-    for prompt, answers in found:
+    for prompt, answers in answers_by_prompt:
         rows = [
             (
                 answer.role.replace("_", " "),
@@ -41,5 +41,4 @@ def sample(
         title = f"{prompt.text} (answer: {prompt.answers})"
         show_table(console, title, ("model", "training", "response", "verdict"), rows)
 
-    where = quote(str(run))
-    show_next(console, {f"jackpot eval {where} --benchmarks own": "accuracy of its best policy"})
+    show_next(console, {f"jackpot eval {quote(str(run))} --benchmarks own": "accuracy of its best policy"})

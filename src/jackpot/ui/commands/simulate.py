@@ -42,24 +42,30 @@ def simulate(
 
     Status: supported. Status of what it says of worth and savings: experimental.
     """
-    console, config = Console(), recipes.resolve(recipe, arm, overrides or [])
+    console = Console()
+    config = recipes.resolve(recipe, arm, overrides or [])
     count = prompts or candidates.PROMPTS
+
     with status(console, "measuring both models"):
+        measured = candidates.simulate_candidates(
+            config,
+            rollout_model or [],
+            count,
+            seed,
+            lambda seconds: print_line(
+                console,
+                f"{count} answers of the rollout model took {seconds:.0f} s; next: the policy's answers",
+            ),
+        )
 
-        def listen(seconds: float) -> None:
-            left = "the policy answers too, then their distributions are compared"
-            print_line(console, f"{count} answers took {seconds:.0f} s; {left}")
-
-        found = candidates.simulate_candidates(config, rollout_model or [], count, seed, listen)
-
-    sections = simulation.candidate_sections(found)
+    sections = simulation.candidate_sections(measured)
     folder = out or Path("runs") / "-".join(filter(None, ["simulate", Path(recipe).stem, arm]))
     title = " ".join(filter(None, ["jackpot simulate", recipe, arm]))
-    numbers = {"seed": seed, "candidates": list(map(asdict, found))}
+    numbers = {"seed": seed, "candidates": list(map(asdict, measured))}
     files = results.write_results(folder, "simulate", title, sections, numbers)
 
-    several = len(found) > 1
-    verdicts = [f"{one.name}\n" * several + labelled(one.answer["lines"]) for one in found]
+    several = len(measured) > 1
+    verdicts = [f"{candidate.name}\n" * several + labelled(candidate.answer["lines"]) for candidate in measured]
     typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
     commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}
     show_answer(console, verdicts, sections.values(), show_all, files, commands)

@@ -14,7 +14,7 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.process_rank import process_rank
 from jackpot.ui.arguments import Arm, Overrides, Recipe
 from jackpot.ui.lazy import lazy
-from jackpot.ui.terminal.output import print_line, show_next, show_table
+from jackpot.ui.terminal.output import print_line, print_lines, show_next, show_table
 from jackpot.ui.terminal.progress import progress
 
 with lazy():
@@ -36,7 +36,7 @@ with lazy():
     from jackpot.ui.terminal import plan as plans
 
 
-Typed = tuple[str, str | None, list[str], Path | None]  # of a command line: recipe, arm, settings and run folder
+Typed = tuple[str, str | None, list[str], Path | None]  # what a command line names: recipe, arm, settings, run folder
 
 _FACTS = {  # name on the screen: metric and its format
     "reward": ("reward/mean", "{:.3f}"),
@@ -46,7 +46,7 @@ _FACTS = {  # name on the screen: metric and its format
     "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
     "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
 }
-_REWARD_FACTS = {  # in place of accuracies, where the task has no verdict; a line in the terminal keeps these
+_REWARD_FACTS = {  # in place of accuracies, if the task has no verdict; lines above the bars have these names alone
     "policy": ("eval/policy_reward", "{:.3f}"),
     "rollout model": ("eval/rollout_model_reward", "{:.3f}"),
 }
@@ -89,10 +89,10 @@ def train(
 
     Status: supported. On CPUs, and briefly on a GPU (docs/gpu.md). docs/index.md says what is experimental.
     """
-    started = process_rank()
-    if started.rank > 0:
+    process = process_rank()
+    if process.rank > 0:
         if not dry_run:
-            launched.follow_leader(started)
+            launched.follow_leader(process)
         return
 
     if dry_run and tiny:
@@ -111,9 +111,9 @@ def train(
         _show_dry_run(console, config, (recipe, arm, overrides or [], run), folder, gpus)
         return
     if tiny:
-        small = shrinking.make_tiny(config, folder / "tiny")
-        plans.show_tiny(console, small)
-        config = small.config
+        tiny_run = shrinking.make_tiny(config, folder / "tiny")
+        plans.show_tiny(console, tiny_run)
+        config = tiny_run.config
     _train_and_show(console, config, folder)
 
 
@@ -122,28 +122,34 @@ def _show_dry_run(
 ) -> None:
     """Check what a start checks, and print the plan and the commands that try and train it."""
     recipe, arm, overrides, _ = typed
-    started = process_rank()
-    ranks = max(started.size, config.placement.ranks)
+    process = process_rank()
+    ranks = max(process.size, config.placement.ranks)
     checks.check_start(config, config.model_paths(), ranks)
     run_files.RunFolder(folder).check(config)
 
-    asked = published.parse_gpus(gpus) if gpus else None
-    stated = asked or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
-    needs = _plan(console, config, stated, folder, ranks)
+    required = published.parse_gpus(gpus) if gpus else None
+    planned = required or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
+    needs = _plan(console, config, planned, folder, ranks)
 
     words = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *overrides]))
-    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # --run would be of both
+    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # not in --run, the full run's
     commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
-    if started.size == started.local_size:  # on several machines it is the same command without --dry-run
-        commands |= _starting(console, config, typed, ranks, needs, asked)
+    if process.size == process.local_size:  # on several machines, the same command without --dry-run trains
+        commands |= _training_commands(console, config, typed, ranks, needs, required)
     show_next(console, commands)
 
 
 def _plan(
     console: Console, config: "run_settings.Config", gpus: "published.GpusConfig | None", folder: Path, ranks: int
 ) -> "estimating.CostEstimate | None":
-    """Print the plan, and for a large run return what it needs."""
-    models, prompts = sizes.model_sizes(config), sizes.prompt_lengths(config)
+    """Print the plan; return the estimated cost of a run with large models, None for small models.
+
+    Args:
+        gpus: GPUs to estimate the cost for; None: those of this machine.
+        ranks: number of processes that train.
+    """
+    models = sizes.model_sizes(config)
+    prompts = sizes.prompt_lengths(config)
     if estimating.is_large(models):
         needs = estimating.estimate(config, models, prompts, gpus)
         plans.show_plan(console, config, models, None, prompts, folder)
@@ -152,41 +158,44 @@ def _plan(
 
     on_gpu = device.pick_device(config.device).type == "cuda"
     config = processes.place_engines(config, ranks, on_gpu, process_rank().beside)
-    needed = planned_memory.plan_memory(config, models, prompts.longest) if ranks == 1 else None
-    plans.show_plan(console, config, models, needed, prompts, folder)
+    memory = planned_memory.plan_memory(config, models, prompts.longest) if ranks == 1 else None
+    plans.show_plan(console, config, models, memory, prompts, folder)
     return None
 
 
-def _starting(
+def _training_commands(
     console: Console,
     config: "run_settings.Config",
     typed: Typed,
     ranks: int,
     needs: "estimating.CostEstimate | None",
-    asked: "published.GpusConfig | None",
+    required: "published.GpusConfig | None",
 ) -> dict[str, str]:
-    """Return the commands that train, each with its purpose; print why there is none.
+    """Return the commands that train, each with its purpose; if there is none, print why.
 
     Args:
-        ranks: processes that were started, or that Ray will start.
-        asked: GPUs that the run has to fit.
+        ranks: number of processes that were started, or that Ray will start.
+        needs: estimated cost of the run; None for small models, which fit any GPU.
+        required: GPUs that --gpus names and that the run has to fit.
 
     Raises:
-        ConfigError: it does not fit them.
-        JackpotError: as `start`.
+        ConfigError: the run does not fit the required GPUs.
+        JackpotError: the run would refuse to start.
     """
-    if asked and needs is None:
-        print_line(console, f"{asked.count} {asked.kind} are not asked about: models as small as these fit any GPU.")
-    if asked and ranks > 1 and asked.count != ranks:
-        raise ConfigError(
-            f"--gpus names {asked.count} GPUs, and {ranks} ranks train, each on one; name {ranks}, or none"
+    if required and needs is None:
+        print_line(
+            console, f"{required.count} {required.kind} are not asked about: models as small as these fit any GPU."
         )
-    machines = starting.machines(config, needs, is_asked=asked is not None) if needs else []
-    if asked and needs and not machines:
-        raise ConfigError(f"this run does not fit {asked.count} {asked.kind}. {plans.fitting(needs)}")
+    if required and ranks > 1 and required.count != ranks:
+        raise ConfigError(
+            f"--gpus names {required.count} GPUs, and {ranks} ranks train, each on one; name {ranks}, or none"
+        )
+
+    machines = starting.machines(config, needs, is_asked=required is not None) if needs else []
+    if required and needs and not machines:
+        raise ConfigError(f"this run does not fit {required.count} {required.kind}. {plans.fitting(needs)}")
     if needs is None or ranks > 1 or config.placement.launcher == "ray":
         return {starting.start(*typed, ranks): "train"}
-
     if not machines:
         print_line(console, starting.NO_MACHINE)
 
@@ -198,12 +207,14 @@ def _starting(
 
 
 def _train_and_show(console: Console, config: "run_settings.Config", folder: Path) -> None:
+    """Train a run, with its progress on the screen, and print the result."""
+
     def begin(iteration: int) -> None:
         if iteration == config.iterations:
             print_line(
                 console,
-                f"This run is finished ({config.iterations} iterations). iterations=N --run {folder} continues it with "
-                f"more; --run with another folder begins a new one.",
+                f"This run is finished ({config.iterations} iterations). To train it further, add --run {folder} and "
+                f"iterations=N with a larger N; to begin a new run, add --run and another folder.",
             )
 
     with _listener(console, config) as listen:
@@ -213,19 +224,21 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
 
 @contextmanager
 def _listener(console: Console, config: "run_settings.Config") -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a listener for each new line of metrics that shows the iteration, `_FACTS` and the time left."""
-    with progress(console) as shown:
+    """Yield a listener that shows the iteration, `_FACTS` and the remaining time at each new line of metrics.jsonl."""
+    with progress(console) as counts:
 
         def listen(line: Mapping[str, Any]) -> None:
-            facts = _FACTS if run_files.measure_of(line) != "reward" else _FACTS | _REWARD_FACTS
-            facts = facts | {"KL": (config.kl_metric, "{:.4f}")}
-            found = {name: (line.get(metric), form) for name, (metric, form) in facts.items()}
-            texts = {name: form.format(value) for name, (value, form) in found.items() if value is not None}
-            is_due = run_files.measure_of(line) is not None
-            phases = (metric for metric in line if metric.startswith("seconds/") and metric != "seconds/prepass")
-            if seconds := sum(line[metric] or 0.0 for metric in phases):  # prepass is a part of train
-                texts["s/iteration"] = f"{seconds:.2g}"
-            shown.update("iteration", line["iteration"], config.iterations, texts, is_due=is_due, lasting=_REWARD_FACTS)
+            measure = run_files.measure_of(line)
+            metrics = _FACTS | (_REWARD_FACTS if measure == "reward" else {}) | {"KL": (config.kl_metric, "{:.4f}")}
+            facts = {}
+            for name, (metric, form) in metrics.items():
+                if line.get(metric) is not None:
+                    facts[name] = form.format(line[metric])
+            if seconds := numbers.iteration_seconds(line):
+                facts["s/iteration"] = f"{seconds:.2g}"
+
+            done, is_due = line["iteration"], measure is not None
+            counts.update("iteration", done, config.iterations, facts, is_due=is_due, lasting=_REWARD_FACTS)
 
         yield listen
 
@@ -233,55 +246,75 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
 def _show_result(
     console: Console, config: "run_settings.Config", lines: Sequence[Mapping[str, Any]], folder: Path, is_finished: bool
 ) -> None:
-    """Print how good both models were before and after training, with standard errors, the folder and what is next.
-
-    That is their accuracy, or their mean reward where the task has no verdict.
-    """
+    """Print how good both models were before and after training, the cost, the run folder and the next commands."""
     evaluated = [line for line in lines if run_files.measure_of(line) is not None]
     first, last = evaluated[0], evaluated[-1]
     is_accuracy = run_files.measure_of(last) == "accuracy"
-    measure: run_files.Measure = "accuracy" if is_accuracy else "reward"
-    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-
-    # what is shown, by the metric and how that is measured
-    shown: dict[str, tuple[str, run_files.Measure]]
-    shown = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
-    for name in map(registry.set_name, config.evaluation.benchmark_names):
-        if (metric := f"eval/{name}/mean_at_k") in last:
-            shown[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, "accuracy")
-        else:
-            shown[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", "reward")
-
-    rows = []
-    for name, (metric, kind) in shown.items():
-        (before, error), (after, newer) = ((line[metric], line.get(f"{metric}_stderr")) for line in (first, last))
-        both = None if error is None or newer is None else math.hypot(error, newer)
-        ends = numbers.with_error(before, error, kind), numbers.with_error(after, newer, kind)
-        rows.append((name, *ends, numbers.with_error(after - before, both, kind, "+")))
+    rows = [
+        (label, *_change_cells(first, last, metric, measure))
+        for label, (metric, measure) in _evaluated_metrics(config, last, is_accuracy).items()
+    ]
 
     columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
-    what = "Accuracy" if is_accuracy else "Mean reward"
+    quantity = "Accuracy" if is_accuracy else "Mean reward"
     unit = ", percent ± standard error" if is_accuracy else " ± standard error"
-    count, how = limits.problems_of(lines, config), config.evaluation_sampling.described
-    show_table(console, f"{what} on {count} held-out problems, {how}{unit}", columns, rows, columns[1:])
-    for line in _cost(lines, config):
-        print_line(console, line)
+    problems, sampling = limits.problems_of(lines, config), config.evaluation_sampling.described
+    show_table(console, f"{quantity} on {problems} held-out problems, {sampling}{unit}", columns, rows, columns[1:])
+
+    print_lines(console, _cost(lines, config))
     print_line(console, f"Run folder: {folder}")
     if not is_finished:
         print_line(console, "Stopped before the end; the same command continues.")
-    where = quote(str(folder))
+
+    path = quote(str(folder))
     show_next(
         console,
         {
-            f"jackpot diagnose {where}": "signs that something is wrong, since when, and what to try",
-            f"jackpot report {where}": "one page with every metric and every saved token",
-            f"jackpot sample {where}": "answers of both models, before and after training",
+            f"jackpot diagnose {path}": "signs that something is wrong, since when, and what to try",
+            f"jackpot report {path}": "one page with every metric and every saved token",
+            f"jackpot sample {path}": "answers of both models, before and after training",
         },
     )
 
 
+def _evaluated_metrics(
+    config: "run_settings.Config", last: Mapping[str, Any], is_accuracy: bool
+) -> "dict[str, tuple[str, run_files.Measure]]":
+    """Return the metric of each row of the result, by the row's label, and whether it is an accuracy or a reward.
+
+    Args:
+        last: the newest line of metrics.jsonl with an evaluation.
+        is_accuracy: whether the task has a verdict; else the two models have mean rewards.
+    """
+    measure: run_files.Measure = "accuracy" if is_accuracy else "reward"
+    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+    metrics: dict[str, tuple[str, run_files.Measure]]
+    metrics = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
+
+    for name in map(registry.set_name, config.evaluation.benchmark_names):
+        if (metric := f"eval/{name}/mean_at_k") in last:
+            metrics[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, "accuracy")
+        else:
+            metrics[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", "reward")
+    return metrics
+
+
+def _change_cells(
+    first: Mapping[str, Any], last: Mapping[str, Any], metric: str, measure: "run_files.Measure"
+) -> tuple[str, str, str]:
+    """Format a metric before training, after it, and its change, each with its standard error."""
+    before, error_before = first[metric], first.get(f"{metric}_stderr")
+    after, error_after = last[metric], last.get(f"{metric}_stderr")
+    error = None if error_before is None or error_after is None else math.hypot(error_before, error_after)
+    return (
+        numbers.with_error(before, error_before, measure),
+        numbers.with_error(after, error_after, measure),
+        numbers.with_error(after - before, error, measure, "+"),
+    )
+
+
 def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
-    """Say what a run cost until its last evaluation: rollout FLOPs, all FLOPs, CPU seconds; nothing before training."""
+    """Return a sentence on the FLOPs and CPU seconds of a run until its last evaluation; none before training."""
     *_, spent = summary.points_of(lines, config)
     flops = spent.flops + spent.training_flops
     if not flops:

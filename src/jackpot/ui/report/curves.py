@@ -1,4 +1,4 @@
-"""Draws every metric of several runs as charts, in the order of `metric_layout.LAYOUT`.
+"""Charts of every metric of several runs, in the order of `metric_layout.LAYOUT`.
 
 Arms are overlaid; several seeds of one arm become their mean with error bars.
 """
@@ -10,8 +10,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from jackpot.analysis.diagnose.rules import RULES
-from jackpot.config.config import Config
-from jackpot.ui.charts import COLORS, Chart, Guide, Section, Series, Table, arm_numbers
+from jackpot.ui.charts import COLORS, Chart, Guide, Section, Series, Table, arm_color_indices
 from jackpot.ui.error_bars import MeanLine, downsample, mean_line, rounded
 from jackpot.ui.report.metric_layout import LAYOUT, LOGARITHMIC, CombinedChart, Entry, FirstOf
 from jackpot.ui.report.runs import Arm
@@ -22,40 +21,44 @@ _NOT_METRICS = {"iteration", "time"}
 
 
 def metric_sections(arms: Sequence[Arm], named: Collection[str] = ()) -> list[Section]:
-    """Return the sections for which the runs have metrics.
+    """Return the sections of the layout for which the runs have metrics, and one that lists the empty metrics.
 
     Args:
-        named: metrics of the findings of `diagnose`; a section with one of them is not folded.
+        named: metrics that the findings of `diagnose` name; a section with one of them is not folded.
     """
-    drawer = _ChartMaker(arms)
+    maker = _ChartMaker(arms)
     sections = []
-    for part in LAYOUT:
-        before = set(drawer.drawn)
-        if items := [chart for entry in part.entries for chart in drawer.draw(entry)]:
-            here = drawer.drawn - before
-            folded = part.is_folded and not any(drawer.is_broken(name) or name in named for name in here)
-            sections.append(Section(title=part.title, intro=part.intro, items=tuple(items), is_folded=folded))
-    if empty := drawer.without_numbers:
-        title, intro = "Empty metrics", "No run counted anything for these metrics: they are null in every line."
-        rows = Table(title="Metrics", columns=("metric",), rows=tuple((name,) for name in empty))
-        sections.append(Section(title=title, intro=intro, items=(rows,), is_folded=True))
+    for planned in LAYOUT:
+        drawn_before = set(maker.drawn)
+        charts = [chart for entry in planned.entries for chart in maker.draw(entry)]
+        if charts:
+            metrics = maker.drawn - drawn_before
+            needs_look = any(maker.is_broken(metric) or metric in named for metric in metrics)
+            is_folded = planned.is_folded and not needs_look
+            sections.append(Section(title=planned.title, intro=planned.intro, items=tuple(charts), is_folded=is_folded))
+
+    if maker.empty:
+        intro = "No run counted anything for these metrics: they are null in every line."
+        table = Table(title="Metrics", columns=("metric",), rows=tuple((metric,) for metric in maker.empty))
+        sections.append(Section(title="Empty metrics", intro=intro, items=(table,), is_folded=True))
     return sections
 
 
 class _ChartMaker:
-    """Turns entries of the layout into charts, and remembers which metrics are drawn."""
+    """A maker of charts from entries of the layout, which remembers the metrics that it has drawn."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = arms
-        self._numbers = arm_numbers(arm.name for arm in arms)
-        runs = [[run.lines for run in arm.runs] for arm in arms]
-        names = {name for arm in runs for lines in arm for line in lines for name in line} - _NOT_METRICS
+        self._color_indices = arm_color_indices(arm.name for arm in arms)
+        self._kl_metrics = {run.config.kl_metric for arm in arms for run in arm.runs}
+
+        runs = [run for arm in arms for run in arm.runs]
+        metrics = {metric for run in runs for line in run.lines for metric in line} - _NOT_METRICS
         # one line for each arm
-        self._of = {name: [mean_line(lines, name) for lines in runs] for name in sorted(names)}
-        self._names = [name for name, lines in self._of.items() if any(line.numbers for line in lines)]
-        self.without_numbers = sorted(names - set(self._names))
+        self._lines = {metric: [_arm_line(arm, metric) for arm in arms] for metric in sorted(metrics)}
+        self._metrics = [metric for metric, lines in self._lines.items() if any(line.numbers for line in lines)]
+        self.empty = sorted(metrics - set(self._metrics))
         self.drawn: set[str] = set()
-        self._kl = {run.config.kl_metric for arm in arms for run in arm.runs}
 
     def draw(self, entry: Entry) -> Iterable[Chart]:
         """Return the charts of an entry, as far as the runs have its metrics."""
@@ -64,66 +67,101 @@ class _ChartMaker:
         return self._combined_chart(entry) if isinstance(entry, CombinedChart) else self._metric_charts(entry)
 
     def is_broken(self, metric: str) -> bool:
-        """Return whether a value of any run is beyond a limit that is the same for every run."""
+        """Return whether a value of any run is beyond a limit that all runs share, and no setting explains it."""
         return any(guide.is_broken for guide in self._limits(metric)[0])
 
     def _limits(self, metric: str) -> tuple[list[Guide], str]:
-        """Judge the values of all runs, of which a line may be the mean and may leave out some."""
+        """Return the limits of a metric that are the same for every run, and sentences on whether its values keep them.
+
+        They are judged by all values of all runs, of which a drawn line may leave out some. A limit counts as broken if
+        a value is beyond it and the settings of its run do not explain that.
+        """
         runs = [run for arm in self._arms for run in arm.runs]
         values = [(run.config, value) for run in runs for line in run.lines if (value := line.get(metric)) is not None]
-        return _limits(metric, values)
+
+        guides, sentences = [], []
+        for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
+            limits = [
+                (f"{side} {limit:g}", limit, sign)
+                for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
+                if isinstance(limit, float) and math.isfinite(limit)
+            ]
+
+            reasons = []  # for each value beyond a limit, the settings that explain it; "" if none do
+            for text, limit, sign in limits:
+                beyond = [rule.explained_by(config, value) for config, value in values if (value - limit) * sign > 0]
+                guides.append(Guide(text=text, y=limit, is_broken="" in beyond))
+                reasons += beyond
+
+            named = " and ".join(text for text, _, _ in limits)
+            if unexplained := reasons.count(""):
+                sentences.append(
+                    f"{unexplained:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}."
+                )
+            elif reasons:
+                settings = ", ".join(dict.fromkeys(reasons))
+                sentences.append(f"Beyond its limit, {named}, only as the settings explain: {settings}.")
+            elif limits:
+                sentences.append(f"Within its limit, {named}.")
+            else:
+                sentences.append("Its limit depends on the run; the summary lists the runs beyond it.")
+        return guides, " ".join(dict.fromkeys(sentences))
 
     def _series(self, metric: str, label: str = "", variant: int = 0) -> Iterator[Series]:
-        """Yield a line for each arm that has the metric. `label` and `variant` are of one metric among several."""
-        alone = len(self._arms) == 1
-        for arm, whole in zip(self._arms, self._of[metric], strict=True):
-            if not whole.numbers:
-                continue
-            name = (label or arm.name) if alone else f"{arm.name}, {label}" if label else arm.name
-            number, shade = self._look(arm, variant)
-            yield replace(_line(whole, name, number), group=arm.name, shade=shade)
+        """Yield a line for each arm that has the metric.
 
-    def _look(self, arm: Arm, variant: int = 0) -> tuple[int, int]:
-        """Choose number and shade of a series: arms beyond the colors take shades, variants take dashes.
-
-        Of a single arm the variants take the colors behind its own.
+        Args:
+            label: name of the metric in a chart of several metrics.
+            variant: index of the metric in such a chart.
         """
-        number = self._numbers[arm.name]
+        is_single = len(self._arms) == 1
+        for arm, line in zip(self._arms, self._lines[metric], strict=True):
+            if not line.numbers:
+                continue
+            name = label if label and is_single else ", ".join(filter(None, [arm.name, label]))
+            color_index, shade = self._color(arm, variant)
+            yield replace(_as_series(line, name, color_index), group=arm.name, shade=shade)
+
+    def _color(self, arm: Arm, variant: int = 0) -> tuple[int, int]:
+        """Choose the color index and the shade of a series.
+
+        Variants differ by their dashes, and arms by shades if there are more arms than colors. The variants of a
+        single arm differ by their colors.
+        """
+        index = self._color_indices[arm.name]
         if len(self._arms) == 1:
-            return (number + variant) % len(COLORS), 0
-        return number % len(COLORS) + variant * len(COLORS), number // len(COLORS)
+            return (index + variant) % len(COLORS), 0
+        return index % len(COLORS) + variant * len(COLORS), index // len(COLORS)
 
     def _first_of(self, entry: FirstOf) -> Iterator[Chart]:
-        found = [name for name in entry.metrics if name in self._names]
-        for name in sorted(found, key=lambda name: name not in self._kl)[:1]:
-            self.drawn.add(name)
-            yield self._chart(name, self._series(name), [name])
+        metrics = [metric for metric in entry.metrics if metric in self._metrics]
+        for metric in sorted(metrics, key=lambda metric: metric not in self._kl_metrics)[:1]:
+            self.drawn.add(metric)
+            yield self._chart(metric, self._series(metric), [metric])
 
     def _metric_charts(self, pattern: str) -> Iterator[Chart]:
-        names = [name for name in self._names if name not in self.drawn]
-        found: dict[str, dict[str, dict[str, str]]] = {}  # base: kind: part: metric
+        """Yield the charts of every metric whose base name matches a pattern, without those drawn before."""
+        families: dict[str, dict[str, str]] = {}  # base name: suffix, such as positive or 4-15, or "": metric
+        for metric in self._metrics:
+            match = _FAMILY.fullmatch(metric)
+            base, suffix = (match["base"], match["band"] or match["sign"]) if match else (metric, "")
+            if metric not in self.drawn and re.fullmatch(pattern, base):
+                families.setdefault(base, {})[suffix] = metric
 
-        for name in names:
-            family = _FAMILY.fullmatch(name)
-            base, kind = (family["base"], "band" if family["band"] else "sign") if family else (name, "")
-            if re.fullmatch(pattern, base):
-                found.setdefault(base, {}).setdefault(kind, {})[family[kind] if family else ""] = name
-
-        for base, kinds in found.items():
-            if "" in kinds:
+        for base, family in families.items():
+            if "" in family:
                 yield self._chart(base, self._series(base), [base])
-            if "sign" in kinds:
-                parts = {kinds["sign"][sign]: _SIGNS[sign] for sign in sorted(kinds["sign"], reverse=True)}
-                yield self._together(f"{base} by the sign of the advantage", parts)
-            if "band" in kinds:
-                yield from self._by_position(base, dict(sorted(kinds["band"].items(), key=lambda one: _start(one[0]))))
-            self.drawn |= {name for kind in kinds.values() for name in kind.values()}
+            if signs := {family[sign]: label for sign, label in _SIGNS.items() if sign in family}:
+                yield self._together(f"{base} by the sign of the advantage", signs)
+            if bands := sorted(family.keys() - _SIGNS.keys() - {""}, key=_start):
+                yield from self._by_position(base, {band: family[band] for band in bands})
+            self.drawn |= set(family.values())
 
     def _chart(self, title: str, series: Iterable[Series], metrics: Sequence[str], note: str = "") -> Chart:
-        """Make a chart over iterations; if it shows a single metric, add the limits that `diagnose` has for it."""
+        """Make a chart over iterations; a chart of a single metric shows the limits that `diagnose` has for it."""
         drawn = tuple(series)
-        values = [value for one in drawn for value in (*one.y, *(one.low or ())) if value is not None]
-        log = all(re.fullmatch(LOGARITHMIC, metric) for metric in metrics) and min(values) > 0
+        values = [value for line in drawn for value in (*line.y, *(line.low or ())) if value is not None]
+        is_log = all(re.fullmatch(LOGARITHMIC, metric) for metric in metrics) and min(values) > 0
         guides, limits = self._limits(metrics[0]) if len(metrics) == 1 else ([], "")
         return Chart(
             title=title,
@@ -131,8 +169,8 @@ class _ChartMaker:
             y_label="",
             series=drawn,
             note=note or limits,
-            log_y=log,
-            guides=tuple(guide for guide in guides if not log or (guide.y or 0.0) > 0.0),
+            log_y=is_log,
+            guides=tuple(guide for guide in guides if not is_log or (guide.y or 0.0) > 0.0),
         )
 
     def _together(self, title: str, labels: Mapping[str, str], note: str = "") -> Chart:
@@ -141,33 +179,37 @@ class _ChartMaker:
         for variant, (metric, label) in enumerate(labels.items()):
             drawn += self._series(metric, label, variant)
         if len(labels) > 2 and len(self._arms) > 1:  # so many bands could not be told apart
-            drawn = [replace(one, low=None, high=None) for one in drawn]
+            drawn = [replace(line, low=None, high=None) for line in drawn]
         return self._chart(title, drawn, list(labels), note)
 
     def _combined_chart(self, entry: CombinedChart) -> Iterator[Chart]:
-        if entry.metrics.keys() <= set(self._names):
+        if entry.metrics.keys() <= set(self._metrics):
             # a metric with limits gets a chart of its own too, which shows them
             self.drawn |= {metric for metric in entry.metrics if not self._limits(metric)[0]}
             yield self._together(entry.title, entry.metrics, entry.note)
 
     def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart]:
-        """Yield a chart of the bands for each arm, and one of all arms' newest values over the position."""
+        """Yield a chart of the bands for each arm, and one of all arms' newest values over the position.
+
+        Args:
+            bands: the metric of each band of positions.
+        """
         newest = []
-        for order, arm in enumerate(self._arms):
-            of_arm = {band: self._of[metric][order] for band, metric in bands.items()}
-            of_arm = {band: line for band, line in of_arm.items() if line.numbers}
-            if not of_arm:
+        for arm_index, arm in enumerate(self._arms):
+            lines = {band: self._lines[metric][arm_index] for band, metric in bands.items()}
+            lines = {band: line for band, line in lines.items() if line.numbers}
+            if not lines:
                 continue
 
-            lines = [_line(whole, band, number) for number, (band, whole) in enumerate(of_arm.items())]
-            lines = [replace(line, low=None, high=None) for line in lines]  # so many error bars hide each other
+            series = [_as_series(line, band, index) for index, (band, line) in enumerate(lines.items())]
+            series = [replace(line, low=None, high=None) for line in series]  # so many error bars hide each other
             suffix = f": {arm.name}" if len(self._arms) > 1 else ""
-            yield self._chart(f"{base} by position{suffix}", lines, [bands[band] for band in of_arm])
+            yield self._chart(f"{base} by position{suffix}", series, [bands[band] for band in lines])
 
-            x = [index for index, band in enumerate(bands) if band in of_arm]
-            y = [rounded(_newest(line)) for line in of_arm.values()]
-            number, shade = self._look(arm)
-            newest.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, number=number, shade=shade))
+            x = [index for index, band in enumerate(bands) if band in lines]
+            y = [rounded(_newest(line)) for line in lines.values()]
+            index, shade = self._color(arm)
+            newest.append(Series(name=arm.name, x=x, y=y, style="both", group=arm.name, color_index=index, shade=shade))
 
         yield Chart(
             title=f"{base} over the position, newest tenth of the iterations",
@@ -178,53 +220,29 @@ class _ChartMaker:
         )
 
 
-def _line(whole: MeanLine, name: str, number: int) -> Series:
-    """Make the series of a line, thinned and rounded."""
-    line = downsample(whole)
+def _arm_line(arm: Arm, metric: str) -> MeanLine:
+    return mean_line([run.lines for run in arm.runs], metric)
+
+
+def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
+    """Return the series that draws a line, with fewer points and digits."""
+    line = downsample(line)
     return Series(
         name=name,
         x=line.x,
         y=[rounded(value) for value in line.y],
         low=line.low and [rounded(value) for value in line.low],
         high=line.high and [rounded(value) for value in line.high],
-        number=number,
+        color_index=color_index,
         style="both" if len(line.numbers) < 2 else "line",
     )
 
 
 def _start(band: str) -> int:
-    """Return the first position of a band such as 4-15."""
+    """Return the first position of a band such as 4-15 or 512-up."""
     return int(band.split("-")[0])
 
 
 def _newest(line: MeanLine) -> float:
     """Return the mean over the newest tenth of the iterations that have a number."""
     return fmean(line.numbers[-max(1, len(line.numbers) // 10) :])
-
-
-def _limits(metric: str, values: Sequence[tuple[Config, float]]) -> tuple[list[Guide], str]:
-    """Return the limits of a metric that are the same for every run, and sentences on whether the values keep them.
-
-    A value counts as beyond a limit where the settings of its run do not explain it.
-    """
-    guides, said = [], []
-    for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-        limits = [
-            (text, limit, [rule.explained_by(config, value) for config, value in values if (value - limit) * sign > 0])
-            for text, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
-            if isinstance(limit, float) and math.isfinite(limit)
-        ]
-
-        named = " and ".join(f"{text} {limit:g}" for text, limit, _ in limits)
-        guides += [Guide(text=f"{text} {limit:g}", y=limit, is_broken="" in beyond) for text, limit, beyond in limits]
-        beyond = [settings for _, _, settings_of_values in limits for settings in settings_of_values]
-
-        if unexplained := beyond.count(""):
-            said.append(f"{unexplained:,} of {len(values):,} values are beyond the limit, {named}: {rule.explanation}.")
-        elif beyond:
-            said.append(f"Beyond its limit, {named}, only as the settings explain: {', '.join(dict.fromkeys(beyond))}.")
-        elif limits:
-            said.append(f"Within its limit, {named}.")
-        else:
-            said.append("Its limit depends on the run; the summary lists the runs beyond it.")
-    return guides, " ".join(dict.fromkeys(said))

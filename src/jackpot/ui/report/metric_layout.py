@@ -1,4 +1,4 @@
-"""Places every metric in a section of the report, in the order in which one looks for a fault.
+"""The sections of the report and the metrics in each, in the order in which one looks for a fault.
 
 Every metric is drawn once, by the first entry that names it; the last section, "Everything else", takes the rest.
 """
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FirstOf:
-    """Asks for a chart of the first of these metrics that the runs have, without its parts.
+    """An entry for one chart: that of the first of these metrics that the runs have.
 
-    A metric that is `kl_metric` of a run comes before the others.
+    The chart has no curves by sign or position. A metric that is `kl_metric` of a run comes before the others.
     """
 
     metrics: tuple[str, ...]
@@ -18,25 +18,25 @@ class FirstOf:
 
 @dataclass(frozen=True, slots=True)
 class CombinedChart:
-    """Asks for one chart of several metrics."""
+    """An entry for one chart of several metrics."""
 
     title: str
     metrics: dict[str, str]  # metric: its name in the legend
     note: str = ""
 
 
-# a text asks for a chart of each metric whose whole name matches it, with its parts by sign and by position
+# a text is a regular expression: each metric whose whole name matches it gets its charts, by sign and position too
 Entry = str | FirstOf | CombinedChart
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutSection:
-    """Holds the title, the introduction and the entries of one section of the report."""
+    """A section of the report: its title, its introduction and its entries."""
 
     title: str
     intro: str
     entries: tuple[Entry, ...]
-    is_folded: bool = False  # whether the page shows only its title, as long as no value in it is beyond a limit
+    is_folded: bool = False  # whether the page shows only the title, unless a value is beyond a limit
 
 
 HEADLINE = "At a glance"

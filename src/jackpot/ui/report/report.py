@@ -1,10 +1,10 @@
-"""Writes the page about run folders.
+"""Writes the page about runs.
 
 Status: supported.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jackpot.core.errors import DataError
@@ -21,20 +21,21 @@ NAME = "report.html"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Says what `write_report` wrote, and what the page leaves out."""
+    """A written page: its path, and what it contains and leaves out."""
 
     path: Path  # the page
     runs: int  # number of runs in it
     unfinished: tuple[str, ...]  # names of the runs that are not finished
-    unreadable: tuple[str, ...]  # a sentence for each file and folder that was left out
+    unreadable: tuple[str, ...]  # a sentence about each file and folder that was left out
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int = MAX_TOKENS) -> Report:
-    """Write one page about all runs in `paths`, which are run folders or folders that contain run folders.
+    """Write one page about several runs.
 
     Args:
-        out: the page's file; None: report.html in the run folder, or in the folder that contains all of several.
-        max_tokens: number of saved tokens that the page carries.
+        paths: run folders, or folders that contain run folders.
+        out: the page's file; None: report.html in the run folder, or in the folder that contains all runs.
+        max_tokens: most saved tokens that the page carries.
 
     Raises:
         DataError: no run was found, or none has written a metric.
@@ -64,9 +65,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     unreadable += bad
 
     arm_diagnoses = diagnoses(arms)
-    summary = summary_section(arms, arm_diagnoses, unreadable)
-    if tokens.left_out.rows:
-        summary = replace(summary, items=(*summary.items, tokens.left_out))
+    summary = summary_section(arms, arm_diagnoses, unreadable, tokens.left_out)
     findings = (finding for _, diagnosis in arm_diagnoses for finding in diagnosis.findings)
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
 
@@ -75,5 +74,5 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
     write_page(path, title, sections, tokens=tokens)
 
-    unfinished = tuple(run.name for run in runs if not run.finished)
+    unfinished = tuple(run.name for run in runs if run.iteration < run.config.iterations)
     return Report(path=path, runs=len(runs), unfinished=unfinished, unreadable=tuple(unreadable))

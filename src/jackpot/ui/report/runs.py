@@ -1,4 +1,4 @@
-"""Finds runs in folders, reads them and groups them into arms.
+"""Finds runs in folders, reads them, and groups them into arms.
 
 Runs whose settings differ only in seed, threads and description are one arm.
 """
@@ -23,7 +23,7 @@ _MISSING = "(none)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Holds the settings, metrics and events of one run."""
+    """A run: its settings, metrics and events."""
 
     name: str  # path of the folder below the folder that contains all runs
     folder: Path
@@ -36,15 +36,10 @@ class Run:
         """Return the newest iteration in metrics.jsonl; -1 before the first evaluation."""
         return self.lines[-1]["iteration"] if self.lines else -1
 
-    @property
-    def finished(self) -> bool:
-        """Return whether the last iteration is in metrics.jsonl."""
-        return self.iteration >= self.config.iterations
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """Groups runs with equal settings and different seeds."""
+    """The runs of an arm: they have equal settings and different seeds."""
 
     name: str
     runs: tuple[Run, ...]
@@ -54,34 +49,34 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run folders among `paths` and, at any depth, inside those that are not run folders, each once.
 
     Raises:
-        DataError: a path is not a run folder and contains none, nor an evaluation; or there are evaluations alone.
+        DataError: a path contains neither a run nor an evaluation, or there are evaluations only.
     """
-    found = _folders(paths)
-    if runs := [folder for folder in found if not is_evaluation(folder)]:
+    folders = _folders(paths)
+    if runs := [folder for folder in folders if not is_evaluation(folder)]:
         return runs
     raise DataError(
         f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
-        f"{', '.join(map(str, found))}; give the folder that train printed"
+        f"{', '.join(map(str, folders))}; give the folder that train printed"
     )
 
 
 def find_evaluations(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of `jackpot eval` that stand where `find_runs` finds runs."""
+    """Return the folders of `jackpot eval` among `paths` and inside those that are not run folders."""
     return list(filter(is_evaluation, _folders(paths)))
 
 
 def _folders(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs and evaluations among `paths` and below them, each once."""
-    found: dict[Path, None] = {}
+    """Return the folders of runs and evaluations among `paths` and below them, as absolute paths, each once."""
+    folders: list[Path] = []
     for path in paths:
-        folders = [path] if _has_config(path) else sorted(_below(path))
-        if not folders:
+        inside = [path] if _has_config(path) else sorted(_below(path))
+        if not inside:
             raise DataError(
                 f"{path} is not a run folder and contains none: no config.yaml; give the folder that train printed, "
                 f"or a folder that contains several of them"
             )
-        found |= dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders)
-    return list(found)
+        folders += [Path(os.path.abspath(folder)) for folder in inside]
+    return list(dict.fromkeys(folders))
 
 
 def _has_config(folder: Path) -> bool:
@@ -89,18 +84,21 @@ def _has_config(folder: Path) -> bool:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs and evaluations below a folder, without those inside one of them, in hidden folders or
-    behind links."""
+    """Yield the folders of runs and evaluations below a folder.
+
+    Links, hidden folders and the insides of runs are not searched.
+    """
     for parent, names, _ in os.walk(folder):
-        inside = [name for name in names if not name.startswith(".")]
-        found = {name for name in inside if _has_config(Path(parent, name))}
-        yield from (Path(parent, name) for name in found)
-        names[:] = [name for name in inside if name not in found]
+        visible = [name for name in names if not name.startswith(".")]
+        runs = {name for name in visible if _has_config(Path(parent, name))}
+        yield from (Path(parent, name) for name in runs)
+        names[:] = [name for name in visible if name not in runs]  # os.walk goes on into these
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read settings, metrics and events of runs; a run that has just begun has no lines."""
+    """Read the settings, metrics and events of runs; a run that has just begun has no lines of metrics."""
     base = common_folder(folders)
+
     runs = []
     for folder in folders:
         files = RunFolder(folder)
@@ -123,12 +121,11 @@ def common_folder(folders: Sequence[Path]) -> Path:
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """Group runs into arms, in the order of their first runs; arms of one name are labeled by differing settings."""
-    members: dict[str, list[Run]] = {}
+    by_settings: dict[str, list[Run]] = {}
     for run in runs:
-        members.setdefault(json.dumps(settings(run.config), sort_keys=True), []).append(run)
-    groups = list(members.values())
-    names = [_common_name(group) for group in groups]
-    return [Arm(name=name, runs=tuple(group)) for name, group in zip(_distinct(names, groups), groups, strict=True)]
+        by_settings.setdefault(json.dumps(settings(run.config), sort_keys=True), []).append(run)
+    groups = list(by_settings.values())
+    return [Arm(name=name, runs=tuple(group)) for name, group in zip(_names(groups), groups, strict=True)]
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -140,10 +137,13 @@ def settings(config: Config) -> dict[str, Any]:
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that are not equal in all groups: key and the value of each group as text."""
-    of_groups = [settings(group[0].config) for group in groups]
-    keys = dict.fromkeys(key for one in of_groups for key in one)
-    rows = {key: [_text(one[key]) if key in one else _MISSING for one in of_groups] for key in keys}
-    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+    settings_of = [settings(group[0].config) for group in groups]
+    differing_settings = {}
+    for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):
+        values = [_text(group_settings[key]) if key in group_settings else _MISSING for group_settings in settings_of]
+        if len(set(values)) > 1:
+            differing_settings[key] = values
+    return differing_settings
 
 
 def _common_name(group: Sequence[Run]) -> str:
@@ -151,17 +151,17 @@ def _common_name(group: Sequence[Run]) -> str:
     return names[0] or group[0].folder.parent.name or "run"
 
 
-def _distinct(names: Sequence[str], groups: Sequence[Sequence[Run]]) -> list[str]:
-    distinct = list(names)
-    for name in dict.fromkeys(names):
-        same = [number for number, other in enumerate(names) if other == name]
-        if len(same) == 1:
-            continue
-        rows = differing([groups[number] for number in same])
-        for index, number in enumerate(same):
-            differences = ", ".join(f"{key}={values[index]}" for key, values in list(rows.items())[:3])
-            distinct[number] = f"{name} ({differences})"
-    return [name if distinct.index(name) == number else f"{name} #{number + 1}" for number, name in enumerate(distinct)]
+def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return a distinct name for each arm: that of its folders, with settings that differ or a number if need be."""
+    folder_names = [_common_name(group) for group in groups]
+    names = list(folder_names)
+    for name in dict.fromkeys(folder_names):
+        indices = [index for index, folder_name in enumerate(folder_names) if folder_name == name]
+        if len(indices) > 1:
+            settings_by_key = list(differing([groups[index] for index in indices]).items())[:3]
+            for column, index in enumerate(indices):
+                names[index] = f"{name} ({', '.join(f'{key}={values[column]}' for key, values in settings_by_key)})"
+    return [name if names.index(name) == index else f"{name} #{index + 1}" for index, name in enumerate(names)]
 
 
 def _text(value: Any) -> str:

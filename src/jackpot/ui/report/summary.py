@@ -1,7 +1,7 @@
-"""Makes the first section of a report: the outcome of each run, and how the arms differ."""
+"""The first section of a report: the outcome of each run, and how the arms differ."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
 from jackpot.analysis.diagnose.saved import read_saved
@@ -24,29 +24,42 @@ def diagnoses(arms: Sequence[Arm]) -> list[tuple[Run, Diagnosis]]:
     return [(run, diagnose(run.lines, run.events, run.config, read_saved(run.folder, run.config))) for run in runs]
 
 
-def summary_section(arms: Sequence[Arm], found: Sequence[tuple[Run, Diagnosis]], unreadable: Sequence[str]) -> Section:
+def summary_section(
+    arms: Sequence[Arm],
+    run_diagnoses: Sequence[tuple[Run, Diagnosis]],
+    unreadable: Sequence[str],
+    *further: Table,
+) -> Section:
     """Return tables of results, verdicts, findings, differing settings, events and files that were left out.
 
+    Tables without rows are left out.
+
     Args:
-        found: what `diagnoses` returns for the arms.
+        arms: arms of the report.
+        run_diagnoses: what `diagnoses` returns for the arms.
+        unreadable: a sentence about each file that was left out.
+        further: tables to add at the end.
     """
     runs = [(arm, run) for arm in arms for run in arm.runs]
     tables = [
-        *_results(runs, [diagnosis for _, diagnosis in found]),
+        *_results(runs, [diagnosis for _, diagnosis in run_diagnoses]),
         Table(
             title="Diagnosis",
             columns=("run", "verdict"),
-            rows=tuple((run.name, diagnosis.summary) for run, diagnosis in found),
+            rows=tuple((run.name, diagnosis.summary) for run, diagnosis in run_diagnoses),
         ),
-        _findings(found),
+        _findings(run_diagnoses),
         Table(
             title="Signs of the runs without a finding",
             columns=("run", "signs"),
-            rows=tuple((run.name, " ".join(diagnosis.coverage)) for run, diagnosis in found if not diagnosis.findings),
+            rows=tuple(
+                (run.name, " ".join(diagnosis.coverage)) for run, diagnosis in run_diagnoses if not diagnosis.findings
+            ),
         ),
         _settings(arms),
         _events([run for _, run in runs]),
         Table(title="Files left out", columns=("file",), rows=tuple((line,) for line in unreadable)),
+        *further,
     ]
 
     return Section(title="Summary", intro=_intro(arms), items=tuple(table for table in tables if table.rows))
@@ -54,27 +67,27 @@ def summary_section(arms: Sequence[Arm], found: Sequence[tuple[Run, Diagnosis]],
 
 def _intro(arms: Sequence[Arm]) -> str:
     runs = [run for arm in arms for run in arm.runs]
-    words = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
+    sentences = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
     if any(len(arm.runs) > 1 for arm in arms):
-        words.append(
+        sentences.append(
             f"Lines are means over the seeds of an arm that have a number at that iteration; bands of fewer than "
             f"{FEW_SEEDS} seeds go {describe_error_bars(1)}, of more seeds {describe_error_bars(FEW_SEEDS)}."
         )
     if any(len(run.lines) > MOST_POINTS for run in runs):
-        words.append(
+        sentences.append(
             f"Lines of more than {MOST_POINTS} points are reduced to the smallest and the largest of each stretch."
         )
-    return " ".join(words)
+    return " ".join(sentences)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> list[Table]:
-    """Return a table of the runs with each measure, so that a column has one unit."""
+def _results(runs: Sequence[tuple[Arm, Run]], run_diagnoses: Sequence[Diagnosis]) -> list[Table]:
+    """Return a table of the runs that measure accuracy, and one of those that measure reward: a column has one unit."""
     rows: dict[str | None, list[tuple[str, ...]]] = {}
-    for (arm, run), diagnosis in zip(runs, found, strict=True):
+    for (arm, run), diagnosis in zip(runs, run_diagnoses, strict=True):
         measure = next(filter(None, map(measure_of, run.lines)), None)
         row = (
             run.name,
@@ -87,8 +100,8 @@ def _results(runs: Sequence[tuple[Arm, Run]], found: Sequence[Diagnosis]) -> lis
         )
         rows.setdefault(measure, []).append(row)
 
-    ways = ", ".join(sorted({run.config.evaluation_sampling.described for _, run in runs}))
-    when = f"on held-out problems at the first and at the newest evaluation ({ways})."
+    sampling = ", ".join(sorted({run.config.evaluation_sampling.described for _, run in runs}))
+    when = f"on held-out problems at the first and at the newest evaluation ({sampling})."
     notes = {"accuracy": f"Accuracy {when}", "reward": f"Mean reward {when}", None: "Nothing was evaluated."}
     return [
         Table(title="Runs", columns=_RESULTS, rows=tuple(rows[measure]), note=note)
@@ -102,8 +115,8 @@ def _before_after(run: Run, role: str) -> tuple[str, str]:
     return (values[0], values[-1]) if values else (_NOTHING, _NOTHING)
 
 
-def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:
-    rows = [(run.name, *finding_cells(finding)) for run, diagnosis in found for finding in diagnosis.findings]
+def _findings(run_diagnoses: Sequence[tuple[Run, Diagnosis]]) -> Table:
+    rows = [(run.name, *_finding_cells(finding)) for run, diagnosis in run_diagnoses for finding in diagnosis.findings]
     return Table(
         title="Findings, causes before their symptoms",
         columns=("run", "metric", "since iteration", "then", "now", "limit", "explanation", "suggestion"),
@@ -111,11 +124,16 @@ def _findings(found: Sequence[tuple[Run, Diagnosis]]) -> Table:
     )
 
 
-def finding_cells(finding: Finding) -> tuple[str, ...]:
-    """Format metric, first unhealthy iteration, value then, value now, limit, explanation and suggestion."""
-    limit = f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}"
-    numbers = (str(finding.since), f"{finding.then:.3g}", f"{finding.now:.3g}", limit)
-    return finding.metric, *numbers, finding.explanation, finding.suggestion
+def _finding_cells(finding: Finding) -> tuple[str, ...]:
+    return (
+        finding.metric,
+        str(finding.since),
+        f"{finding.then:.3g}",
+        f"{finding.now:.3g}",
+        f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}",
+        finding.explanation,
+        finding.suggestion,
+    )
 
 
 def _settings(arms: Sequence[Arm]) -> Table:
@@ -130,17 +148,15 @@ def _settings(arms: Sequence[Arm]) -> Table:
 def _events(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
-        counts: dict[str, list[dict[str, Any]]] = {}
-        for event in run.events:
-            counts.setdefault(event["event"], []).append(dict(event))
-
-        for name, those in counts.items():
-            newest = those[-1]
-            details = {key: value for key, value in newest.items() if key not in ("event", "iteration", "time")}
-            text = ", ".join(
-                f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in details.items()
+        counts = Counter(event["event"] for event in run.events)
+        newest = {event["event"]: event for event in run.events}
+        for name, count in counts.items():
+            details = ", ".join(
+                f"{key} {f'{value:.4g}' if isinstance(value, float) else value}"
+                for key, value in newest[name].items()
+                if key not in ("event", "iteration", "time")
             )
-            rows.append((run.name, name, str(len(those)), str(newest["iteration"]), text[:300]))
+            rows.append((run.name, name, str(count), str(newest[name]["iteration"]), details[:300]))
 
     columns = ("run", "event", "count", "newest at iteration", "details of the newest")
     return Table(title="Events", columns=columns, rows=tuple(rows))

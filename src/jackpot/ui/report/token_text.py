@@ -1,7 +1,7 @@
 """Turns token ids into readable text.
 
-The saved rollouts contain the text of their own tokens. The text of a token that occurs only in a top-k comes from the
-tokenizer's file, if it is on this machine.
+Saved rollouts contain the text of their own tokens; that of a token which is only in a top-k list comes from the
+tokenizer's file, if that is on this machine.
 """
 
 import contextlib
@@ -26,35 +26,41 @@ _LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of b
 
 @dataclass(slots=True)
 class TokenTexts:
-    """Collects the token ids of a page, and the tokenizer's strings of those that are known."""
+    """The token ids of a page, and the tokenizer's strings of those that are known."""
 
     raw: dict[int, str] = field(default_factory=dict)  # id: the tokenizer's string
     needed: set[int] = field(default_factory=set)  # ids whose text the page shows
 
     def add_known(self, ids: np.ndarray, tokens: Sequence[str | None]) -> None:
-        """Store the tokenizer's strings of these ids; None of an id that pads the output layer."""
+        """Store the tokenizer's strings of these ids; an id that only pads the output layer has None."""
         self.needed |= set(ids.tolist())
-        self.raw |= {number: token for number, token in zip(ids.tolist(), tokens, strict=True) if token is not None}
+        self.raw |= {token_id: token for token_id, token in zip(ids.tolist(), tokens, strict=True) if token is not None}
 
     def add_needed(self, ids: np.ndarray) -> None:
-        """Ask for the text of these ids, which `texts_of` looks up."""
+        """Note that the page needs the text of these ids; `texts_of` looks it up."""
         self.needed |= set(np.unique(ids).tolist())
 
 
 def texts_of(words: TokenTexts, run: Path, config: Config) -> dict[str, str]:
-    """Return the text of every id; an id whose text is not known becomes `#17`."""
+    """Return the text of every id of a run's page, by the id as text; the unknown text of id 17 becomes `#17`."""
     raw = dict(words.raw)
     missing = words.needed - raw.keys()
     if missing and (path := _tokenizer_file(run, config)):
         tokenizer = Tokenizer.from_file(str(path))
-        raw |= {number: token for number in missing if (token := tokenizer.id_to_token(number)) is not None}
+        raw |= {token_id: token for token_id in missing if (token := tokenizer.id_to_token(token_id)) is not None}
+
     in_bytes = any(mark in token for token in raw.values() for mark in _MARKS_OF_BYTES)
-    shown = {number: readable(token, in_bytes) for number, token in raw.items()}
-    return {str(number): shown.get(number, f"#{number}") for number in sorted(words.needed | raw.keys())}
+    texts = {token_id: readable(token, in_bytes) for token_id, token in raw.items()}
+    return {str(token_id): texts.get(token_id, f"#{token_id}") for token_id in sorted(words.needed | raw.keys())}
 
 
 def readable(token: str, in_bytes: bool) -> str:
-    """Turn a tokenizer's string into text: `Ġthe` and `▁the` become ` the`, a part of a character its bytes."""
+    """Turn a tokenizer's string into text: `Ġthe` and `▁the` become ` the`, a part of a character becomes its bytes.
+
+    Args:
+        token: the string in the tokenizer's vocabulary.
+        in_bytes: whether the tokenizer represents every byte by a letter.
+    """
     if match := _BYTE.fullmatch(token):
         content = bytes([int(match[1], 16)])
     elif in_bytes and all(letter in _LETTERS for letter in token):
@@ -68,7 +74,7 @@ def readable(token: str, in_bytes: bool) -> str:
 
 
 def _tokenizer_file(run: Path, config: Config) -> Path | None:
-    """Find tokenizer.json of the newest checkpoint, else of the policy at the start; nothing is downloaded."""
+    """Return tokenizer.json of the newest checkpoint, else of the policy at the start; nothing is downloaded."""
     folders = [run / "checkpoints" / "last" / "policy"]
     with contextlib.suppress(ModelError):  # the folder may have been deleted since the run began
         folders.append(Path(resolve_path(config.policy.path)))

@@ -1,4 +1,7 @@
-"""Prints lines, tables, names of written files and what to type next; no text is read as markup or moves the cursor."""
+"""Prints lines, tables, names of written files and commands to type next.
+
+No text is read as markup, and no control character in it reaches the terminal.
+"""
 
 import logging
 import textwrap
@@ -16,16 +19,15 @@ from jackpot.ui.lazy import lazy
 with lazy():
     from jackpot.ui import charts
 
-_MOST_ROWS = 40  # of a table in the terminal; a longer one is a detail
-_TEXT = 24  # width that a column of text needs at least, if it has as much; it breaks between words, characters
-_KEPT = "\n\t"
+_MOST_ROWS = 40  # rows of a table that the terminal shows without --all
+_TEXT_WIDTH = 24  # characters; a column of longer texts is never narrower, and breaks between words
 _CONTROLS = {  # C0, DEL and C1, with which text moves the cursor, clears the screen or renames the window
-    code: f"⟨{code:02X}⟩" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in _KEPT
+    code: f"⟨{code:02X}⟩" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
 }
 
 
 def printable(text: str) -> str:
-    r"""Replace control characters but line breaks and tabs by their codes.
+    r"""Replace every control character, except line breaks and tabs, by its code.
 
     >>> printable("\x1b[2J")
     '⟨1B⟩[2J'
@@ -34,29 +36,37 @@ def printable(text: str) -> str:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Return text to print as it is: `printable`, and `[bold]` in it is not read as markup."""
+    """Return a text that rich prints as it is: without control characters, and `[bold]` in it is no markup."""
     return Text(printable(text), style=style)
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log messages, which quote servers and paths, without control characters."""
+    """A formatter that removes control characters from log messages, which quote servers and paths."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the message as `printable` text."""
+        """Format a message, then replace its control characters."""
         return printable(super().format(record))
 
 
 def print_line(console: Console, text: str, is_whole: bool = False) -> None:
     """Print text as it is: no markup, no control characters, no colors for numbers.
 
-    A terminal gets line breaks between words, but for lines that are `is_whole`: commands and files, which are copied.
-    A log gets none, so that a program finds whole lines.
+    A terminal breaks long lines between words. A log has no line breaks, so that programs find whole lines.
+
+    Args:
+        is_whole: whether the terminal must not break the line either, because users copy it: a command or a path.
     """
     console.print(plain(text), highlight=False, soft_wrap=is_whole or not console.is_terminal)
 
 
+def print_lines(console: Console, texts: Iterable[str], head: str = "") -> None:
+    """Print each text on its own line, after `head`, as `print_line` does."""
+    for text in texts:
+        print_line(console, head + text)
+
+
 def labelled(lines: Mapping[str, str]) -> str:
-    """Lay texts out below each other, each behind its label."""
+    """Return the texts below each other, each after its label, aligned."""
     width = max(map(len, lines)) + 1
     return "\n".join(f"{label + ':':<{width}} {text}" for label, text in lines.items())
 
@@ -72,10 +82,11 @@ def show_answer(
     """Print verdicts, then tables, then the names of written files, then commands.
 
     Args:
-        verdicts: what answers the user's question: sentences, or `labelled` lines.
-        sections: of their tables those marked `is_detail` are printed only with `show_all`.
-        files: as in `show_files`.
-        commands: as in `show_next`.
+        verdicts: the answer to the user's question: sentences, or `labelled` lines.
+        sections: sections with the tables; their charts are not printed.
+        show_all: whether to print the tables marked `is_detail` too.
+        files: files that were written, all in one folder.
+        commands: each command to type next, with its purpose.
     """
     for verdict in verdicts:
         console.print(plain(f"{verdict}\n", style="bold"), highlight=False)
@@ -87,19 +98,20 @@ def show_answer(
 
 
 def show_next(console: Console, commands: Mapping[str, str]) -> None:
-    """Print what to type next: each command, never broken, with what it is for."""
+    """Print the commands to type next, each with its purpose; a command is never broken into lines."""
     if commands:
         print_line(console, "Next:")
     for command, purpose in commands.items():
         line = f"  {command}  # {purpose}"
-        fits = cell_len(line) <= console.width
-        print_line(console, line if fits else f"  {command}\n      # {purpose}", is_whole=True)
+        if cell_len(line) > console.width:
+            line = f"  {command}\n      # {purpose}"
+        print_line(console, line, is_whole=True)
 
 
 def show_tables(console: Console, sections: Iterable["charts.Section"], show_all: bool = True) -> int:
     """Print the tables of a page with their notes; return how many were left out.
 
-    Left out, but for `show_all`, are those marked `is_detail` and those too long for a terminal.
+    Without `show_all`, tables that are marked `is_detail` or too long for a terminal are left out.
     """
     tables = [item for section in sections for item in section.items if isinstance(item, charts.Table)]
     shown = [table for table in tables if show_all or not (table.is_detail or len(table.rows) > _MOST_ROWS)]
@@ -121,26 +133,32 @@ def show_table(
 ) -> None:
     """Print one table; no cell is read as markup.
 
-    Numbers are never broken. Columns for which the console is too narrow follow in further tables, each of which begins
-    with the first column.
+    If the console is too narrow, the last columns follow in further tables, each of which repeats the first column.
 
     Args:
-        columns: heads, of which those in `numbers` are aligned to the right.
+        columns: heads of the columns.
+        rows: texts [row][column].
+        numbers: heads of the columns of numbers, which are aligned to the right and never broken into lines.
     """
     if title:
         print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
-    columns, rows = tuple(columns), [tuple(row) for row in rows]
-    cells = [[row[index] for row in rows] for index in range(len(columns))]
-    needs = [_need(head, texts, head in numbers) for head, texts in zip(columns, cells, strict=True)]
-    widths = [max(map(cell_len, [head, *texts])) for head, texts in zip(columns, cells, strict=True)]
+    rows = [tuple(row) for row in rows]
+    heads = tuple(columns)
+    needed: list[int] = []  # width of each column below which it cannot be read
+    widths: list[int] = []  # width of each column without line breaks
+    for index, head in enumerate(heads):
+        cells = [row[index] for row in rows]
+        needed.append(_needed_width(head, cells, head in numbers))
+        widths.append(max(map(cell_len, [head, *cells])))
 
-    for part in _parts(needs, console.width):
+    for indices in _divide_columns(needed, console.width):
         table = TerminalTable(box=box, show_header=show_header)
-        fits = _whole(widths[index] for index in part) <= console.width
-        for index in part:
-            head, is_number = columns[index], columns[index] in numbers
+        fits = _table_width(widths[index] for index in indices) <= console.width
+        for index in indices:
+            head = heads[index]
+            is_number = head in numbers
             if is_number and not fits:
-                head = textwrap.fill(head, needs[index], break_long_words=False)
+                head = textwrap.fill(head, needed[index], break_long_words=False)
             table.add_column(
                 plain(head),
                 justify="right" if is_number else "left",
@@ -149,29 +167,30 @@ def show_table(
             )
 
         for row in rows:
-            table.add_row(*(plain(row[index]) for index in part))
+            table.add_row(*(plain(row[index]) for index in indices))
         console.print(table)
 
 
-def _whole(widths: Iterable[int]) -> int:
-    """Return the width of a table with columns of these widths, borders included."""
+def _table_width(widths: Iterable[int]) -> int:
+    """Return the width of a table with columns of these widths, including its borders."""
     return sum(width + 3 for width in widths) + 1
 
 
-def _need(head: str, cells: Sequence[str], is_number: bool) -> int:
+def _needed_width(head: str, cells: Sequence[str], is_number: bool) -> int:
     """Return the width below which a column cannot be read, characters."""
-    longest = max(map(cell_len, cells), default=0)
-    return max(*map(cell_len, head.split() or [""]), longest if is_number else min(longest, _TEXT), 1)
+    longest_word = max(map(cell_len, head.split()), default=0)
+    longest_cell = max(map(cell_len, cells), default=0)
+    return max(longest_word, longest_cell if is_number else min(longest_cell, _TEXT_WIDTH), 1)
 
 
-def _parts(needs: Sequence[int], width: int) -> list[list[int]]:
-    """Divide the columns, by their indices, into tables that fit, each with the first column."""
-    parts: list[list[int]] = [[0]]
-    for index in range(1, len(needs)):
-        if _whole(needs[column] for column in [*parts[-1], index]) > width and len(parts[-1]) > 1:
-            parts.append([0])
-        parts[-1].append(index)
-    return parts
+def _divide_columns(needed: Sequence[int], width: int) -> list[list[int]]:
+    """Divide the indices of columns that need these widths into tables that fit, each with the first column."""
+    tables: list[list[int]] = [[0]]
+    for index in range(1, len(needed)):
+        if _table_width(needed[column] for column in [*tables[-1], index]) > width and len(tables[-1]) > 1:
+            tables.append([0])
+        tables[-1].append(index)
+    return tables
 
 
 def show_files(console: Console, files: Sequence[Path]) -> None:

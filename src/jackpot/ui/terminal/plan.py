@@ -1,4 +1,4 @@
-"""Prints what a run would do and need: the plan of `--dry-run`, and the changes of `--tiny`."""
+"""Prints what a run would do and need: the plan of `--dry-run` and the changes of `--tiny`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
 from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
-from jackpot.ui.terminal.output import print_line, show_table
+from jackpot.ui.terminal.output import print_lines, show_table
 
 GB = 1e9  # bytes; GPUs are sold in these, not in GiB
 _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout share", "on policy", "saved")
@@ -33,7 +33,11 @@ def show_plan(
     """Print what a run would do.
 
     Args:
-        memory: of one process; None for several ranks, and for a large run, whose GPUs `show_needs` prints.
+        config: settings of the run.
+        sizes: parameters of each model.
+        memory: memory of a run in one process; None for several ranks, and for a large run (`show_needs`).
+        prompts: lengths of the task's prompts.
+        folder: the run folder.
     """
     batch = config.batch
     correction = config.objective.correction
@@ -65,14 +69,15 @@ def show_plan(
 
 
 def _peak(memory: MemoryPlan) -> str:
-    """Say how many bytes the run holds at its peak, and in which parts."""
-    parts = ", ".join(
+    """Say how many bytes the run holds at its peak, and what they are for."""
+    items = ", ".join(
         f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__ if name != "sleeping"
     )
-    parts += f" (engines release {_bytes(memory.sleeping)} while the learner trains)" if memory.sleeping else ""
+    if memory.sleeping:
+        items += f" (engines release {_bytes(memory.sleeping)} while the learner trains)"
     if memory.training is None:
-        return f"more than {_bytes(memory.peak)}: {parts}; the activations depend on values and are not known"
-    return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {parts}"
+        return f"more than {_bytes(memory.peak)}: {items}; the activations depend on values and are not known"
+    return f"{_bytes(memory.peak)} at the peak, with all responses of full length: {items}"
 
 
 def _bytes(count: int) -> str:
@@ -81,23 +86,24 @@ def _bytes(count: int) -> str:
 
 def _engine(config: Config) -> str:
     """Say which engine generates, in which precision, and which engine evaluates the policy."""
-    settings, other = config.engine, config.evaluation.engine
+    engine = config.engine
     head = ", output layers in fp32" if config.head_dtype else ""
-    parts = [f"{_precision(settings)}, training in {config.precision}{head}"]
-    if isinstance(settings, ServerEngineConfig):
-        parts.append(f"servers {', '.join(settings.urls)}")
+    facts = [f"{_precision(engine)}, training in {config.precision}{head}"]
+    if isinstance(engine, ServerEngineConfig):
+        facts.append(f"servers {', '.join(engine.urls)}")
     if config.draft:
-        parts.append(f"the rollout model drafts for the policy, tokens {config.draft.tokens}, lam {config.draft.lam:g}")
+        facts.append(f"the rollout model drafts for the policy, tokens {config.draft.tokens}, lam {config.draft.lam:g}")
     if config.batch.ahead:
-        parts.append(f"up to {config.batch.ahead} rollout batches ahead")
-    if other:
-        parts.append(f"evaluation of the policy with {_precision(other)}")
-    return "; ".join(parts)
+        facts.append(f"up to {config.batch.ahead} rollout batches ahead")
+    if config.evaluation.engine:
+        facts.append(f"evaluation of the policy with {_precision(config.evaluation.engine)}")
+    return "; ".join(facts)
 
 
 def _processes(config: Config) -> str:
-    """Say how many processes train, as torchrun started this one or Ray will, and how many more have engines."""
-    placement, ranks = config.placement, process_rank().size
+    """Say how many processes train, those that torchrun started or Ray will start, and how many more have engines."""
+    placement = config.placement
+    ranks = process_rank().size
     shared = ", on the ranks' GPUs, asleep while these train" if config.shares_gpus else ""
     if placement.launcher == "ray":
         return (
@@ -114,16 +120,12 @@ def _processes(config: Config) -> str:
 
 def _precision(engine: EngineConfig) -> str:
     """Name an engine and the precision of its weights, linear layers and cache."""
-    settings, parts = engine.model_dump(), [f"{engine.name} in {engine.dtype}"]
-    if settings.get("head_dtype"):
-        parts.append(f"output layer in {engine.head_dtype}")
-    if settings.get("quantization"):
-        parts.append(f"linear layers {engine.quantization}")
-    if settings.get("kv_cache_dtype"):
-        parts.append(f"keys and values {engine.kv_cache_dtype}")
-    if settings.get("attn_implementation") == "eager":
-        parts.append("eager attention")
-    return ", ".join(parts)
+    settings = engine.model_dump()  # engines have different ones
+    labels = {"head_dtype": "output layer in", "quantization": "linear layers", "kv_cache_dtype": "keys and values"}
+    facts = [f"{engine.name} in {engine.dtype}"]
+    facts += [f"{label} {settings[name]}" for name, label in labels.items() if settings.get(name)]
+    facts += ["eager attention"] if settings.get("attn_implementation") == "eager" else []
+    return ", ".join(facts)
 
 
 def _evaluation(config: Config) -> str:
@@ -135,25 +137,21 @@ def _evaluation(config: Config) -> str:
 
 
 def _objective(config: Config) -> str:
-    """Name the advantage, the aggregation of the loss, and each further term of it."""
+    """Name the advantage, the aggregation of the loss, and each further term of the loss."""
     objective = config.objective
-    parts = [f"advantage {objective.advantage}", f"{objective.loss_agg_mode} over {objective.count} tokens"]
-
+    terms = [f"advantage {objective.advantage}", f"{objective.loss_agg_mode} over {objective.count} tokens"]
     if config.critic:
-        parts.append(f"critic from {config.critic.path or config.policy.path}")
-    if objective.reference:
-        path, weight = objective.reference.path or config.policy.path, objective.reference.kl_loss_coef
-        parts.append(f"{weight:g} x KL to {path} ({objective.reference.kl_loss_type})")
+        terms.append(f"critic from {config.critic.path or config.policy.path}")
+    if reference := objective.reference:
+        path = reference.path or config.policy.path
+        terms.append(f"{reference.kl_loss_coef:g} x KL to {path} ({reference.kl_loss_type})")
     if objective.entropy_coeff:
-        parts.append(f"{objective.entropy_coeff:g} x entropy")
-    if objective.overlong_buffer:
-        parts.append(
-            f"up to -{objective.overlong_buffer.penalty_factor:g} for the last {objective.overlong_buffer.len} tokens"
-        )
+        terms.append(f"{objective.entropy_coeff:g} x entropy")
+    if buffer := objective.overlong_buffer:
+        terms.append(f"up to -{buffer.penalty_factor:g} for the last {buffer.len} tokens")
     if config.batch.filter_groups:
-        parts.append(f"groups filtered, at most {config.batch.filter_groups.max_num_gen_batches} generation batches")
-
-    return "; ".join(parts)
+        terms.append(f"groups filtered, at most {config.batch.filter_groups.max_num_gen_batches} generation batches")
+    return "; ".join(terms)
 
 
 def _trained(config: Config, sizes: Mapping[Role, ModelSize]) -> str:
@@ -172,8 +170,7 @@ def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
     show_table(console, "GPUs and hours by arithmetic (docs/cost.md)", _COLUMNS, rows, _COLUMNS[1:])
-    for sentence in (_memory(estimate.stated), *unpriced(config), *_assumptions(config, estimate)):
-        print_line(console, sentence)
+    print_lines(console, (_memory(estimate.stated), *unpriced(config), *_assumptions(config, estimate)))
 
 
 def is_on_policy(config: Config) -> bool:
@@ -186,19 +183,19 @@ def _name(row: MachineEstimate) -> str:
 
 
 def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
-    """Format memory and hours of one machine; a run that does not fit into its memory has `-` for its hours."""
+    """Format the memory and the hours of one machine; if the run does not fit into the memory, the hours are `-`."""
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
         return [memory, "-", *[""] * (len(_COLUMNS) - 3)]
     hours, alone = row.hours, row.alone
-    parts = [_hours(part) for part in (hours.all, hours.generation, hours.training, hours.evaluating)]
+    phases = [_hours(phase) for phase in (hours.all, hours.generation, hours.training, hours.evaluating)]
     compared = ["", ""] if on_policy else [_hours(alone.all), f"{1 - hours.all / alone.all:.0%}"]
-    return [memory, *parts, f"{hours.rollout_share:.0%}", *compared]
+    return [memory, *phases, f"{hours.rollout_share:.0%}", *compared]
 
 
-def _hours(count: float) -> str:
-    return f"{count:.1f}" if count < 100 else f"{count:,.0f}"
+def _hours(hours: float) -> str:
+    return f"{hours:.1f}" if hours < 100 else f"{hours:,.0f}"
 
 
 def _memory(row: MachineEstimate) -> str:
@@ -206,38 +203,39 @@ def _memory(row: MachineEstimate) -> str:
     shard = row.shard
     training = "activations unknown" if shard.training is None else f"activations and loss {shard.training / GB:.1f}"
     engines = f"engines {shard.resting / GB:.1f}, while they generate {shard.generation / GB:.1f}"
-    spread = max(shard.tensor_parallel.values(), default=1)
+    engine_gpus = max(shard.tensor_parallel.values(), default=1)
     return (
         f"Each of {_name(row)}, in GB: weights {shard.weights / GB:.1f}, optimizer {shard.optimizer / GB:.1f}, "
         f"gradients {shard.gradients / GB:.1f}, {'copies of weights' if shard.gpus == 1 else 'gathered layers'} "
         f"{shard.gathered / GB:.1f}, {training}, {engines}"
-        f"{f', each engine on {spread} GPUs' if spread > 1 else ''}."
+        f"{f', each engine on {engine_gpus} GPUs' if engine_gpus > 1 else ''}."
     )
 
 
 def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     """List the smallest machine on which the run fits and the assumptions behind the numbers."""
-    prompts, said = estimate.prompts, [fitting(estimate)]
+    sentences = [fitting(estimate)]
     if estimate.stated.shard.gpus > 1 or not any(estimate.fewest.values()):
-        said[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
+        sentences[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
 
     tokens, limit = config.batch.rollouts * estimate.response, config.sampling.max_new_tokens
-    said.append(
+    sentences.append(
         f"Assumed: responses of {estimate.response:,.0f} tokens in the mean, {tokens:,.0f} an iteration. This guess "
         f"from sampling.max_new_tokens ({limit:,}) decides the hours, which grow about in proportion; the metric "
         "response/tokens of a run has the true mean. On-policy: hours if the policy generates as many "
         "responses itself and takes one step on each batch, with as many evaluations."
     )
 
-    said += _costs(config, estimate)
+    sentences += _costs(config, estimate)
+    prompts = estimate.prompts
     if prompts.assumed:
-        said.append(
+        sentences.append(
             f"Assumed: prompts of {prompts.mean:,.0f} tokens, at most {prompts.longest:,}. Why: {prompts.assumed}."
         )
     from_table = [path for path in dict.fromkeys(config.model_paths().values()) if is_from_table(load_config(path))]
     if from_table:
-        said.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
-    return said
+        sentences.append(f"Shapes of {', '.join(from_table)}: Jackpot's own table, because the hub cannot be reached.")
+    return sentences
 
 
 def fitting(estimate: CostEstimate) -> str:
@@ -247,7 +245,7 @@ def fitting(estimate: CostEstimate) -> str:
 
 
 def unpriced(config: Config) -> list[str]:
-    """Say that the hours do not hold where training computes slower than at the GPU's peak; nothing elsewhere."""
+    """Return a warning if training computes slower than at the GPU's peak, on which the hours rest; else nothing."""
     if config.precision != "int8":
         return []
     return [
@@ -257,45 +255,44 @@ def unpriced(config: Config) -> list[str]:
 
 
 def _costs(config: Config, estimate: CostEstimate) -> list[str]:
-    """Say what the run costs beside the policy alone, whole: rollout FLOPs, all FLOPs, and hours with evaluations."""
+    """Say what the run costs compared with a run of the policy alone: rollout FLOPs, all FLOPs, and hours."""
     row = next((row for row in (estimate.stated, *estimate.rows) if row.hours), None)
     if row is None or row.hours is None or row.alone is None:
         return []
 
     hours, alone = row.hours, row.alone
-    said = [
+    sentences = [
         f"On {_name(row)} evaluations, one every {config.evaluation.every} iterations, take "
         f"{hours.evaluating / hours.all:.0%} of the hours; all columns but rollout share count them."
     ]
 
     if not is_on_policy(config):
-        said.append(
+        sentences.append(
             f"Modelled cost beside the policy alone: {estimate.flops.rollouts:.0%} of its rollout FLOPs, "
             f"{estimate.flops.all:.0%} of all FLOPs (rollouts, training of every model, evaluations), "
             f"{hours.all / alone.all:.0%} of its hours ({hours.iterations / alone.iterations:.0%} without evaluations)."
         )
 
     if row.ahead:
-        said.append(
+        sentences.append(
             f"Beside a policy alone that generates ahead, on the best split of these GPUs, with {HEAD_DRAFTS} drafts a "
             f"pass by a head of one layer ({HEAD_ACCEPTANCE:.0%} accepted) where they pay: "
             f"{hours.all / row.ahead.all:.0%} of its {_hours(row.ahead.all)} hours "
             f"({hours.iterations / row.ahead.iterations:.0%} without evaluations)."
         )
 
-    return said
+    return sentences
 
 
 def show_tiny(console: Console, tiny: TinyRun) -> None:
-    """Print every setting that `--tiny` replaces, and where its problems come from."""
-    text = (
+    """Print every setting that `--tiny` replaces, and the source of its problems."""
+    title = (
         "--tiny: small models with random weights and few problems, to see that every part of the recipe runs here. "
         "Its numbers mean nothing. It changes"
     )
-    rows = [(key, _text(recipe), _text(here)) for key, recipe, here in tiny.changes]
-    show_table(console, text, ("setting", "recipe", "here"), rows)
-    for line in tiny.data:
-        print_line(console, line)
+    rows = [(key, _text(before), _text(after)) for key, before, after in tiny.changes]
+    show_table(console, title, ("setting", "recipe", "here"), rows)
+    print_lines(console, tiny.data)
 
 
 def _text(value: object) -> str:

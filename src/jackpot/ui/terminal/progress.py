@@ -1,4 +1,4 @@
-"""Shows how far a command is: bars in a terminal, single lines in a log."""
+"""Shows how far a command has come: bars in a terminal, single lines in a log."""
 
 import errno
 import time
@@ -17,7 +17,7 @@ LINE_SECONDS = 5.0  # shortest time between two lines of a log, seconds
 
 @contextmanager
 def progress(console: Console) -> Iterator["Counts"]:
-    """Yield an object whose `update` shows the progress while the work goes on; it shows stages too."""
+    """Show counts and stages while the block runs; yield the `Counts` whose `update` the work calls."""
     counts = Counts(console)
     with counts.live if console.is_terminal else nullcontext(), listening(counts.stage):
         yield counts
@@ -27,7 +27,7 @@ def progress(console: Console) -> Iterator["Counts"]:
 
 @contextmanager
 def _outliving_terminal() -> Iterator[None]:
-    """Write to a terminal that may be gone: SIGHUP, which asks a run to stop, can come a moment after a write fails."""
+    """Ignore that the terminal is gone: a write may fail a moment before SIGHUP arrives and asks the run to stop."""
     try:
         yield
     except OSError as error:
@@ -36,9 +36,9 @@ def _outliving_terminal() -> Iterator[None]:
 
 
 class Counts:
-    """Counted things: in a terminal bars over the newest facts and the stage, in a log a line every few seconds.
+    """The progress of counted work, such as iterations: bars in a terminal, a line every few seconds in a log.
 
-    Lines that are due are printed at once, and stay above the bars.
+    A terminal shows the newest facts and the stage below the bars, and keeps lines marked as due above them.
     """
 
     def __init__(self, console: Console) -> None:
@@ -53,8 +53,10 @@ class Counts:
             console=console,
         )
 
-        self._begun: dict[str, tuple[TaskID, float, int]] = {}  # of each name: its bar, and time and count at first
-        self._last = -LINE_SECONDS  # when the newest line was printed
+        self._starts: dict[
+            str, tuple[TaskID, float, int]
+        ] = {}  # by name: bar, and the time and count of its first update
+        self._last_line = -LINE_SECONDS  # when the newest line was printed
         self._facts: dict[str, str] = {}
         self._stage = ""
         self.live = Live(self._frame(), console=console, refresh_per_second=4)
@@ -72,43 +74,45 @@ class Counts:
         is_due: bool = False,
         lasting: Collection[str] | None = None,
     ) -> None:
-        """Show the count of one thing and facts about it; over bars a fact stays until a newer one replaces it.
+        """Show a count with facts about it; below bars, a fact stays until a newer value replaces it.
 
         Args:
-            name: what is counted, for example an iteration or a benchmark.
-            facts: name and formatted value.
-            noun: what stands behind the count.
+            name: what is counted, for example iteration, or the name of a benchmark.
+            facts: formatted values by their names.
+            noun: text after the count.
             start: count at which this process began; None takes the first `done`.
-            is_due: print a line that stays, in a log at once; bars always show the newest count.
-            lasting: names of the facts in the line that stays above the bars, and only there; None: all.
+            is_due: whether to print a line that stays; a log gets it at once.
+            lasting: names of the facts that a terminal shows in such a line and nowhere else; None: all of them.
         """
         now = time.monotonic()
-        if name not in self._begun:
-            begun = done if start is None else start
-            bar = self._bars.add_task(printable(name), total=total, completed=begun, noun=noun)
-            self._begun[name] = (bar, now, done)
-        bar, begun_at, first = self._begun[name]
+        if name not in self._starts:
+            completed = done if start is None else start
+            bar = self._bars.add_task(printable(name), total=total, completed=completed, noun=noun)
+            self._starts[name] = (bar, now, done)
+        bar, start_time, start_count = self._starts[name]
         count = f"{name} {done:,}/{total:,}{noun}"
 
         if self._console.is_terminal:
-            kept = {fact for fact in facts if is_due and (lasting is None or fact in lasting)}
+            in_line = {fact: value for fact, value in facts.items() if is_due and (lasting is None or fact in lasting)}
             if is_due:
-                print_line(self._console, _line(count, {fact: facts[fact] for fact in facts if fact in kept}))
-            self._facts |= {fact: value for fact, value in facts.items() if fact not in kept}
+                print_line(self._console, _line(count, in_line))
+            self._facts |= {fact: value for fact, value in facts.items() if fact not in in_line}
             self._bars.update(bar, completed=done)
             self.live.update(self._frame())
-        elif is_due or now - self._last >= LINE_SECONDS:
-            self._last = now
-            left = f"  {(now - begun_at) / (done - first) * (total - done):.0f} s left" if done > first else ""
-            print_line(self._console, _line(count, facts) + left)
+        elif is_due or now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            line = _line(count, facts)
+            if done > start_count:
+                line += f"  {(now - start_time) / (done - start_count) * (total - done):.0f} s left"
+            print_line(self._console, line)
 
     @_outliving_terminal()
     def stage(self, text: str) -> None:
-        """Show what is done now; in a log as long as nothing is counted."""
+        """Show what the command does now; a log shows it only until the first count."""
         self._stage = text
         if self._console.is_terminal:
             self.live.update(self._frame())
-        elif not self._begun:
+        elif not self._starts:
             print_line(self._console, text)
 
     def _frame(self) -> Group:
@@ -122,16 +126,17 @@ def _line(count: str, facts: Mapping[str, str]) -> str:
 
 @contextmanager
 def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what the command does now: on one changing line in a terminal, else a line each.
+    """Yield a function that shows what the command does now: a terminal changes one line, a log gets a line each.
 
     Args:
-        text: what is shown first, in a terminal only; stages that begin replace it.
+        text: first text of the line in a terminal; each stage that begins replaces it.
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:
-        with console.status(plain(text)) as shown, listening(lambda newer: shown.update(plain(newer))):
-            yield lambda newer: shown.update(plain(newer))
+        with console.status(plain(text)) as line, listening(lambda newer: line.update(plain(newer))):
+            yield lambda newer: line.update(plain(newer))
         return
+
     last = time.monotonic()
 
     def show(newer: str) -> None:

@@ -1,4 +1,4 @@
-"""Turns what the rule of `analysis.advice` judged into tables."""
+"""Tables of the advice on corrections and rollout models, for `jackpot replay` and `jackpot simulate`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,46 +6,58 @@ from typing import Any
 from jackpot.core.statistics import Estimate
 from jackpot.ui.charts import Table
 
-_ERRORS = ("worth", "flops")  # shown with their standard errors; `--json` has all
+_WITH_ERRORS = ("worth", "flops")  # shown with their standard errors; `--json` has those of all numbers
 
 
 def judged_table(answer: Mapping[str, Any]) -> Table:
-    """Return every correction with its best settings, and the recommended one, from `Recommendation.numbers`."""
-    ordered = sorted(answer["candidates"], key=lambda one: -one["worth"]["value"])
-    best = {one["name"]: one for one in reversed(ordered) if one["advisable"] or one["is_whole"]}
+    """Return a table of each correction with its best settings, and of the recommended correction.
+
+    Args:
+        answer: what `Recommendation.numbers` returns.
+    """
+    candidates = sorted(answer["candidates"], key=lambda candidate: -candidate["worth"]["value"])
+    eligible = [candidate for candidate in candidates if candidate["advisable"] or candidate["is_whole"]]
+    best = {candidate["name"]: candidate for candidate in reversed(eligible)}
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
 
     return Table(
         title="What a rollout is worth, in rollouts of the policy's own",
         columns=("correction", "worth", "tokens", "ESS", "TV after", "states"),
         rows=tuple(
-            (one["label"], *(_text(one[name], name) for name in names))
-            for one in ordered
-            if one is best.get(one["name"]) or one["label"] == answer["correction"]
+            (candidate["label"], *(_text(candidate[name], name) for name in names))
+            for candidate in candidates
+            if candidate is best.get(candidate["name"]) or candidate["label"] == answer["correction"]
         ),
-        note="Each with its best settings, and the recommended one. worth = ESS (1 - 2 TV)^2 (1 - states)^2, with "
-        "standard errors over prompts; tokens: without the last factor; ESS: effective share of tokens; states: share "
-        "of those that the policy visits less often.",
+        note="Each correction with its best settings, and the recommended one. worth: how many rollouts of the policy "
+        "one rollout replaces, ESS (1 - 2 TV)^2 (1 - states)^2, ± standard error over prompts; tokens: the same "
+        "without the factor of states; ESS: effective share of tokens; TV after: total variation left after the "
+        "correction; states: share of the states that the policy visits less often.",
     )
 
 
-def generation_tables(answer: Mapping[str, Any], of: str = "") -> list[Table]:
-    """Return a table of the ways to generate rollouts; none where the costs of the models are not known."""
+def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]:
+    """Return a table of the ways to generate rollouts; none if the costs of the models are unknown.
+
+    Args:
+        answer: what `Recommendation.numbers` returns.
+        model: name of the rollout model, for the title.
+    """
     if not answer["generation"]:
         return []
     names = ("worth", "flops", "flops_any_state", "weights")
     return [
         Table(
-            title=" ".join(filter(None, ["Who generates", of and f"({of})"])),
+            title=" ".join(filter(None, ["Who generates", model and f"({model})"])),
             columns=("", "worth", "rollout FLOPs", "every state counted", "weights read"),
-            rows=tuple((one["label"], *(_text(one[name], name) for name in names)) for one in answer["generation"]),
-            note=f"With {answer['correction']}. Costs are those of the same progress, over the policy's alone; weights "
-            "read are what the time of decoding a small batch goes by. Drafts are exact.",
+            rows=tuple((way["label"], *(_text(way[name], name) for name in names)) for way in answer["generation"]),
+            note=f"With {answer['correction']}. Costs are those of equal progress, as multiples of the policy's cost "
+            "when it generates alone. every state counted: rollout FLOPs if states that the policy rarely visits count "
+            "fully; weights read: decides how long decoding a small batch takes. Drafts are exact.",
         )
     ]
 
 
-def _text(found: Mapping[str, float], name: str) -> str:
+def _text(estimate: Mapping[str, float], name: str) -> str:
     if name == "tv_after_correction":
-        return f"{found['value']:.2%}"
-    return Estimate(found["value"], found["error"] if name in _ERRORS else None).text
+        return f"{estimate['value']:.2%}"
+    return Estimate(estimate["value"], estimate["error"] if name in _WITH_ERRORS else None).text

@@ -1,4 +1,4 @@
-"""Turns a comparison of arms into tables and charts."""
+"""Tables, charts and the verdict of a comparison of arms, for `jackpot compare`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,63 +7,77 @@ from jackpot.analysis.compare.comparison import FEW_SEEDS, UNITS, ArmRow, Compar
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.core.statistics import Sample, student_t
 from jackpot.training.run_folder.folder import Measure
-from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_numbers
+from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_color_indices
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.numbers import amount, measured, with_error
 
-_MOST_PAIRS = 3  # of the highest arm with another, the baseline first; the table has all arms
-_COSTS = ("reached", "rollout FLOPs", "all FLOPs", "CPU seconds", "seconds")
+_MOST_PAIRS = 3  # arms that the verdict compares with the highest one, the baseline first; the table has all
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
-    """Return tables of the accuracy at the budget, the cost of an accuracy, and runs that did not end well, if any."""
+    """Return tables of the accuracies at the budget, of the cost of one accuracy, and of runs that ended early."""
     troubles = tuple((row.arm, sentence) for row in comparison.rows for sentence in _troubles(row))
-    trouble = Table(title="Runs that ended early", columns=("arm", "what happened"), rows=troubles)
-    costs = () if comparison.accuracy is None else (_costs(comparison, comparison.accuracy),)
-    return (_accuracies(comparison), *costs, *((trouble,) if troubles else ()))
+    tables = [_accuracies(comparison)]
+    if comparison.accuracy is not None:
+        tables.append(_costs(comparison, comparison.accuracy))
+    if troubles:
+        tables.append(Table(title="Runs that ended early", columns=("arm", "what happened"), rows=troubles))
+    return tuple(tables)
 
 
 def comparison_verdict(comparison: Comparison) -> dict[str, str]:
     """Return lines by their labels: the highest arm, and whether it is surely above the baseline and the next ones."""
     rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
     best = next(row for row in rows if row.arm == comparison.best)
+    compared = [row.arm for row in rows if row is not best][:_MOST_PAIRS]
+
     unit = " % right" if comparison.measure == "accuracy" else " mean reward"
     scale, form = (100.0, ".1f") if comparison.measure == "accuracy" else (1.0, ".3g")
-    seeds = f"{len(best.seeds)} seed{'s' * (len(best.seeds) > 1)}"
-    lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({seeds})"}
-    for other in [row.arm for row in rows if row is not best][:_MOST_PAIRS]:
-        difference = comparison.ahead[other]
-        lines[f"Against {other}"] = _pair(best.arm, other, difference, scale, form) if difference else "no common seed"
+    lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({_seeds(len(best.seeds))})"}
+    for arm in compared:
+        difference = comparison.ahead[arm]
+        lines[f"Against {arm}"] = _pair(best.arm, arm, difference, scale, form) if difference else "no common seed"
     return lines | _cheapest(comparison)
 
 
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' * (count > 1)}"
+
+
 def _cheapest(comparison: Comparison) -> dict[str, str]:
-    """Say what the arm with the fewest FLOPs to the accuracy in common takes, beside the baseline or the next arm."""
-    reached = {row.arm: row.cost for row in comparison.rows if row.cost and row.cost.all_flops and row.cost.cpu_seconds}
-    arms = sorted(reached, key=lambda arm: reached[arm].all_flops or math.inf)
+    """Return a line on the arm that reaches the compared accuracy with the fewest FLOPs; none if fewer than two do.
+
+    The line gives that arm's cost as a share of the baseline's, or of the next arm's where there is no baseline.
+    """
+    costs = {row.arm: row.cost for row in comparison.rows if row.cost and row.cost.all_flops and row.cost.cpu_seconds}
+    arms = sorted(costs, key=lambda arm: costs[arm].all_flops or math.inf)
     if comparison.accuracy is None or len(arms) < 2:
         return {}
 
-    arm, other = arms[0], comparison.baseline if comparison.baseline in arms[1:] else arms[1]
-    flops, seconds = (
-        (getattr(reached[arm], cost) or math.nan) / (getattr(reached[other], cost) or math.nan)
-        for cost in ("all_flops", "cpu_seconds")
-    )
+    cheapest = arms[0]
+    reference = comparison.baseline if comparison.baseline in arms[1:] else arms[1]
+
+    def share(cost: str) -> float:
+        return getattr(costs[cheapest], cost) / getattr(costs[reference], cost)
+
     goal = measured(comparison.accuracy, comparison.measure)
-    return {f"Cheapest to {goal}": f"{arm}, with {flops:.0%} of {other}'s FLOPs and {seconds:.0%} of its CPU seconds"}
+    flops = f"{share('all_flops'):.0%} of {reference}'s FLOPs"
+    return {f"Cheapest to {goal}": f"{cheapest}, with {flops} and {share('cpu_seconds'):.0%} of its CPU seconds"}
 
 
-def _pair(best: str, other: str, difference: Difference, scale: float, form: str) -> str:
-    """Say how far an arm is from another, with a 95 % interval, and whether that is sure."""
-    mean, count = scale * difference.spread.mean, difference.seeds
-    by = f"{abs(mean):{form}}{' points' if scale > 1.0 else ''} {'lower' if mean < 0.0 else 'higher'}"
-    text = f"{best} is {by} than {other}"
+def _pair(best: str, arm: str, difference: Difference, scale: float, form: str) -> str:
+    """Say how far the best arm is from another one, with a 95 % interval, and whether the difference is significant."""
+    mean = scale * difference.spread.mean
+    distance = f"{abs(mean):{form}}{' points' if scale > 1.0 else ''} {'lower' if mean < 0.0 else 'higher'}"
+    text = f"{best} is {distance} than {arm}"
     if difference.error is None:
         return f"{text} (1 seed, no interval): cannot tell"
-    half = scale * difference.error * (student_t(count - 1) if count > 1 else 2.0)  # of one seed: by the problems
-    seeds = f"{count} seed{'s' * (count > 1)}"
-    sure = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
-    return f"{text} (95 % CI {mean - half:+{form}} to {mean + half:+{form}}, {seeds}): {sure}"
+
+    count = difference.seeds
+    errors = student_t(count - 1) if count > 1 else 2.0  # the error of a single seed is that over problems
+    half = scale * difference.error * errors
+    conclusion = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
+    return f"{text} (95 % CI {mean - half:+{form}} to {mean + half:+{form}}, {_seeds(count)}): {conclusion}"
 
 
 _NOTHING_ROSE = (
@@ -74,23 +88,10 @@ _NOTHING_ROSE = (
 
 def _accuracies(comparison: Comparison) -> Table:
     measure = comparison.measure
-    what = "Percent of answers that are right" if measure == "accuracy" else "Mean reward of responses"
-    what = f"{what} ({comparison.sampling})"
-
-    rows = tuple(
-        (
-            row.arm,
-            str(len(row.seeds)),
-            spread_text(row.before, measure),
-            spread_text(row.after, measure),
-            *difference_cells(row.difference, measure),
-            spread_text(row.rollout_model_after, measure),
-        )
-        for row in comparison.rows
-    )
+    quantity = "Percent of answers that are right" if measure == "accuracy" else "Mean reward of responses"
 
     return Table(
-        title=f"{what} at {amount(comparison.budget)} {UNITS[comparison.unit]}",
+        title=f"{quantity} ({comparison.sampling}) at {amount(comparison.budget)} {UNITS[comparison.unit]}",
         columns=(
             "arm",
             "seeds",
@@ -100,22 +101,34 @@ def _accuracies(comparison: Comparison) -> Table:
             "above on",
             "rollout model after",
         ),
-        rows=rows,
-        note="Mean ± standard deviation over seeds. Differences are paired by seed, mean ± standard error, with fewer "
-        f"than {FEW_SEEDS} seeds at least that of the problems; the next column counts the seeds on which the arm is "
-        "above." + (_NOTHING_ROSE if comparison.accuracy is None else ""),
+        rows=tuple(
+            (
+                row.arm,
+                str(len(row.seeds)),
+                spread_text(row.before, measure),
+                spread_text(row.after, measure),
+                *difference_cells(row.difference, measure),
+                spread_text(row.rollout_model_after, measure),
+            )
+            for row in comparison.rows
+        ),
+        note=f"Models: mean ± standard deviation over seeds. minus {comparison.baseline}: mean ± standard error of the "
+        f"difference on equal seeds; with fewer than {FEW_SEEDS} seeds, the error is at least that of the choice of "
+        "problems. above on: seeds on which the arm is higher."
+        + (_NOTHING_ROSE if comparison.accuracy is None else ""),
     )
 
 
 def _costs(comparison: Comparison, accuracy: float) -> Table:
-    goal, is_accuracy = measured(accuracy, comparison.measure), comparison.measure == "accuracy"
+    goal = measured(accuracy, comparison.measure)
+    is_accuracy = comparison.measure == "accuracy"
     costs = {row.arm: row.cost for row in comparison.rows if row.cost}
 
     return Table(
         title=f"Cost until {goal} of the policy's answers are right"
         if is_accuracy
         else f"Cost until the policy's mean reward is {goal}",
-        columns=("arm", *_COSTS),
+        columns=("arm", "reached", "rollout FLOPs", "all FLOPs", "CPU seconds", "seconds"),
         rows=tuple(
             (
                 arm,
@@ -140,36 +153,34 @@ def spread_text(spread: Sample | None, measure: Measure = "accuracy") -> str:
 
 
 def difference_cells(difference: Difference | None, measure: Measure = "accuracy") -> tuple[str, str]:
-    """Format a difference, in points `+3.1 ± 0.9` or of rewards, and the seeds with a higher arm, `5 of 5`."""
+    """Format a difference in points or rewards, `+3.1 ± 0.9`, and the seeds on which the arm is higher, `5 of 5`."""
     if difference is None:
         return "-", "-"
     text = with_error(difference.spread.mean, difference.error, measure, "+")
     return text, f"{difference.higher} of {difference.seeds}"
 
 
-_BY = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "CPU seconds of training"}
-
-
-_Read = Callable[[EvaluationPoint], float | None]
+_COST_AXES = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "CPU seconds of training"}
+_Quantity = Callable[[EvaluationPoint], float | None]
 
 
 def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
     """Return charts of the policy's accuracy over each cost, then of the rollout model, the KL and the acceptance."""
     goal = comparison.accuracy
     guides = () if goal is None else (Guide(text=measured(goal, comparison.measure), y=goal),)
-    shown = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
+    y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
         return point.policy_accuracy
 
-    others: tuple[tuple[str, str, _Read], ...] = (
-        ("Rollout model", shown, lambda point: point.rollout_model_accuracy),
+    quantities: tuple[tuple[str, str, _Quantity], ...] = (
+        ("Rollout model", y_label, lambda point: point.rollout_model_accuracy),
         ("KL(rollout model || policy)", "nats per token", lambda point: point.kl),
         ("Acceptance", "mean acceptance a(x)", lambda point: point.acceptance),
     )
     return (
-        *(_chart("Policy", shown, policy, runs, spent, label, guides) for spent, label in _BY.items()),
-        *(_chart(*other, runs, comparison.unit, UNITS[comparison.unit], ()) for other in others),
+        *(_chart("Policy", y_label, policy, runs, cost, label, guides) for cost, label in _COST_AXES.items()),
+        *(_chart(*quantity, runs, comparison.unit, UNITS[comparison.unit], ()) for quantity in quantities),
     )
 
 
@@ -189,38 +200,43 @@ def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> d
 def _chart(
     title: str,
     y_label: str,
-    read: _Read,
+    quantity: _Quantity,
     runs: Sequence[RunSummary],
-    spent: str,
+    cost: str,
     label: str,
     guides: tuple[Guide, ...],
 ) -> Chart:
-    arms = list(dict.fromkeys(run.arm for run in runs))
-    numbers = arm_numbers(arms)
-    series = (_series(arm, numbers[arm], [run for run in runs if run.arm == arm], read, spent) for arm in arms)
-    return Chart(title=f"{title} by {label}", x_label=label, y_label=y_label, series=tuple(series), guides=guides)
+    runs_of: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        runs_of.setdefault(run.arm, []).append(run)
+
+    indices = arm_color_indices(runs_of)
+    series = tuple(_series(arm, indices[arm], arm_runs, quantity, cost) for arm, arm_runs in runs_of.items())
+    return Chart(title=f"{title} by {label}", x_label=label, y_label=y_label, series=series, guides=guides)
 
 
-def _series(arm: str, number: int, runs: Sequence[RunSummary], read: _Read, spent: str) -> Series:
-    """Draw at every evaluation the mean over the runs of a quantity, above the mean of what they had spent."""
-    going = [run.last.iteration for run in runs if run.collapse is None]
-    end = min(going) if going else max(run.last.iteration for run in runs)  # beyond it some seed is missing
+def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Quantity, cost: str) -> Series:
+    """Return a line through the evaluations: the mean of a quantity over the runs, above the mean of their costs."""
+    completed = [run.last.iteration for run in runs if run.collapse is None]
+    end = min(completed) if completed else max(run.last.iteration for run in runs)  # later, some seed is missing
     iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
 
-    points = [[_at(run, iteration) for iteration in iterations] for run in runs]
-    x, _, _ = error_bars([_spent(run, iterations, spent) for run in runs])
-    mean, low, high = error_bars([[point and read(point) for point in of_run] for of_run in points])
-    return Series(name=arm, x=x, y=mean, low=low, high=high, number=number)
+    def costs(run: RunSummary) -> list[float | None]:
+        """Return what a run had spent at each iteration; None after the end of a stopped run."""
+        spent = {point.iteration: spent_on(point, cost) for point in run.points}
+        return [spent.get(iteration) for iteration in iterations]
+
+    def values(run: RunSummary) -> list[float | None]:
+        points = (_point_at(run, iteration) for iteration in iterations)
+        return [point and quantity(point) for point in points]
+
+    x, _, _ = error_bars([costs(run) for run in runs])
+    mean, low, high = error_bars([values(run) for run in runs])
+    return Series(name=arm, x=x, y=mean, low=low, high=high, color_index=color_index)
 
 
-def _spent(run: RunSummary, iterations: Sequence[int], spent: str) -> list[float | None]:
-    """Return what a run had spent at each iteration; None after a stopped run's end."""
-    own = {point.iteration: spent_on(point, spent) for point in run.points}
-    return [own.get(iteration) for iteration in iterations]
-
-
-def _at(run: RunSummary, iteration: int) -> EvaluationPoint | None:
-    """Return the evaluation at an iteration; for a collapsed run its last one, since it does not recover."""
-    here = [point for point in run.points if point.iteration <= iteration]
-    exact = here and here[-1].iteration == iteration
-    return here[-1] if exact or (here and run.collapse) else None
+def _point_at(run: RunSummary, iteration: int) -> EvaluationPoint | None:
+    """Return the evaluation at an iteration; a collapsed run keeps its newest one, since it does not recover."""
+    past = [point for point in run.points if point.iteration <= iteration]
+    is_exact = past and past[-1].iteration == iteration
+    return past[-1] if is_exact or (past and run.collapse) else None

@@ -1,4 +1,7 @@
-"""Shows what is wrong with saved rollouts of another trainer. `jackpot diagnose RUN` stays without torch by that."""
+"""Shows what is wrong with saved rollouts of another trainer.
+
+This file stands apart from `commands/diagnose.py` so that `jackpot diagnose RUN` does not import torch.
+"""
 
 import json
 from pathlib import Path
@@ -16,15 +19,15 @@ with lazy():
 
 
 def diagnose_dump(path: Path, as_json: bool) -> None:
-    """Print what is wrong with saved rollouts of another trainer."""
+    """Print what is wrong with saved rollouts of another trainer; the command then ends with code 1."""
     result = replaying.replay(path, names=["none"])
-    found = results.dump_findings(result)
+    findings = results.dump_findings(result)
     if as_json:
-        typer.echo(json.dumps({"verdict": "unhealthy" if found else "healthy", "findings": found}, indent=2))
+        typer.echo(json.dumps({"verdict": "unhealthy" if findings else "healthy", "findings": findings}, indent=2))
     else:
         looked_at = {"Looked at": f"{result.format}, {result.answer.measured_on}"}
-        nothing = {"Found": "nothing: the columns fit each other, and the policy's can be what scored these tokens"}
-        print_line(console := Console(), labelled((found or nothing) | looked_at))
+        nothing = {"Found": "nothing: the columns agree, and the policy's log-probs can be those of these tokens"}
+        print_line(console := Console(), labelled((findings or nothing) | looked_at))
         show_next(console, {f"jackpot replay {quote(str(path))}": "which correction it wants, and what that is worth"})
-    if found:
+    if findings:
         raise typer.Exit(1)

@@ -1,45 +1,44 @@
-"""Turns the results of `jackpot mismatch` into tables and charts; computes no number of its own.
+"""Turns the results of `jackpot mismatch` into tables and charts.
 
-The charts are those of the TIS post (largest and mean gap of every response, gap by length), and gaps by position,
-entropy and ratio.
+The charts of responses are those of the post that introduced truncated importance sampling (TIS).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, MismatchNumbers, TokenBand
+from jackpot.analysis.mismatch.measure import FAR, HIGH_GAP, TokenBand
 from jackpot.analysis.mismatch.mismatch import MismatchPair, MismatchResult
 from jackpot.core.statistics import Estimate
-from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, as_details, finite
+from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table, finite
 from jackpot.ui.numbers import format_number
 
 _SMALLEST = 1e-16  # smallest value on a logarithmic axis
 _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
-    ("responses", lambda one: f"{one.numbers.responses:,}"),
-    ("tokens", lambda one: f"{one.numbers.tokens:,}"),
-    ("cut at the limit", lambda one: f"{one.cut:.1%}"),
-    ("largest |p - q| of all tokens", lambda one: format_number(one.numbers.max_gap)),
-    ("largest |p - q| of a response, mean", lambda one: estimated(one.numbers.response_max_gap)),
-    (f"responses with one above {HIGH_GAP:g}", lambda one: f"{one.numbers.high:,}"),
-    ("mean |p - q| of a token", lambda one: estimated(one.numbers.gap)),
-    ("mean |p - q| of a response, mean", lambda one: estimated(one.numbers.response_mean_gap)),
-    ("mean |log p - log q|", lambda one: estimated(one.numbers.log_gap)),
-    ("tokens with another most probable one", lambda one: _share(one.numbers.other_token)),
-    ("tokens sent to other experts", lambda one: _share(one.numbers.other_experts)),
-    ("KL by k1, nats per token", lambda one: estimated(one.numbers.k1)),
-    ("KL by k3", lambda one: estimated(one.numbers.k3)),
-    ("KL of whole distributions", lambda one: _bounds(one.numbers.kl, one.numbers.kl_is_exact)),
-    ("total variation", lambda one: _bounds(one.numbers.variation, one.numbers.kl_is_exact)),
-    ("mean q/p", lambda one: estimated(one.numbers.ratio)),
-    ("q/p, 1 % of tokens are below", lambda one: format_number(one.numbers.quantiles["0.01"], ".4f")),
-    ("q/p, median", lambda one: format_number(one.numbers.quantiles["0.5"], ".4f")),
-    ("q/p, 1 % of tokens are above", lambda one: format_number(one.numbers.quantiles["0.99"], ".4f")),
-    (f"sampled mass with q/p above {FAR:g}", lambda one: f"{one.numbers.above:.3%}"),
-    (f"sampled mass with q/p below {1 / FAR:g}", lambda one: f"{one.numbers.below:.3%}"),
+    ("responses", lambda pair: f"{pair.numbers.responses:,}"),
+    ("tokens", lambda pair: f"{pair.numbers.tokens:,}"),
+    ("cut at the limit", lambda pair: f"{pair.cut:.1%}"),
+    ("largest |p - q| of all tokens", lambda pair: format_number(pair.numbers.max_gap)),
+    ("largest |p - q| of a response, mean", lambda pair: estimated(pair.numbers.response_max_gap)),
+    (f"responses with one above {HIGH_GAP:g}", lambda pair: f"{pair.numbers.high:,}"),
+    ("mean |p - q| of a token", lambda pair: estimated(pair.numbers.gap)),
+    ("mean |p - q| of a response, mean", lambda pair: estimated(pair.numbers.response_mean_gap)),
+    ("mean |log p - log q|", lambda pair: estimated(pair.numbers.log_gap)),
+    ("tokens with another most probable one", lambda pair: _share(pair.numbers.other_token)),
+    ("tokens sent to other experts", lambda pair: _share(pair.numbers.other_experts)),
+    ("KL by k1, nats per token", lambda pair: estimated(pair.numbers.k1)),
+    ("KL by k3", lambda pair: estimated(pair.numbers.k3)),
+    ("KL of whole distributions", lambda pair: _bounds(pair.numbers.kl, pair.numbers.kl_is_exact)),
+    ("total variation", lambda pair: _bounds(pair.numbers.variation, pair.numbers.kl_is_exact)),
+    ("mean q/p", lambda pair: estimated(pair.numbers.ratio)),
+    ("q/p, 1 % of tokens are below", lambda pair: format_number(pair.numbers.quantiles["0.01"], ".4f")),
+    ("q/p, median", lambda pair: format_number(pair.numbers.quantiles["0.5"], ".4f")),
+    ("q/p, 1 % of tokens are above", lambda pair: format_number(pair.numbers.quantiles["0.99"], ".4f")),
+    (f"sampled mass with q/p above {FAR:g}", lambda pair: f"{pair.numbers.above:.3%}"),
+    (f"sampled mass with q/p below {1 / FAR:g}", lambda pair: f"{pair.numbers.below:.3%}"),
     (
         "learner's mass on tokens that can be drawn",
-        lambda one: estimated(one.numbers.support) if one.numbers.support else "1",
+        lambda pair: estimated(pair.numbers.support) if pair.numbers.support else "1",
     ),
 )
 
@@ -55,22 +54,23 @@ def _share(value: Estimate | None) -> str:
     return "-" if value is None else f"{value.value:.3%}"
 
 
-def _bounds(both: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
-    if both is None:
+def _bounds(bounds: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
+    """Format a lower and an upper bound; of an exact value both are equal, and one is shown."""
+    if bounds is None:
         return "-"
-    return estimated(both[0]) if is_exact else f"{estimated(both[0])} to {estimated(both[1])}"
+    lower, upper = map(estimated, bounds)
+    return lower if is_exact else f"{lower} to {upper}"
 
 
 def verdicts(result: MismatchResult) -> list[str]:
-    """Return a sentence for each pair, which names it where there are several."""
+    """Return the verdict on each pair; if there are several, each verdict begins with the pair's names."""
     several = len(result.pairs) > 1
     return [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
 
 
 def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
     """Return the sections of the page by their names."""
-    details = as_details({"tokens": _token_section(result.pairs)})
-    return {"responses": _response_section(result.pairs)} | details
+    return {"responses": _response_section(result.pairs), "tokens": _token_section(result.pairs)}
 
 
 def _over_pairs(
@@ -79,25 +79,26 @@ def _over_pairs(
     y: Callable[[MismatchPair], Sequence[float]],
     style: Literal["line", "points"],
 ) -> tuple[Series, ...]:
+    """Return a series for each pair, from functions that give the x and the y of its points."""
     return tuple(
         Series(
             name=pair.name,
             x=finite(x(pair), _SMALLEST),
             y=finite(y(pair), _SMALLEST),
-            number=number,
+            color_index=index,
             style=style,
         )
-        for number, pair in enumerate(pairs)
+        for index, pair in enumerate(pairs)
     )
 
 
 def _response_section(pairs: Sequence[MismatchPair]) -> Section:
     table = Table(
-        title=_what(pairs),
+        title=_shared_sides(pairs),
         columns=("p of the sampler, q of the learner", *(pair.name for pair in pairs)),
-        rows=tuple((text, *(read(pair) for pair in pairs)) for text, read in _ROWS),
+        rows=tuple((label, *(cell(pair) for pair in pairs)) for label, cell in _ROWS),
         note="In brackets: standard errors, of means over tokens clustered by response. All numbers are at the tokens "
-        "that the sampler drew. " + _known(pairs),
+        "that the sampler drew. " + _exactness(pairs),
     )
 
     words = Table(
@@ -116,7 +117,7 @@ def _response_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
-    """Return a table for each pair with such layers; of two columns, which are text and break where they must."""
+    """Return a table of the layers that the two sides compute differently, for each pair that has any."""
     several = len(pairs) > 1
     return tuple(
         Table(
@@ -129,21 +130,21 @@ def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
     )
 
 
-def _what(pairs: Sequence[MismatchPair]) -> str:
-    """Name the sampler and the learner that all pairs share."""
+def _shared_sides(pairs: Sequence[MismatchPair]) -> str:
+    """Name the sampler and the learner, each if all pairs have the same."""
     sides = {"sampler": {pair.sampler for pair in pairs}, "learner": {pair.learner for pair in pairs}}
     return ", ".join(f"{role}: {names.pop()}" for role, names in sides.items() if len(names) == 1) or "All pairs"
 
 
-def _known(pairs: Sequence[MismatchPair]) -> str:
+def _exactness(pairs: Sequence[MismatchPair]) -> str:
     """Say whether the KL of whole distributions is exact, bounded or unknown."""
     if all(pair.numbers.kl is None for pair in pairs):
         return "The KL of whole distributions is not known: the learner reports single tokens only."
     if all(pair.numbers.kl_is_exact for pair in pairs if pair.numbers.kl):
         return "The KL and the total variation are exact: both sides' whole distributions were known."
-    most = max(pair.top_log_probs for pair in pairs)
+    top_k = max(pair.top_log_probs for pair in pairs)
     return (
-        f"The KL and the total variation lie between two bounds: of the sampler's distribution the {most} most "
+        f"The KL and the total variation lie between two bounds: of the sampler's distribution the {top_k} most "
         f"probable tokens were known."
     )
 
@@ -152,17 +153,18 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
     def ranks(pair: MismatchPair) -> list[float]:
         return [(rank + 1) / pair.numbers.responses for rank in range(pair.numbers.responses)]
 
-    def ordered(read: Callable[[MismatchNumbers], list[float]]) -> Callable[[MismatchPair], list[float]]:
-        return lambda pair: sorted(read(pair.numbers), reverse=True)
+    def largest_gaps(pair: MismatchPair) -> list[float]:
+        return [response.max_gap for response in pair.numbers.each]
 
-    largest = ordered(lambda numbers: [one.max_gap for one in numbers.each])
-    means = ordered(lambda numbers: [one.mean_gap for one in numbers.each])
+    def mean_gaps(pair: MismatchPair) -> list[float]:
+        return [response.mean_gap for response in pair.numbers.each]
+
     return (
         Chart(
             title="Largest gap of every response",
             x_label="share of responses",
             y_label="max |p - q|",
-            series=_over_pairs(pairs, ranks, largest, "line"),
+            series=_over_pairs(pairs, ranks, lambda pair: sorted(largest_gaps(pair), reverse=True), "line"),
             note="Responses ordered from the worst: this share has a largest gap of at least y.",
             log_y=True,
             guides=(Guide(text=f"{HIGH_GAP:g}", y=HIGH_GAP),),
@@ -171,7 +173,7 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
             title="Mean gap of every response",
             x_label="share of responses",
             y_label="mean |p - q|",
-            series=_over_pairs(pairs, ranks, means, "line"),
+            series=_over_pairs(pairs, ranks, lambda pair: sorted(mean_gaps(pair), reverse=True), "line"),
             note="Responses ordered from the worst.",
             log_y=True,
         ),
@@ -180,10 +182,7 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
             x_label="tokens of the response",
             y_label="max |p - q|",
             series=_over_pairs(
-                pairs,
-                lambda pair: [one.tokens for one in pair.numbers.each],
-                lambda pair: [one.max_gap for one in pair.numbers.each],
-                "points",
+                pairs, lambda pair: [response.tokens for response in pair.numbers.each], largest_gaps, "points"
             ),
             note="A longer response has more chances of a large gap.",
             log_y=True,
@@ -194,7 +193,9 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
 def _token_section(pairs: Sequence[MismatchPair]) -> Section:
     by_position = _band_charts(pairs, "position", "position in the response")
     by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
-    tables = tuple(table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if len(pairs) > 1 else ""))
+    several = len(pairs) > 1
+    tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" * several)]
+
     return Section(
         title="Where the gap is",
         intro="The same gaps by the length of the response, by the position of the token, and by the entropy of the "
@@ -209,12 +210,12 @@ def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
             name=pair.name,
             x=[p for p, _ in pair.numbers.drawn],
             y=[q for _, q in pair.numbers.drawn],
-            number=number,
+            color_index=index,
             style="points",
         )
-        for number, pair in enumerate(pairs)
+        for index, pair in enumerate(pairs)
     )
-    line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), number=GRAY + DASHED)
+    line = Series(name="equal", x=(0.0, 1.0), y=(0.0, 1.0), color_index=GRAY + DASHED)
 
     return Chart(
         title="Both probabilities of sampled tokens",
@@ -226,35 +227,37 @@ def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
 
 
 def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[Chart, ...]:
+    """Return charts of the mean gap and the KL over bands of one kind of token; none if no pair has such bands."""
     names = tuple(dict.fromkeys(band.name for pair in pairs for band in pair.numbers.bands.get(kind, ())))
     if not names:
         return ()
 
-    def line(number: int, pair: MismatchPair, value: Callable[[TokenBand], Estimate]) -> Series:
-        bands = {band.name: value(band) for band in pair.numbers.bands.get(kind, ())}
+    def line(index: int, pair: MismatchPair, estimate: Callable[[TokenBand], Estimate]) -> Series:
+        means = {band.name: estimate(band) for band in pair.numbers.bands.get(kind, ())}
 
-        def edge(errors: float) -> Sequence[float | None]:
-            edges = {name: mean.value + errors * (mean.error or 0.0) for name, mean in bands.items()}
-            return finite([edges.get(name) for name in names], _SMALLEST)
+        def shifted(errors: float) -> Sequence[float | None]:
+            """Return the means of all bands, shifted by so many standard errors."""
+            values = {name: mean.value + errors * (mean.error or 0.0) for name, mean in means.items()}
+            return finite([values.get(name) for name in names], _SMALLEST)
 
         return Series(
             name=pair.name,
             x=tuple(range(len(names))),
-            y=edge(0.0),
-            low=edge(-1.0),
-            high=edge(1.0),
-            number=number,
+            y=shifted(0.0),
+            low=shifted(-1.0),
+            high=shifted(1.0),
+            color_index=index,
             style="both",
         )
 
     is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
-    def chart(title: str, y_label: str, value: Callable[[TokenBand], Estimate]) -> Chart:
+    def chart(title: str, y_label: str, estimate: Callable[[TokenBand], Estimate]) -> Chart:
         return Chart(
             title=title,
             x_label=label,
             y_label=y_label,
-            series=tuple(line(number, pair, value) for number, pair in enumerate(pairs)),
+            series=tuple(line(index, pair, estimate) for index, pair in enumerate(pairs)),
             note="The band is one standard error.",
             x_names=names,
             log_y=True,
@@ -281,8 +284,8 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
         x_label="share of tokens below",
         y_label="nats",
         series=tuple(
-            Series(name=pair.name, x=tuple(range(len(names))), y=finite(logs(pair)), number=number, style="both")
-            for number, pair in enumerate(pairs)
+            Series(name=pair.name, x=tuple(range(len(names))), y=finite(logs(pair)), color_index=index, style="both")
+            for index, pair in enumerate(pairs)
         ),
         note="From the smallest ratio to the largest one.",
         x_names=names,
@@ -290,10 +293,10 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
     )
 
 
-def _band_tables(pair: MismatchPair, of: str) -> tuple[Table, ...]:
+def _band_tables(pair: MismatchPair, suffix: str) -> tuple[Table, ...]:
     return tuple(
         Table(
-            title=f"By {kind}{of}",
+            title=f"By {kind}{suffix}",
             columns=(kind, "tokens", "mean |p - q|", "max |p - q|", "k1", "k3", "KL"),
             rows=tuple(
                 (
@@ -307,6 +310,7 @@ def _band_tables(pair: MismatchPair, of: str) -> tuple[Table, ...]:
                 )
                 for band in bands
             ),
+            is_detail=True,
         )
         for kind, bands in pair.numbers.bands.items()
     )

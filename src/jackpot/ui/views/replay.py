@@ -1,4 +1,4 @@
-"""Turns a replay into tables."""
+"""Tables of a replay: the run before any correction, and what each correction does to it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,53 +10,56 @@ from jackpot.ui.charts import Section, Table
 from jackpot.ui.numbers import format_number
 from jackpot.ui.views.advice import generation_tables, judged_table
 
-OWN = " *"
+_OWN_MARK = " *"  # after the name of the correction that the run trains with
 _NOTHING = 1e-4  # largest share of rejected tokens that counts as no rejection
-_NAMES_IN_ROW = 2  # names of corrections with equal results in one row; the others are counted
-_Columns = tuple[tuple[str, Callable[[CorrectionResult], str]], ...]
+_NAMES_IN_ROW = 2  # most names of corrections with equal results in one row; further names are counted
+_Columns = tuple[tuple[str, Callable[[CorrectionResult], str]], ...]  # head, and the text of a result's cell
+_Row = tuple[str, CorrectionResult]  # names of corrections with equal results, and that result
 _SAMPLED: _Columns = (
-    ("rejected", lambda one: f"{1.0 - one.accepted:.1%}"),
-    ("responses", lambda one: f"{one.dropped_responses:.1%}"),
-    ("capped", lambda one: f"{one.capped:.2%}"),
-    ("clipped", lambda one: f"{one.clipped:.1%}"),
-    ("ESS", lambda one: f"{one.effective:.1%}"),
-    ("TV after", lambda one: f"{one.sampled_tv_after_correction:.2%}"),
+    ("rejected", lambda result: f"{1.0 - result.accepted:.1%}"),
+    ("responses", lambda result: f"{result.dropped_responses:.1%}"),
+    ("capped", lambda result: f"{result.capped:.2%}"),
+    ("clipped", lambda result: f"{result.clipped:.1%}"),
+    ("ESS", lambda result: f"{result.effective:.1%}"),
+    ("TV after", lambda result: f"{result.sampled_tv_after_correction:.2%}"),
 )
 _WEIGHTS: _Columns = (
-    ("1 %", lambda one: format_number(one.weight_p1)),
-    ("median", lambda one: format_number(one.weight_p50)),
-    ("99 %", lambda one: format_number(one.weight_p99)),
-    ("max", lambda one: format_number(one.weight_max)),
-    ("mean", lambda one: format_number(one.weight_mean, ".3f")),
+    ("1 %", lambda result: format_number(result.weight_p1)),
+    ("median", lambda result: format_number(result.weight_p50)),
+    ("99 %", lambda result: format_number(result.weight_p99)),
+    ("max", lambda result: format_number(result.weight_max)),
+    ("mean", lambda result: format_number(result.weight_mean, ".3f")),
 )
 _EXACT: _Columns = (
-    ("TV after", lambda one: f"{one.tv_after_correction:.2%}"),
-    ("ESS", lambda one: f"{one.exact_effective:.1%}"),
-    ("bias", lambda one: format_number(one.bias, ".3f")),
-    ("drift", lambda one: format_number(one.drift, ".3f")),
-    ("variance", lambda one: format_number(one.variance, ".2f")),
-    ("states", lambda one: format_number(one.state_spread, ".3f")),
+    ("TV after", lambda result: f"{result.tv_after_correction:.2%}"),
+    ("ESS", lambda result: f"{result.exact_effective:.1%}"),
+    ("bias", lambda result: format_number(result.bias, ".3f")),
+    ("drift", lambda result: format_number(result.drift, ".3f")),
+    ("variance", lambda result: format_number(result.variance, ".2f")),
+    ("states", lambda result: format_number(result.state_spread, ".3f")),
 )
 
 
 def corrections(result: ReplayResult) -> Section:
     """Return the section with all tables of the corrections."""
-    rows = _together([correction_result(correction) for correction in result.corrections])
-    exact = [(names, one) for names, one in rows if one.tv_after_correction is not None]
-    of_run = f" {OWN.strip()} is what the run trains with." if any(OWN in names for names, _ in rows) else ""
-    items = [
+    rows = _rows([correction_result(correction) for correction in result.corrections])
+    mark = _OWN_MARK.strip()
+    legend = f" {mark} is what the run trains with." if any(_OWN_MARK in names for names, _ in rows) else ""
+    details = [
         _table(
             "On the sampled tokens",
             rows,
             _SAMPLED,
             "rejected, capped, clipped (by PPO's clip): shares of tokens; responses: share without any token left; "
             "ESS: effective sample size, (sum F)^2 / (n sum F^2) of the factor F on the gradient; TV after: total "
-            f"variation left after the correction, from these tokens alone.{of_run}",
+            f"variation left after the correction, from these tokens alone.{legend}",
         ),
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
+
+    exact = [(names, correction) for names, correction in rows if correction.tv_after_correction is not None]
     if exact:
-        items.append(
+        details.append(
             _table(
                 f"Summed over the vocabulary, in {exact[0][1].states:,} states",
                 exact,
@@ -68,22 +71,24 @@ def corrections(result: ReplayResult) -> Section:
         )
 
     answer = result.answer.numbers()
-    details = (*items, *_masking(rows), *generation_tables(answer))
+    details += [*_rejections(rows), *generation_tables(answer)]
     tables = (judged_table(answer), *(replace(table, is_detail=True) for table in details))
     return Section(title="Corrections", intro="", items=tables)
 
 
 def facts(result: ReplayResult) -> Table:
     """Return a table of the run before any correction: sizes, total variations, KL, ratios."""
-    run = result.run
+    metrics = result.run
 
     def value(name: str) -> float:
-        return float(run[name].value)
+        return float(metrics[name].value)
 
-    ratio, tokens = Mean.named(run, "ratio"), Mean.named(run, "total_variation").count
-    quantiles = ", ".join(f"{ratio_quantile(run, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
+    ratio = Mean.named(metrics, "ratio")
+    tokens = Mean.named(metrics, "total_variation").count
+    quantiles = ", ".join(f"{ratio_quantile(metrics, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
     divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
-    clips = [correction.setting.objective for correction in result.corrections[:1]]  # the same for all
+    clips = [correction.setting.objective for correction in result.corrections[:1]]  # all corrections have the same
+
     rows = [
         ("responses, tokens", f"{int(value('responses')):,}, {int(tokens):,}"),
         ("mean length", f"{value('length'):.1f}"),
@@ -98,55 +103,57 @@ def facts(result: ReplayResult) -> Table:
         ("rho: 1 %, median, 99 %, max", f"{quantiles}, {value('mismatch/ratio_max'):.3g}"),
         ("ESS of whole responses, by their ratio", f"{value('mismatch/sequence_ess'):.1%}"),
     ]
-    if "z" in run:
-        rows.append(("tokens with both distributions known", f"{float(Mean.named(run, 'z').count / tokens):.1%}"))
+    if "z" in metrics:
+        rows.append(("tokens with both distributions known", f"{float(Mean.named(metrics, 'z').count / tokens):.1%}"))
         rows.append(("mean Z at lam = 1 there", f"{value('z'):.4f}"))
+
     title = f"{result.path}: {result.format}, {result.files} files"
     return Table(title=title, columns=("", ""), rows=tuple(rows), is_detail=True)
 
 
-def _table(title: str, rows: Sequence[tuple[str, CorrectionResult]], columns: _Columns, note: str) -> Table:
+def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Table:
     return Table(
         title=title,
         columns=("correction", *(name for name, _ in columns)),
-        rows=tuple((names, *(read(one) for _, read in columns)) for names, one in rows),
+        rows=tuple((names, *(cell(correction) for _, cell in columns)) for names, correction in rows),
         note=note,
     )
 
 
-def _masking(rows: Sequence[tuple[str, CorrectionResult]]) -> list[Table]:
-    """Return a table of where each correction rejects; none where none does."""
-    alike: dict[tuple[float, ...], tuple[str, CorrectionResult]] = {}  # the first of those that reject the same tokens
-    for names, one in rows:
-        if one.accepted < 1.0 - _NOTHING:
-            alike.setdefault(tuple(round(share, 6) for share in one.rejected_by_band.values()), (names, one))
-    rejecting = alike.values()
-    if not rejecting:
+def _rejections(rows: Sequence[_Row]) -> list[Table]:
+    """Return a table of the share of tokens that each correction rejects, by position and entropy, if any does."""
+    distinct: dict[tuple[float, ...], _Row] = {}  # of corrections that reject the same tokens only the first
+    for names, correction in rows:
+        if correction.accepted < 1.0 - _NOTHING:
+            shares = tuple(round(share, 6) for share in correction.rejected_by_band.values())
+            distinct.setdefault(shares, (names, correction))
+    if not distinct:
         return []
 
-    bands = list(dict.fromkeys(name for _, one in rejecting for name in one.rejected_by_band))
+    def cell(correction: CorrectionResult, band: str) -> str:
+        return f"{correction.rejected_by_band[band]:.1%}" if band in correction.rejected_by_band else ""
 
-    def shares(one: CorrectionResult) -> dict[str, str]:
-        return {name: f"{share:.1%}" for name, share in one.rejected_by_band.items()}
-
+    rejecting = distinct.values()
+    bands = list(dict.fromkeys(band for _, correction in rejecting for band in correction.rejected_by_band))
     return [
         Table(
             title="Rejected, by position and by the policy's entropy (H, nats)",
-            columns=("correction", *(name.replace("position ", "at ").replace("entropy ", "H ") for name in bands)),
-            rows=tuple((names, *(shares(one).get(name, "") for name in bands)) for names, one in rejecting),
+            columns=("correction", *(band.replace("position ", "at ").replace("entropy ", "H ") for band in bands)),
+            rows=tuple((names, *(cell(correction, band) for band in bands)) for names, correction in rejecting),
         )
     ]
 
 
-def _together(results: Sequence[CorrectionResult]) -> list[tuple[str, CorrectionResult]]:
-    """Group corrections with equal results on this data into one row, in their order."""
+def _rows(results: Sequence[CorrectionResult]) -> list[_Row]:
+    """Return each distinct result once, in the order of the results, with the names of the corrections that have it."""
     groups: dict[tuple, list[CorrectionResult]] = {}
-    for one in results:
-        groups.setdefault(one.same, []).append(one)
+    for result in results:
+        groups.setdefault(result.same, []).append(result)
+
     rows = []
-    for members in groups.values():
-        names = [one.label + (OWN if one.is_own else "") for one in members]
-        names.sort(key=lambda name: not name.endswith(OWN))
-        first, rest = names[:_NAMES_IN_ROW], len(names) - _NAMES_IN_ROW
-        rows.append((", ".join(first) + (f", {rest} more" if rest > 0 else ""), members[0]))
+    for group in groups.values():
+        names = [result.label + (_OWN_MARK if result.is_own else "") for result in group]
+        names.sort(key=lambda name: not name.endswith(_OWN_MARK))
+        further = len(names) - _NAMES_IN_ROW
+        rows.append((", ".join(names[:_NAMES_IN_ROW]) + (f", {further} more" if further > 0 else ""), group[0]))
     return rows
