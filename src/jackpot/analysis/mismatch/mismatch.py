@@ -141,8 +141,8 @@ def _check_servers(sides: Sequence[SideConfig], rows: int) -> None:
         rows_read = head_rows({side.path: side.path})
         if is_remote(side.engine) and rows_read > rows:
             raise ModelError(
-                f"{side.engine.name} reads all {rows_read} rows of the output layer of {side.path}, and another side has "
-                f"{rows}; take a copy of the longer model that model.resize_token_embeddings({rows}) has cut"
+                f"{side.engine.name} reads all {rows_read} rows of the output layer of {side.path}, and another side "
+                f"has {rows}; take a copy of the longer model that model.resize_token_embeddings({rows}) has cut"
             )
 
 

@@ -121,8 +121,8 @@ def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> 
     possible = top_p > -torch.inf
     if top_p.shape[1] < sampler.vocabulary and not bool((~possible).any(-1).all()):
         raise EngineError(
-            f"{sampler.uid}: the sampler could draw more than the {top_p.shape[1]} tokens whose probability it reports; "
-            f"raise top_log_probs, or use a smaller sampling.top_k, or sampling.top_p=1.0 sampling.top_k=0"
+            f"{sampler.uid}: the sampler could draw more than the {top_p.shape[1]} tokens whose probability it "
+            f"reports; raise top_log_probs, or use a smaller sampling.top_k, or sampling.top_p=1.0 sampling.top_k=0"
         )
 
     top_q = top_q.masked_fill(~possible, -torch.inf)
