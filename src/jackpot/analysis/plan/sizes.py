@@ -101,7 +101,8 @@ def prompt_lengths(config: Config) -> PromptLengths:
     except DataError as error:
         if not _is_unreachable(config):
             raise
-        return _assumed(config, str(error).partition(": ")[0])
+        longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
+        return PromptLengths(longest, min(longest, MEAN_PROMPT), assumed=str(error).partition(": ")[0])
 
     lengths = [len(prompt.token_ids) for prompt in prompts]
     return PromptLengths(max(lengths), sum(lengths) / len(lengths), "", left_out)
@@ -131,9 +132,3 @@ def _is_unreachable(config: Config) -> bool:
     )
     paths = config.model_paths().values()
     return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
-
-
-def _assumed(config: Config, why: str) -> PromptLengths:
-    """Return the lengths that are assumed where no prompt can be read, and why none can."""
-    longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
-    return PromptLengths(longest, min(longest, MEAN_PROMPT), why)
