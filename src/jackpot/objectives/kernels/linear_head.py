@@ -29,7 +29,7 @@ _SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a t
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """The outputs of one head for N positions; float32, or float64 if any operand is."""
+    """The outputs of one head for N positions, in float32, or in float64 if any operand is float64."""
 
     log_probs: Tensor  # [N] of the given ids; differentiable
     entropy: Tensor | None  # [N] -sum_x p(x) log p(x); differentiable; None where only log-probs are computed
@@ -59,11 +59,12 @@ class JointOutput:
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
         """Name the outputs of `autograd.tiled_heads` for two heads."""
-        each = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
-        forward_kl, reverse_kl = values[4:] if each == 2 else (None, None)
+        per_head = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
+        forward_kl, reverse_kl = values[4:] if per_head == 2 else (None, None)
+
         return cls(
-            policy=HeadOutput.of(values[:each], constants[:3]),
-            rollout_model=HeadOutput.of(values[each : 2 * each], constants[3:6]),
+            policy=HeadOutput.of(values[:per_head], constants[:3]),
+            rollout_model=HeadOutput.of(values[per_head : 2 * per_head], constants[3:6]),
             forward_kl=forward_kl,
             reverse_kl=reverse_kl,
             fill_ins=constants[6],
@@ -209,21 +210,23 @@ class Fp32Linear(CutLinear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.read()
         bias = None if bias is None else bias.float()
+
         with torch.autocast(input.device.type, enabled=False):
             if input.dtype == weight.dtype != torch.float32 and has_mixed_product(input.device):
                 # The same product, without a float32 copy of the weight.
                 products = torch.mm(input.flatten(0, -2), weight.t(), out_dtype=torch.float32)
                 products = products.unflatten(0, input.shape[:-1])
                 return products if bias is None else products + bias
+
             return nn.functional.linear(input.float(), weight.float(), bias)
 
 
 class LinearHead(nn.Module):
     """A module of the output layers of one or two models, which reads both weights in one forward.
 
-    The `nn.Linear`s are kept by reference: their parameters stay the models' own. The forward of these layers never
-    runs here, so FSDP must gather their weights by a module around this one (`models.gathered`). It may gather them by
-    this module where no embedding shares a weight with them; tied weights that are wrapped apart become two without an
+    The `nn.Linear`s are kept by reference, so their parameters stay the models' own. Their forward never runs here, so
+    FSDP must gather their weights by a module around this one (`models.gathered`). FSDP may wrap this module itself
+    only where no embedding shares a weight with a layer: tied weights that are wrapped apart become two, without an
     error.
     """
 
@@ -328,7 +331,8 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
     """Refuse tensors of which torch would compute numbers without a meaning."""
-    vocabularies, positions = [len(head.weight) for head in heads], [len(head.hidden) for head in heads]
+    vocabularies = [len(head.weight) for head in heads]
+    positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:
         raise ValueError(f"the heads have vocabularies of {vocabularies} tokens: both models must share one vocabulary")
     if {*positions, len(ids)} != {len(ids)}:
@@ -348,7 +352,7 @@ def _check_range(head: Head, **named_ids: Tensor | None) -> None:
         low, high = torch.aminmax(ids)
         if ids.is_cuda:
             is_in_range = (low >= 0) & (high < vocabulary)
-            # torch has no public one
+            # torch has no public assertion that does not wait for the device.
             torch._assert_async(is_in_range, f"{name} holds ids out of range: {advice}")  # pyright: ignore[reportPrivateUsage]
         elif low < 0 or high >= vocabulary:
             raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")
