@@ -6,12 +6,13 @@ Status: supported.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jackpot.analysis.compare.comparison import UNITS, Comparison, compare, spent_on
 from jackpot.analysis.compare.process import ArmRun, runs_at_once
-from jackpot.analysis.compare.scheduler import ArmListener, Lines, StopRule, run_all
+from jackpot.analysis.compare.scheduler import ArmListener, Lines, run_all
 from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
 from jackpot.config.config import Config
@@ -64,7 +65,7 @@ def run_arms(
         configs = with_budget(configs, plan.budget)
 
     runs = make_runs(configs, folder)
-    failed = run_all(runs, at_once or runs_at_once(configs.values()), _stop_rule(plan), listen)
+    failed = run_all(runs, at_once or runs_at_once(configs.values()), partial(_why_to_stop, plan), listen)
 
     if failed:
         listed = "\n  ".join(f"{run.name}: {end}" for run, end in failed.items())
@@ -155,22 +156,17 @@ def _evaluation_settings(config: Config) -> dict[str, Any]:
     return {"task": config.task} | evaluation | sampling
 
 
-def _stop_rule(plan: ComparisonPlan) -> StopRule:
-    """Make the rule that stops a run when it has collapsed or used its budget.
+def _why_to_stop(plan: ComparisonPlan, run: ArmRun, lines: Lines, events: Lines) -> str | None:
+    """Return why a run stops, a collapse or a used budget; None: it goes on.
 
     No run stops early for a budget in sequences: `with_budget` has turned that budget into iterations.
     """
-
-    def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:
-        if plan.stop_collapsed and (collapse := collapse_of(lines, events, run.config)):
-            return f"collapsed: {collapse.why}"
-
-        if plan.budget is None:
-            return None
-
-        spent = [spent_on(point, plan.unit) for point in points_of(lines, run.config)]
-        if spent and spent[-1] >= plan.budget:
-            return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
+    if plan.stop_collapsed and (collapse := collapse_of(lines, events, run.config)):
+        return f"collapsed: {collapse.why}"
+    if plan.budget is None:
         return None
 
-    return why_to_stop
+    spent = [spent_on(point, plan.unit) for point in points_of(lines, run.config)]
+    if spent and spent[-1] >= plan.budget:
+        return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
+    return None

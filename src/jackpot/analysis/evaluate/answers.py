@@ -243,10 +243,7 @@ def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
 
 def _whole_size(path: Path) -> int:
     """Return the size of a file up to the end of its last whole line, bytes."""
-    size = 0
-    for offset, text in _lines(path):
-        size = offset + len(text) if text.endswith(b"\n") else size
-    return size
+    return sum(len(text) for _, text in _lines(path) if text.endswith(b"\n"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -182,9 +182,9 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
                 engine = engine or _make_engine(config, path, [waiting for waiting, _ in unfinished.values()], cleanup)
                 _answer(engine, tokenizer, benchmark, file, config, listen)
 
-            # The table says what was asked of this set.
-            asked = _decisive(record | {"data": {name: record["data"][name]}})
-            file.finish(benchmark.prompt, {"asked": json.dumps(asked)})
+            # The table says by which settings this set was answered.
+            decisive = _decisive(record | {"data": {name: record["data"][name]}})
+            file.finish(benchmark.prompt, {"asked": json.dumps(decisive)})
             _write_summary(folder, record)  # after every set, so that a kill loses no result
 
         summaries = _write_summary(folder, record)
@@ -297,14 +297,14 @@ def _write_record(
         CheckpointError: settings differ; the message lists the differences.
     """
     path = folder / "config.yaml"
-    asked = json.loads(config.model_dump_json())
+    settings = json.loads(config.model_dump_json())
     data = {benchmark.name: {"problems": benchmark.size, "digest": benchmark.digest} for benchmark in benchmarks}
-    record = {"schema_version": SCHEMA_VERSION, "asked": asked, "model_digest": digest, "data": data}
+    record = {"schema_version": SCHEMA_VERSION, "asked": settings, "model_digest": digest, "data": data}
 
     if before := _read_record(path):
         # Sets that the earlier process did not have, and a task that it did not read, are no difference.
         old_data = {name: before["data"].get(name, identity) for name, identity in data.items()}
-        old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": asked["task"]}
+        old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": settings["task"]}
         old, new = _decisive(before | {"asked": old_asked, "data": old_data}), _decisive(record)
         if differences := list(map(str, changes(old, new))):
             listed = "\n  ".join(differences)
@@ -313,7 +313,7 @@ def _write_record(
                 f"Use the same settings to continue it, or --out with another folder"
             )
         record["data"] = before["data"] | data
-        asked |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": old_asked["task"]})
+        settings |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": old_asked["task"]})
 
     with checkpoint_error_in(folder):
         write_whole(path, yaml.safe_dump(record, sort_keys=False).encode())

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -104,7 +103,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
     was_quiet, warnings.disabled = warnings.disabled, True
 
     try:
-        with FakeTensorMode(), MemoryTracker() as tracker:
+        with fake_tensor.FakeTensorMode(), MemoryTracker() as tracker:
             for model in models.values():
                 _give_memory(model)
             lasting = tracker.alive
@@ -253,7 +252,7 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
 def _row(shape: MicroBatchShape) -> PackedRow:
     """Return the micro-batch as one packed row of fake tensors."""
     prompts, rows, prompt_tokens, response_tokens = shape
-    with unset_fake_temporarily():  # packing reads lengths, which fake tensors do not hold
+    with fake_tensor.unset_fake_temporarily():  # packing reads lengths, which fake tensors do not hold
         responses = [torch.zeros(response_tokens, dtype=torch.int64)] * rows
         row = pack_row([[0] * prompt_tokens] * prompts, [index % prompts for index in range(rows)], responses)
     tensors = {field.name: value for field in fields(row) if isinstance(value := getattr(row, field.name), Tensor)}

@@ -88,7 +88,7 @@ class CostEstimate(NamedTuple):
     response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
     stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
-    here: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
+    this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
     flops: FlopShares
 
@@ -121,7 +121,7 @@ def estimate(
         response=plan.lengths.mean,
         rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
         stated=plan.row(stated.kind, stated.count),
-        here=[plan.row(machine.kind, machine.count)] if machine else [],
+        this_machine=[plan.row(machine.kind, machine.count)] if machine else [],
         fewest={
             kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
             for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))

@@ -73,7 +73,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
     chosen = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
     if not is_asked:
         chosen = [next((pair for pair in (*chosen, *needs.fewest.items()) if pair[1]), ("", 0))]
-        chosen += [(row.kind, row.shard.gpus) for row in needs.here if row.shard.fits]
+        chosen += [(row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits]
 
     engines = engine_needs(config, needs.prompts.longest).values()
     return [

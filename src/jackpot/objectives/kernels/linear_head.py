@@ -151,8 +151,9 @@ def joint_linear_head(
     heads = [policy, rollout_model]
     _check(heads, ids)
     _check_range(policy, ids=ids, gather_ids=gather_ids)
-    moments = not only_log_probs
-    return JointOutput.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, options))
+    return JointOutput.of(
+        *tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, not only_log_probs, options)
+    )
 
 
 class CutLinear(nn.Linear):
@@ -270,9 +271,9 @@ class LinearHead(nn.Module):
         heads = self.heads(policy_hidden, rollout_model_hidden)
         _check(heads, ids)
 
-        is_pair, moments = len(heads) == 2, not only_log_probs
+        is_pair = len(heads) == 2
         lam = lam if is_pair else None  # one head has no Z
-        outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
+        outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, not only_log_probs, self.options)
         return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
 
     def heads(self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None) -> list[Head]:
