@@ -82,7 +82,8 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
 
     Args:
         correction: a name, or the user's own correction: a formula (`objectives.corrections.formula`) or a class.
-        settings: of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains them.
+        settings: settings of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains
+            each.
 
     Raises:
         ConfigError: an unknown name (the message lists the known ones), an unknown setting, a value that is not
@@ -169,9 +170,10 @@ def correct(
         advantages: [B, T]; read by the corrections that look at their sign: prefix, f_tis, dppo.
         proximal_log_probs: [B, T] nats, of the point that PPO's ratio is taken from; None: `target_log_probs`.
         uniforms: [B, T] in [0, 1), the random numbers that decide which tokens are rejected; None: drawn from `seed`.
-        seed: of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
+        seed: seed of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
             position, and so the same on all devices and ranks, in any batch and in every epoch.
-        settings: of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains them.
+        settings: settings of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains
+            each.
 
     Raises:
         ConfigError: an unknown correction or setting, or a value that is not allowed.
@@ -233,7 +235,7 @@ def correct_unchecked(
 
 
 def _correction_fn(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
-    """Return the correction that the arguments of `correct` name; refuse settings for one that is already made."""
+    """Return the correction that the arguments of `correct` name; refuse settings beside a constructed correction."""
     if callable(correction) or isinstance(correction, str):
         return make_correction(correction, **settings)
     if settings:

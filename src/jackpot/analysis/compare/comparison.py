@@ -186,8 +186,11 @@ def spent_on(point: EvaluationPoint, unit: str) -> float:
 
 def _points_at(runs: Sequence[RunSummary], unit: str, budget: float) -> dict[int, EvaluationPoint]:
     """Return the last evaluation of each run within the budget, by the run's seed."""
-    allowed = budget * (1.0 + _ROUNDING)
-    return {run.seed: next(point for point in reversed(run.points) if spent_on(point, unit) <= allowed) for run in runs}
+    points = {}
+    for run in runs:
+        within = [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + _ROUNDING)]
+        points[run.seed] = within[-1]
+    return points
 
 
 def _row(

@@ -89,7 +89,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 @contextmanager
 def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handle signals by `handler` in the body, and as before after it; processes that the body starts keep SIG_IGN."""
+    """Set the handler of signals in the body; a process that starts in the body goes on ignoring what is ignored."""
     handlers_before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield

@@ -90,7 +90,7 @@ def _read(run: ArmRun) -> tuple[Lines, Lines]:
 
 
 def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> str | None:
-    """Return why a run need not be started; None where it has to be.
+    """Return why a run need not be started; None: the run has to be started.
 
     A finished run has the metrics of its last iteration, which are written after the last evaluation, and the last
     checkpoint, which is written after them.

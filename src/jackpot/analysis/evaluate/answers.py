@@ -190,6 +190,7 @@ class AnswerFile:
             raise CheckpointError(
                 f"cannot read the responses in {self.path}: {error}. Bring it back, or remove it to make them again"
             ) from error
+
         if rows != problems * k:
             raise CheckpointError(
                 f"{self.path} has {rows} responses, not {problems} problems x {k}: another command wrote it. "

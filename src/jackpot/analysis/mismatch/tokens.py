@@ -33,7 +33,7 @@ class SamplerScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMismatch:
-    """The mismatch at the N sampled tokens of one response: [N] float64 unless noted, None where it is unknown.
+    """The mismatch at the N sampled tokens of one response: [N] float64 unless noted, None for unknown quantities.
 
     `kl` is KL(p || q) of the whole distributions at a token, and `variation` their total variation. Each is a lower and
     an upper bound, equal where the whole of p is known.

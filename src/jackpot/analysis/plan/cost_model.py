@@ -152,7 +152,7 @@ class Lengths:
 
 
 def _cut_mean(scale: float, limit: int) -> float:
-    """Return the mean length, tokens, of responses that are `scale` long in the mean until `limit` cuts them."""
+    """Return the mean length of responses that a limit cuts, and whose mean would be `scale` without the limit, tokens."""
     return scale * (1 - math.exp(-limit / scale))
 
 

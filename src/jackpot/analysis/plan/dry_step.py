@@ -121,7 +121,8 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     """Make all models of training on the meta device, by role; untrained models are frozen.
 
-    Models are fused only where the run is sure to be on a CPU: on a GPU they are not, and keep more for backward.
+    Norms, gates and rotations are fused only if the run is sure to be on a CPU. On a GPU models are not fused, and keep
+    more for backward.
     """
     paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
     if config.critic:
@@ -190,7 +191,7 @@ def _train(
 
 
 def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Run forward and backward of the critic: on a packed row where it can, else padded, with prompts repeated."""
+    """Run the critic forward and backward, on a packed row if the critic can read one, else on padded sequences."""
     with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))

@@ -82,7 +82,7 @@ class FlopShares(NamedTuple):
 
 
 class CostEstimate(NamedTuple):
-    """The estimates of a run on several kinds and numbers of GPUs, and the lengths that they assume."""
+    """The estimates of a run on several kinds and numbers of GPUs, with the assumed lengths of prompts and responses."""
 
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
@@ -122,10 +122,7 @@ def estimate(
         rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
         stated=plan.row(stated.kind, stated.count),
         this_machine=[plan.row(machine.kind, machine.count)] if machine else [],
-        fewest={
-            kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
-            for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
-        },
+        fewest={kind: plan.fewest(kind) for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))},
         flops=plan.flop_shares(),
     )
 
@@ -152,6 +149,7 @@ def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
         for name, engine in needs.items()
         if isinstance(engine.settings, VLLMEngineConfig) and engine.settings.kv_cache_memory_bytes is None
     }
+
     enlarged = dict(needs)
     for name, share in shares.items():
         update = {"gpu_memory_utilization": ENGINES_SHARE * share / sum(shares.values())}
@@ -235,6 +233,10 @@ class Estimator:
         config = self._config
         needs = self.needs if count == 1 else engine_needs(place_engines(config, count, on_gpu=True), self._prompt)
         return shard(self.memory, self.blocks, needs, GPUS[kind], count, config.placement.offload)
+
+    def fewest(self, kind: str) -> int:
+        """Return the fewest GPUs of a kind on which the run fits, one of COUNTS; 0: none of these numbers suffices."""
+        return next((count for count in COUNTS if self.shard(kind, count).fits), 0)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours of the run on `count` GPUs of a kind."""
@@ -335,11 +337,11 @@ class Estimator:
         kinds = Counter(
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
-        weighted = [
-            (times / count, shares.at(share, self.drafts) if is_used else shares.afterwards())
-            for (share, is_used), times in kinds.items()
-        ]
-        return Hours(*(sum(weight * hours[field] for weight, hours in weighted) for field in range(len(Hours._fields))))
+        weighted: list[list[float]] = []
+        for (share, is_used), times in kinds.items():
+            hours = shares.at(share, self.drafts) if is_used else shares.afterwards()
+            weighted.append([times / count * activity for activity in hours])
+        return Hours(*map(sum, zip(*weighted, strict=True)))
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""

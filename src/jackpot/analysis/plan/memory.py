@@ -161,7 +161,7 @@ def _generation(config: Config, prompt_tokens: int) -> int:
 
 
 def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:
-    """Return the bytes of a transformers engine's cache, distributions of one step and responses; 0 of another's."""
+    """Return the bytes of a transformers engine's cache, distributions of one step and responses; 0 for any other."""
     if not isinstance(settings, TransformersEngineConfig):
         return 0
 

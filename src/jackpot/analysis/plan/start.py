@@ -25,7 +25,7 @@ NO_MACHINE = (
 
 
 def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | None, gpus: int) -> str:
-    """Return the command that trains a recipe on `gpus` GPUs, each with a rank and an engine, as the plan counts them.
+    """Return the command that trains a recipe on `gpus` GPUs, each of which has a rank and an engine, as in the plan.
 
     Args:
         recipe: name of the recipe, or the path of its file.

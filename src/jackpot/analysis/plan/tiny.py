@@ -279,12 +279,14 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
     """Return all data that the run reads, by the file that replaces each source."""
     shared = sets_of(config.task)
+
     sources = {
         _set_file(name, folder): DataConfig(source=name)
         if name in BENCHMARKS
         else DataConfig(source=name, columns=shared.columns, answers=shared.answers)
         for name in filter(_is_data, config.evaluation.benchmark_names)
     }
+
     if isinstance(config.task, MathConfig):
         for split in get_args(Split):
             sources |= _split_files(config.task, split, folder)

@@ -140,8 +140,7 @@ def tiled_heads(
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
-    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none if they are too
-    large together."""
+    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none if too large."""
     trains = [
         torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.tensors)
         for head in heads
@@ -188,7 +187,7 @@ class _TilePlan(NamedTuple):
         ]
 
     def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
-        """Name the tiles that forward kept; they come head by head, in the order in which forward formed them."""
+        """Name the tiles that forward kept, which come head by head, in the order in which forward formed them."""
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
         return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
 
@@ -238,7 +237,7 @@ class _Context(FunctionCtx):
 
 
 class _TiledHeads(torch.autograd.Function):
-    """The autograd function of the tiled passes. It saves the operands, tensors [N] and, as the plan says, logits."""
+    """The autograd function of the tiled passes, which saves operands, tensors [N] and, as the plan says, logits."""
 
     @staticmethod
     def forward(

@@ -79,10 +79,10 @@ def backward_tiles(
     """Add the gradients of one or two heads over all tiles to `grads`; form logits only of heads that a gradient needs.
 
     Args:
-        blocks: of positions.
-        tiles: of tokens.
+        blocks: slices of positions.
+        tiles: slices of tokens.
         ids: [N], the sampled ids.
-        reader: differentiates the tiles.
+        reader: reader that differentiates the tiles.
         heads, logsumexps, coefficients, grads: an entry for each head; a logsumexp is [N].
     """
     trained = {

@@ -62,11 +62,11 @@ class PositionBlock:
 
     Args:
         heads: one head, or the policy and the rollout model.
-        reader: reads the tiles.
+        reader: reader of the tiles.
         rows: the positions of this block.
         wanted: [C, G] ids whose log-probs are returned; the first column is the sampled ids.
         num_top: K.
-        lam: at which the exact Z of two heads is taken; None leaves Z out.
+        lam: OBRS's budget, at which the exact Z of two heads is taken; None: no Z.
         moments: whether entropy and divergences are computed.
     """
 

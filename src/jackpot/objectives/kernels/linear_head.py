@@ -109,7 +109,7 @@ def linear_head(
         gather_ids: [N, G] int64 in [0, V).
         only_log_probs: leave out what takes further sums over the vocabulary: entropy, and the KLs of two heads.
         tile: the most positions and the most tokens that have logits at a time; None takes `autograd.default_tile`.
-        options: change the computation, and the results by rounding only.
+        options: how the head is computed; changes the results by rounding only.
 
     Raises:
         ValueError: another number of ids than of hidden states, ids out of range, or a weight that FSDP has sharded. On
@@ -172,7 +172,7 @@ class CutLinear(nn.Linear):
         return sharing
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight [V, H] and bias [V] as they are multiplied."""
+        """Return the rows of weight [V, H] and bias [V] that are multiplied."""
         rows = self.out_features
         if rows == len(self.weight):
             return self.weight, self.bias
@@ -202,7 +202,7 @@ class Fp32Linear(CutLinear):
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight [V, H] and bias [V] as they are multiplied, but not widened to float32 yet."""
+        """Return the rows of weight [V, H] and bias [V] that are multiplied, before they are widened to float32."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias

@@ -72,7 +72,7 @@ KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their fir
 
 
 class HeadOperands:
-    """The hidden states and the weight of one head, in the dtype of its products; they form tiles of logits."""
+    """The hidden states and the weight of one head in the dtype of their products, which are tiles of logits."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class HeadOperands:
     ) -> None:
         """
         Args:
-            name: tells this head's memory in the workspace from the other head's.
+            name: name of the head, which tells its memory in the workspace from the other head's.
             operand_dtype: dtype to which hidden states and weight are cast before they are multiplied.
             dtype: dtype of the logits and of all sums.
-            kept_tiles: to which every tile that is formed is added; None to keep none.
+            kept_tiles: dictionary to which every tile is added that is formed; None: no tile is kept.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand_dtype)
@@ -108,7 +108,7 @@ class HeadOperands:
         return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
     def select(self, columns: slice) -> None:
-        """Form tiles of these tokens from now on."""
+        """Select the tokens whose tiles are formed from now on."""
         self._columns, self._loaded = columns, None
 
     @property
