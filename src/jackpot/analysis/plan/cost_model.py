@@ -152,7 +152,7 @@ class Lengths:
 
 
 def _cut_mean(scale: float, limit: int) -> float:
-    """Return the mean length of responses that a limit cuts, and whose mean would be `scale` without the limit, tokens."""
+    """Return the mean length, tokens, of responses that a limit cuts; without a limit their mean is `scale`."""
     return scale * (1 - math.exp(-limit / scale))
 
 

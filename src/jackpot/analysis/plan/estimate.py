@@ -82,7 +82,7 @@ class FlopShares(NamedTuple):
 
 
 class CostEstimate(NamedTuple):
-    """The estimates of a run on several kinds and numbers of GPUs, with the assumed lengths of prompts and responses."""
+    """The estimates of a run on several kinds and numbers of GPUs, with the assumed lengths of its sequences."""
 
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
