@@ -228,9 +228,8 @@ def correct_unchecked(
     result = correction.apply(inputs, totals)
 
     summary = correction_summary(result, inputs, totals, has_z=z is not None)
-    metrics = {name: metric.value for name, metric in summary.items()}
-    if z is not None:
-        metrics["obrs/kappa"] = result.kappa
+    kappa = {} if z is None else {"obrs/kappa": result.kappa}
+    metrics = {name: metric.value for name, metric in summary.items()} | kappa
     return Corrected(result.weights, result.accept_mask, metrics)
 
 

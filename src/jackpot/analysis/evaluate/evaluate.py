@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,6 @@ class _Benchmark:
     size: int  # number of problems
     digest: str  # digest of uid, prompt and answer of every problem
     longest: tuple[int, str]  # tokens and uid of the longest prompt
-
-    def prompt(self, index: int) -> Prompt:
-        """Return the prompt of a problem by its index."""
-        return self.task.prompt("test", index)
 
 
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
@@ -184,7 +181,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
 
             # The table says by which settings this set was answered.
             decisive = _decisive(record | {"data": {name: record["data"][name]}})
-            file.finish(benchmark.prompt, {"asked": json.dumps(decisive)})
+            file.finish(partial(benchmark.task.prompt, "test"), {"asked": json.dumps(decisive)})
             _write_summary(folder, record)  # after every set, so that a kill loses no result
 
         summaries = _write_summary(folder, record)
@@ -255,7 +252,7 @@ def _answer(
         prompts: dict[int, Prompt] = {}  # the newest prompt by its index, for all its samples
         for index, sample in file.missing():
             if index not in prompts:
-                prompts = {index: benchmark.prompt(index)}
+                prompts = {index: benchmark.task.prompt("test", index)}
             request = eval_request(prompts[index], sample, config.sampling, config.seed, benchmark.name)
             under_way[request.uid] = (index, sample)
             yield request

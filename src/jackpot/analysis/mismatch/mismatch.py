@@ -37,7 +37,6 @@ from jackpot.rollout.tasks.registry import make_sets, make_task
 _MOST_LOG_PROBS = 2**26  # log-probs of all tokens that are kept by default: 800 MB
 _TOP_LOG_PROBS = 64  # log-probs of a token where the whole distribution would be more
 _VERSION = Version(0, 0)
-MismatchListener = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ class MismatchResult:
     pairs: tuple[MismatchPair, ...]
 
 
-def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> MismatchResult:
+def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> MismatchResult:
     """Have every sampler generate and every learner score, and compare all pairs.
 
     Args:

@@ -173,10 +173,6 @@ class ShareHours:
     gpu: Gpu
     gpus: int
 
-    def afterwards(self) -> Hours:
-        """Return the hours if the policy generates everything and the rollout model, whose share has ended, rests."""
-        return self.run(self.work, self.beside, [self.costs["policy"]])
-
     def generation(self, share: float, drafts: Drafts | None = None) -> float:
         """Return the hours in which the rollout model generates a share of each batch, and then the policy the rest."""
         writers = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
@@ -333,13 +329,16 @@ class Estimator:
         if model is None or not config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
 
-        # The mean over iterations, each kind of which is computed once.
+        # The mean over iterations, each kind of which is computed once. Where the rollout model is not used any more, the
+        # policy generates everything and is trained alone.
         kinds = Counter(
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
         weighted: list[list[float]] = []
         for (share, is_used), times in kinds.items():
-            hours = shares.at(share, self.drafts) if is_used else shares.afterwards()
+            hours = shares.run(shares.work, shares.beside, [self._costs["policy"]])
+            if is_used:
+                hours = shares.at(share, self.drafts)
             weighted.append([times / count * activity for activity in hours])
         return Hours(*map(sum, zip(*weighted, strict=True)))
 

@@ -93,7 +93,7 @@ def backward_tiles(
     if not trained:
         return
 
-    reads_both = any(head_coefficients.reads_other for head_coefficients in trained.values())
+    reads_both = any(terms.on_other_log is not None or terms.on_other is not None for terms in trained.values())
     heads_read = range(len(heads)) if reads_both else list(trained)
 
     for columns in tiles:

@@ -59,11 +59,6 @@ class GradCoefficients(NamedTuple):
         """Select the coefficients of some positions."""
         return self._replace(**{name: column[rows] for name, column in self._asdict().items() if column is not None})
 
-    @property
-    def reads_other(self) -> bool:
-        """Tell whether the gradient contains the other head's probabilities."""
-        return not (self.on_other_log is None and self.on_other is None)
-
 
 class TileGradient(NamedTuple):
     """The coefficients of the gradient of a tile's products, and the memory that it is written to."""
