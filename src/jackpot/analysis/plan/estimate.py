@@ -329,14 +329,14 @@ class Estimator:
         if model is None or not config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
 
-        # The mean over iterations, each kind of which is computed once. Where the rollout model is not
-        # used any more, the policy generates everything and is trained alone.
+        # The mean over iterations, each kind of which is computed once. Where the rollout model is not used any more,
+        # the policy generates everything and is trained alone.
         kinds = Counter(
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
+        alone = [self._costs["policy"]]
         weighted: list[list[float]] = []
         for (share, is_used), times in kinds.items():
-            alone = [self._costs["policy"]]
             hours = shares.at(share, self.drafts) if is_used else shares.run(shares.work, shares.beside, alone)
             weighted.append([times / count * activity for activity in hours])
         return Hours(*map(sum, zip(*weighted, strict=True)))

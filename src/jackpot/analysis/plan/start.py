@@ -70,15 +70,16 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
         is_asked: whether the stated GPUs were asked about.
     """
     stated = needs.stated
-    chosen = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
+    counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
     if not is_asked:
-        chosen = [next((pair for pair in (*chosen, *needs.fewest.items()) if pair[1]), ("", 0))]
-        chosen += [(row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits]
+        fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
+        counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 
+    # An engine that needs several GPUs does not fit into the process that trains.
     engines = engine_needs(config, needs.prompts.longest).values()
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})
-        for kind, count in dict.fromkeys(chosen)
+        for kind, count in dict.fromkeys(counts)
         if count and all(degree(engine, GPUS[kind], 1) for engine in engines)
     ]
 

@@ -131,12 +131,13 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         "tracking": {"wandb": None},
     }
 
-    if sampling.stop_token_ids and (tokenizer := models.tokenizer == BYTES and own_tokenizer(BYTES)):
+    if sampling.stop_token_ids and models.tokenizer == BYTES and (tokenizer := own_tokenizer(BYTES)):
         changes["sampling"]["stop_token_ids"] = (tokenizer.eos_token_id,)
     if overlong := config.objective.overlong_buffer:
         share = overlong.len / sampling.max_new_tokens
         changes["objective"]["overlong_buffer"] = {"len": max(1, math.floor(share * new_tokens))}
 
+    # A task that reads problems: every split is a file, and a micro-batch has room for the longest prompt.
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _split_data(config.task, split, folder) for split in get_args(Split)}
@@ -145,8 +146,9 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
 
     for key, path in _model_paths(config).items():
         if path in models.configs:
-            *blocks, block = key.split(".")
-            (changes[blocks[0]] if blocks else changes)[block] = {"path": str(_model_folder(path, folder))}
+            parent, _, block = key.rpartition(".")
+            siblings = changes[parent] if parent else changes
+            siblings[block] = {"path": str(_model_folder(path, folder))}
     return validated(Config, merge(config.model_dump(), changes))
 
 
