@@ -20,8 +20,8 @@ from statistics import fmean
 from typing import Any
 
 import jackpot
-from jackpot.analysis.compare.process import ArmRun
-from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
+from jackpot.analysis.compare.process import ArmRun, runs_at_once
+from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all
 from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary, summarize
 from jackpot.analysis.diagnose.collapse import Collapse, collapse_of
 from jackpot.config.arms import build_config

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jackpot.analysis.compare.process import ArmRun
-from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all, runs_at_once
+from jackpot.analysis.compare.process import ArmRun, runs_at_once
+from jackpot.analysis.compare.scheduler import FAILED, Lines, run_all
 from jackpot.config.recipes import resolve
 from jackpot.core.statistics import paired_differences
 

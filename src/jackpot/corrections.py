@@ -33,7 +33,8 @@ from jackpot.objectives.corrections.signed import dppo_topk
 from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.tensor_checks import check_numbers, check_tensors, report_signs, signs_of_log_probs
 
-IN_THE_INPUTS = {  # settings of a run that a correction itself does not read, and where the caller decides them
+# Settings of a run that a correction does not read, because its caller decides them by these inputs.
+IN_THE_INPUTS = {
     "proximal": "CorrectionInputs.proximal_log_probs",
     "target": "CorrectionInputs.target_log_probs",
     "normalizer": "CorrectionInputs.z",
@@ -65,6 +66,7 @@ def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
     """
     if isinstance(settings, CustomCorrection):
         return _custom(import_object(settings.import_path, "correction"), settings.kwargs)
+
     formula = dppo_topk if getattr(settings, "divergence", None) == "topk" else CORRECTIONS[settings.name]
     arguments = {name: getattr(settings, name) for name in signature(formula).parameters if name not in TENSORS}
     return ByFormula(formula, arguments, getattr(settings, "lam", LAM), _kappa(settings))
@@ -80,7 +82,8 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
 
     Args:
         correction: a name, or the user's own correction: a formula (`objectives.corrections.formula`) or a class.
-        settings: of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains them.
+        settings: settings of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains
+            each.
 
     Raises:
         ConfigError: an unknown name (the message lists the known ones), an unknown setting, a value that is not
@@ -167,9 +170,10 @@ def correct(
         advantages: [B, T]; read by the corrections that look at their sign: prefix, f_tis, dppo.
         proximal_log_probs: [B, T] nats, of the point that PPO's ratio is taken from; None: `target_log_probs`.
         uniforms: [B, T] in [0, 1), the random numbers that decide which tokens are rejected; None: drawn from `seed`.
-        seed: of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
+        seed: seed of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
             position, and so the same on all devices and ranks, in any batch and in every epoch.
-        settings: of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains them.
+        settings: settings of the correction, such as lam, cap or c1; `jackpot config objective.correction` explains
+            each.
 
     Raises:
         ConfigError: an unknown correction or setting, or a value that is not allowed.
@@ -180,7 +184,7 @@ def correct(
     Warns:
         UserWarning: log-probs that look swapped as those of healthy models never do, or that are rounded to bfloat16.
     """
-    chosen = _chosen(correction, settings)
+    correction_fn = _correction_fn(correction, settings)
     tensors = {
         "rollout_log_probs": rollout_log_probs,
         "target_log_probs": target_log_probs,
@@ -192,14 +196,14 @@ def correct(
 
     check_tensors(response_mask, tensors)
     if response_mask.device.type == "cpu":  # reading numbers of a GPU would wait for it
-        check_numbers(response_mask, tensors, chosen.lam)
+        check_numbers(response_mask, tensors, correction_fn.lam)
     report_signs(signs_of_log_probs(response_mask, rollout_log_probs.detach(), target_log_probs.detach()))
 
-    for needed in sorted(chosen.reads):
-        if tensors[needed] is None:
-            raise DataError(f"correction {correction} reads {needed}, which is not given: {_ADVICE[needed]}")
+    for name in sorted(correction_fn.reads):
+        if tensors[name] is None:
+            raise DataError(f"correction {correction} reads {name}, which is not given: {_ADVICE[name]}")
 
-    return correct_unchecked(chosen, tensors | {"z": z}, response_mask, seed)
+    return correct_unchecked(correction_fn, tensors | {"z": z}, response_mask, seed)
 
 
 def correct_unchecked(
@@ -210,26 +214,27 @@ def correct_unchecked(
 ) -> Corrected:
     """Apply a correction as `correct` does, without its checks, to tensors that a framework made.
 
-    The response mask may be without a token.
-
     Args:
+        correction: the correction.
         tensors: arguments of `correct` by their names; `rollout_log_probs` and `target_log_probs` must be among them.
+        response_mask: [B, T] bool, True where a token was sampled; may be without a token.
+        seed: seed of uniforms that `tensors` lacks.
     """
     z = tensors.get("z")
     estimate = z if isinstance(z, obrs.ZEstimate) else None
     present = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    inputs = _filled(present, response_mask, estimate, seed)
-
+    inputs = _inputs(present, response_mask, estimate, seed)
     totals = measured(correction, inputs)
     result = correction.apply(inputs, totals)
 
-    sums = correction_summary(result, inputs, totals, has_z=z is not None)
+    summary = correction_summary(result, inputs, totals, has_z=z is not None)
     kappa = {} if z is None else {"obrs/kappa": result.kappa}
-    return Corrected(result.weights, result.accept_mask, {name: metric.value for name, metric in sums.items()} | kappa)
+    metrics = {name: metric.value for name, metric in summary.items()} | kappa
+    return Corrected(result.weights, result.accept_mask, metrics)
 
 
-def _chosen(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
-    """Return the correction that the arguments of `correct` name; refuse settings for one that is already made."""
+def _correction_fn(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
+    """Return the correction that the arguments of `correct` name; refuse settings beside a constructed correction."""
     if callable(correction) or isinstance(correction, str):
         return make_correction(correction, **settings)
     if settings:
@@ -237,13 +242,16 @@ def _chosen(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any
     return correction
 
 
-def _filled(
+def _inputs(
     tensors: Mapping[str, Tensor], mask: Tensor, estimate: obrs.ZEstimate | None, seed: int
 ) -> CorrectionInputs:
-    """Return the inputs of a correction from the arguments of `correct`, with defaults for those left out.
+    """Return the inputs of a correction from the arguments of `correct`, with defaults for missing ones.
 
     Args:
-        estimate: of Z; None: `tensors` has the exact Z, or the correction reads none.
+        tensors: arguments of `correct` that are tensors, by name.
+        mask: [B, T] bool, the response mask.
+        estimate: estimate of Z; None: `tensors` has the exact Z, or the correction does not read Z.
+        seed: seed of uniforms that `tensors` lacks.
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     rollout, target = detached["rollout_log_probs"], detached["target_log_probs"]

@@ -67,14 +67,18 @@ def test_weights_gradients_and_moments_are_counted_by_parameters(without_trainin
     quantized = plan("engine.quantization=int8_w8a8", "evaluation.engine=transformers")
     assert weights + others == writer and quantized.engines == weights + 4 * (channels + others) + 4 * policy
     ahead = plan("batch.ahead=2")
-    assert (ahead.kept, memory.kept, plan("batch.ahead=2", "guard.check_engine=false").kept) == (memory.gradients, 0, 0)
+    assert (ahead.copies, memory.copies, plan("batch.ahead=2", "guard.check_engine=false").copies) == (
+        memory.gradients,
+        0,
+        0,
+    )
     lora = plan("policy.lora.rank=8")
     assert lora.gradients == 4 * (39_168 + writer)
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
     known = {name: 2**number for number, name in enumerate(MemoryPlan.__slots__)}
-    lasting = sum(known[name] for name in ("weights", "engines", "optimizer", "kept"))
+    lasting = sum(known[name] for name in ("weights", "engines", "optimizer", "copies"))
     memory = MemoryPlan(**known)
     assert replace(memory, training=200).peak == lasting + known["gradients"] + 200 - known["sleeping"]
     memory = replace(memory, sleeping=0)

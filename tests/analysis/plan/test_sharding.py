@@ -27,7 +27,7 @@ from jackpot.config.recipes import resolve
 
 GB = 1e9
 GPU = Gpu(bf16=1.0, fp32=1.0, bandwidth=1.0, memory=80 * GB)
-PARTS = Blocks(layer=1_000, heads=3_000, reference=200, copied=500)
+BLOCKS = Blocks(layer=1_000, heads=3_000, reference=200, copied=500)
 PLANNED = {name: 0 for name in MemoryPlan.__slots__} | {"weights": 40, "optimizer": 80, "gradients": 24, "training": 7}
 MEMORY = MemoryPlan(**PLANNED)
 
@@ -42,12 +42,12 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_weights_are_divided_and_activations_are_not() -> None:
-    one, four = (shard(MEMORY, PARTS, {}, GPU, gpus) for gpus in (1, 4))
+    one, four = (shard(MEMORY, BLOCKS, {}, GPU, gpus) for gpus in (1, 4))
     assert (one.weights, one.optimizer, one.gradients, one.training) == (40, 80, 24, 7)
     assert (four.weights, four.optimizer, four.gradients, four.training) == (10, 20, 6, 7)
-    offloaded = shard(MEMORY, PARTS, {}, GPU, 4, offloads=True)
+    offloaded = shard(MEMORY, BLOCKS, {}, GPU, 4, offloads=True)
     assert offloaded == replace(four, weights=0.0, optimizer=0.0, gradients=0.0)
-    assert shard(MEMORY, PARTS, {}, GPU, 1, offloads=True) == one  # nothing is sharded
+    assert shard(MEMORY, BLOCKS, {}, GPU, 1, offloads=True) == one  # nothing is sharded
     # Two layers and all heads in float32, and the gradient of the larger of the two; alone, copies in bf16.
     assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
 
@@ -74,24 +74,24 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
 def test_an_engine_that_sleeps_leaves_its_share_to_the_learner() -> None:
     for sleep, resting in ((False, 32 * GB), (True, 0)):
         engine = VLLMEngineConfig(gpu_memory_utilization=0.4, enable_sleep_mode=sleep)
-        planned = shard(MEMORY, PARTS, {"engine": need(engine)}, GPU, 8)
+        planned = shard(MEMORY, BLOCKS, {"engine": need(engine)}, GPU, 8)
         assert (planned.resting, planned.generation) == (resting, 32 * GB)
     two = {
         "engine": need(VLLMEngineConfig(enable_sleep_mode=True)),
         "evaluation.engine": need(VLLMEngineConfig(gpu_memory_utilization=0.3)),
     }
-    planned = shard(MEMORY, PARTS, two, GPU, 8)
+    planned = shard(MEMORY, BLOCKS, two, GPU, 8)
     assert (planned.resting, planned.generation) == (pytest.approx(24 * GB), pytest.approx(56 * GB))
 
 
 def test_other_engines_take_weights_and_what_was_planned() -> None:
     memory = replace(MEMORY, generation=5)
-    planned = shard(memory, PARTS, {"engine": need(TransformersEngineConfig(), 9)}, GPU, 2)
+    planned = shard(memory, BLOCKS, {"engine": need(TransformersEngineConfig(), 9)}, GPU, 2)
     assert (planned.resting, planned.generation) == (9, 14)
     servers = VLLMServerEngineConfig(urls=("http://127.0.0.1:1",), weights_folder="x")
-    planned = shard(MEMORY, PARTS, {"engine": need(servers)}, GPU, 2)
+    planned = shard(MEMORY, BLOCKS, {"engine": need(servers)}, GPU, 2)
     assert (planned.resting, planned.generation) == (0, 0)
-    fixed = shard(MEMORY, PARTS, {"engine": need(VLLMEngineConfig(kv_cache_memory_bytes=2 * 2**30))}, GPU, 2)
+    fixed = shard(MEMORY, BLOCKS, {"engine": need(VLLMEngineConfig(kv_cache_memory_bytes=2 * 2**30))}, GPU, 2)
     assert fixed.resting == 16 * GB + 2 * 2**30 + ENGINE_BYTES
 
 
@@ -101,7 +101,7 @@ def test_an_engine_spreads_over_as_few_gpus_as_hold_it() -> None:
     assert degree(need(engine, 65 * GB), GPU, 2) == 0  # it would need four
     assert degree(need(engine, 29.1 * GB), GPU, 3) == 0  # two do not divide three
     assert cache_bytes(need(engine, 65 * GB), 4, GPU) == pytest.approx(4 * 30 * GB - 65 * GB)
-    assert not shard(MEMORY, PARTS, {"engine": need(engine, 65 * GB)}, GPU, 2).fits
+    assert not shard(MEMORY, BLOCKS, {"engine": need(engine, 65 * GB)}, GPU, 2).fits
 
 
 @pytest.mark.usefixtures("offline")

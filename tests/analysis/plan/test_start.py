@@ -77,7 +77,7 @@ def test_a_run_starts_on_the_gpus_of_its_recipe_or_the_fewest() -> None:
     assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=False) == [four]
     assert machines(config, needs(eight, fits=False, H100=0), is_asked=False) == []
     assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=True) == []
-    here = needs(eight, H100=4)._replace(here=[needs(four).stated])
+    here = needs(eight, H100=4)._replace(this_machine=[needs(four).stated])
     assert machines(config, here, is_asked=False) == [eight, four] and machines(config, here, is_asked=True) == [eight]
 
 

@@ -52,7 +52,7 @@ def test_parts_give_what_the_whole_row_gives(k, width, kind):
         part = slice(start, start + width)
         top.add(rows[:, part], start, block_max(rows[:, part]), [other[:, part]])
     assert_top(top.values, top.ids, rows, k)
-    assert top.others[0].equal(other.gather(1, top.ids))
+    assert top.companions[0].equal(other.gather(1, top.ids))
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "one rises"])
@@ -67,7 +67,7 @@ def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
         part = rows[:, start : start + width]
         top.add(part, start, block_max(part), [-part])
     assert_top(top.values, top.ids, rows, k)
-    assert top.others[0].equal(-top.values)
+    assert top.companions[0].equal(-top.values)
 
 
 def test_ids_of_a_row_of_nans_are_in_range_and_differ():

@@ -6,12 +6,13 @@ Status: supported.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jackpot.analysis.compare.comparison import UNITS, Comparison, compare, spent_on
-from jackpot.analysis.compare.process import ArmRun
-from jackpot.analysis.compare.scheduler import ArmListener, Lines, StopRule, run_all, runs_at_once
+from jackpot.analysis.compare.process import ArmRun, runs_at_once
+from jackpot.analysis.compare.scheduler import ArmListener, Lines, run_all
 from jackpot.analysis.compare.summary import RunSummary, points_of, summarize
 from jackpot.analysis.diagnose.collapse import collapse_of
 from jackpot.config.config import Config
@@ -64,7 +65,7 @@ def run_arms(
         configs = with_budget(configs, plan.budget)
 
     runs = make_runs(configs, folder)
-    failed = run_all(runs, at_once or runs_at_once(configs.values()), _stop_rule(plan), listen)
+    failed = run_all(runs, at_once or runs_at_once(configs.values()), partial(_why_to_stop, plan), listen)
 
     if failed:
         listed = "\n  ".join(f"{run.name}: {end}" for run, end in failed.items())
@@ -74,8 +75,7 @@ def run_arms(
         )
 
     summaries = [summarize(run.folder, run.arm) for run in runs]
-
-    write_whole(folder / "summaries.jsonl", "".join(f"{one.to_json()}\n" for one in summaries).encode())
+    write_whole(folder / "summaries.jsonl", "".join(f"{summary.to_json()}\n" for summary in summaries).encode())
     return compare(summaries, plan.unit, plan.budget, plan.accuracy, plan.baseline), summaries
 
 
@@ -125,11 +125,12 @@ def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> 
     Raises:
         ConfigError: the budget is below one rollout batch of some arm.
     """
-    most, arm = max((config.batch.rollouts, arm) for (arm, _), config in configs.items())
-    if sequences < most:
+    largest, arm = max((config.batch.rollouts, arm) for (arm, _), config in configs.items())
+    if sequences < largest:
         raise ConfigError(
-            f"a budget of {sequences:g} sequences is less than one rollout batch of arm {arm!r}, {most}; raise it"
+            f"a budget of {sequences:g} sequences is less than one rollout batch of arm {arm!r}, {largest}; raise it"
         )
+
     return {
         key: config.model_copy(update={"iterations": int(sequences // config.batch.rollouts)})
         for key, config in configs.items()
@@ -139,37 +140,33 @@ def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> 
 def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
     """Return the arms whose evaluations differ from those of the first arm, each with a setting that differs."""
     (first, _), reference = next(iter(configs.items()))
-    wanted = _evaluation_settings(reference)
+    expected = _evaluation_settings(reference)
     return {
-        arm: f"{setting} is {value}, and {wanted[setting]} in {first!r}"
+        arm: f"{setting} is {value}, and {expected[setting]} in {first!r}"
         for (arm, _), config in configs.items()
         for setting, value in _evaluation_settings(config).items()
-        if value != wanted[setting]
+        if value != expected[setting]
     }
 
 
 def _evaluation_settings(config: Config) -> dict[str, Any]:
+    """Return all settings that decide an evaluation's problems and how they are answered, by dotted key."""
     sampling = {f"sampling.{name}": getattr(config.evaluation_sampling, name) for name in _SAMPLING}
     evaluation = {f"evaluation.{name}": getattr(config.evaluation, name) for name in ("problems", "k")}
     return {"task": config.task} | evaluation | sampling
 
 
-def _stop_rule(plan: ComparisonPlan) -> StopRule:
-    """Make the rule that stops a run when it has collapsed or used its budget.
+def _why_to_stop(plan: ComparisonPlan, run: ArmRun, lines: Lines, events: Lines) -> str | None:
+    """Return why a run stops, a collapse or a used budget; None: it goes on.
 
     No run stops early for a budget in sequences: `with_budget` has turned that budget into iterations.
     """
-
-    def why_to_stop(run: ArmRun, lines: Lines, events: Lines) -> str | None:
-        if plan.stop_collapsed and (collapse := collapse_of(lines, events, run.config)):
-            return f"collapsed: {collapse.why}"
-
-        if plan.budget is None:
-            return None
-
-        spent = [spent_on(point, plan.unit) for point in points_of(lines, run.config)]
-        if spent and spent[-1] >= plan.budget:
-            return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
+    if plan.stop_collapsed and (collapse := collapse_of(lines, events, run.config)):
+        return f"collapsed: {collapse.why}"
+    if plan.budget is None:
         return None
 
-    return why_to_stop
+    spent = [spent_on(point, plan.unit) for point in points_of(lines, run.config)]
+    if spent and spent[-1] >= plan.budget:
+        return f"budget of {plan.budget:.4g} {UNITS[plan.unit]} used"
+    return None

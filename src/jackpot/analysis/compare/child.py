@@ -24,7 +24,7 @@ from jackpot.training.interrupt import TERMINATIONS
 def train(run: ArmRun) -> None:
     """Train or continue one run, with all output of the process in the run's log.
 
-    The exit code is 2 after an error of ours, which the log ends with.
+    The exit code is 2 after a `JackpotError`, whose text ends the log.
     """
     os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
     with run.log.open("wb") as log:
@@ -33,24 +33,24 @@ def train(run: ArmRun) -> None:
 
     # The fork server ignores these signals, and its children have inherited that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in TERMINATIONS:
-        signal.signal(number, signal.SIG_DFL)
+    for signum in TERMINATIONS:
+        signal.signal(signum, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
 
     transformers.utils.logging.disable_progress_bar()
 
-    def show(line: dict[str, Any]) -> None:
+    def print_progress(line: dict[str, Any]) -> None:
         print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True)
 
     try:
-        train_run(run.config, run.folder, show)
+        train_run(run.config, run.folder, print_progress)
     except JackpotError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def runs_at_once(configs: Sequence[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads."""
+    """Answer `process.runs_at_once`."""
     if any(pick_device(config.device).type == "cuda" for config in configs):
         return 1
     return max(1, free_cores() // max(pick_threads(config.threads) for config in configs))

@@ -12,6 +12,7 @@ from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
+_ROUNDING = 1e-9  # share by which rounding may put what a run spent above the budget
 UNITS = {  # units of a budget, with what each counts
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
@@ -99,23 +100,21 @@ def compare(
     """Compare arms at equal budget.
 
     Args:
-        runs: summaries of one run or more; arms keep the order in which they come.
+        runs: summaries of at least one run; arms keep the order in which they come.
         unit: unit of the budget, one of UNITS.
         budget: budget of each run; None: the most that every run has spent, without those that collapsed.
         accuracy: accuracy up to which costs are counted; None: the highest that all runs reached, of those that did
             not collapse and that rose above every run's start by more than the noise of two evaluations.
-        baseline: name of the arm that others are compared with; None: the first.
+        baseline: name of the arm that others are compared with, the arm of some run; None: the first.
 
     Raises:
-        ConfigError: no run, an unknown baseline, a budget below what the first evaluation after training needs,
-            accuracies of some runs and mean rewards of others, or answers that were sampled in different ways.
+        ConfigError: a budget below what the first evaluation after training needs, accuracies of some runs and mean
+            rewards of others, or answers that were sampled in different ways.
     """
-    if not runs:
-        raise ConfigError("no run was given; compare needs at least one with an evaluation")
-    arms = {run.arm: [one for one in runs if one.arm == run.arm] for run in runs}
     baseline = baseline or runs[0].arm
-    if baseline not in arms:
-        raise ConfigError(f"baseline {baseline!r} is not among the arms {', '.join(arms)}; name one of them")
+    arms: dict[str, list[RunSummary]] = {run.arm: [] for run in runs}
+    for run in sorted(runs, key=lambda run: run.seed):
+        arms[run.arm].append(run)
 
     if len({run.measure for run in runs}) > 1:
         raise ConfigError("some runs have accuracies and others mean rewards only; set one task.verdict for all")
@@ -131,12 +130,13 @@ def compare(
     accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
 
     # The evaluation at the budget, by arm and seed.
-    at = {arm: {run.seed: _at(run, unit, budget) for run in those} for arm, those in arms.items()}
+    points = {arm: _points_at(arm_runs, unit, budget) for arm, arm_runs in arms.items()}
     rows = tuple(
-        _row(arm, those, unit, budget, accuracy, None if arm == baseline else at[baseline])
-        for arm, those in arms.items()
+        _row(arm_runs, points[arm], {} if arm == baseline else points[baseline], unit, budget, accuracy)
+        for arm, arm_runs in arms.items()
     )
     best = max(rows, key=lambda row: row.after.mean).arm
+
     return Comparison(
         unit=unit,
         budget=budget,
@@ -144,7 +144,7 @@ def compare(
         accuracy=accuracy,
         rows=rows,
         best=best,
-        ahead={arm: _difference(at[best], of_arm) for arm, of_arm in at.items() if arm != best},
+        ahead={arm: _difference(points[best], arm_points) for arm, arm_points in points.items() if arm != best},
         measure=runs[0].measure,
         sampling=runs[0].sampling,
     )
@@ -153,7 +153,7 @@ def compare(
 def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
     """Return the highest accuracy that all runs reached which rose above the start; None where no run rose.
 
-    An accuracy that some run began with would cost that run nothing, so the result lies above all starts. It does by
+    An accuracy that some run began with would cost that run nothing, so the result lies above all starts. The margin is
     two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.
     """
     start = max(run.points[0].policy_accuracy for run in runs)
@@ -171,11 +171,11 @@ def _noise(run: RunSummary, start: float) -> float:
 
 def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
     """Refuse a budget within which some run has no other evaluation than the one before training."""
-    at, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
-    if budget < at:
+    first, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
+    if budget < first:
         raise ConfigError(
             f"a budget of {budget:.4g} {UNITS[unit]} ends before the first evaluation after training of arm {arm!r}, "
-            f"at {at:.4g}; raise it, or evaluate more often (evaluation.every)"
+            f"at {first:.4g}; raise it, or evaluate more often (evaluation.every)"
         )
 
 
@@ -184,73 +184,88 @@ def spent_on(point: EvaluationPoint, unit: str) -> float:
     return getattr(point, unit)
 
 
-def _at(run: RunSummary, unit: str, budget: float) -> EvaluationPoint:
-    """Return the last evaluation of a run within the budget; the tolerance is for rounding."""
-    return [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + 1e-9)][-1]
+def _points_at(runs: Sequence[RunSummary], unit: str, budget: float) -> dict[int, EvaluationPoint]:
+    """Return the last evaluation of each run within the budget, by the run's seed."""
+    points = {}
+    for run in runs:
+        within = [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + _ROUNDING)]
+        points[run.seed] = within[-1]
+    return points
 
 
 def _row(
-    arm: str,
     runs: Sequence[RunSummary],
+    points: Mapping[int, EvaluationPoint],
+    base: Mapping[int, EvaluationPoint],
     unit: str,
     budget: float,
     accuracy: float | None,
-    base: Mapping[int, EvaluationPoint] | None,
 ) -> ArmRow:
-    runs = sorted(runs, key=lambda run: run.seed)
-    at = {run.seed: _at(run, unit, budget) for run in runs}
-    accuracies = [one.rollout_model_accuracy for one in at.values() if one.rollout_model_accuracy is not None]
+    """Return the results of the runs of one arm.
+
+    Args:
+        runs: runs of the arm.
+        points: their evaluations at the budget, by seed.
+        base: the baseline's evaluations at the budget, by seed; empty for the baseline itself.
+        unit: unit of the budget.
+        budget: budget of each run.
+        accuracy: accuracy up to which costs are counted; None: costs are not counted.
+    """
+    accuracies = [point.rollout_model_accuracy for point in points.values() if point.rollout_model_accuracy is not None]
 
     return ArmRow(
-        arm=arm,
-        seeds=tuple(at),
+        arm=runs[0].arm,
+        seeds=tuple(points),
         before=Sample(tuple(run.points[0].policy_accuracy for run in runs)),
-        after=Sample(tuple(point.policy_accuracy for point in at.values())),
+        after=Sample(tuple(point.policy_accuracy for point in points.values())),
         rollout_model_after=Sample(tuple(accuracies)) if accuracies else None,
-        difference=_difference(at, base or {}),
+        difference=_difference(points, base),
         cost=None if accuracy is None else _cost(runs, accuracy),
         collapsed=tuple(f"seed {run.seed}: {run.collapse.sentence}" for run in runs if run.collapse),
         short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
     )
 
 
-def _difference(at: Mapping[int, EvaluationPoint], base: Mapping[int, EvaluationPoint]) -> Difference | None:
-    """Subtract the baseline's accuracies from an arm's, by seed; None without a seed in common."""
+def _difference(arm: Mapping[int, EvaluationPoint], base: Mapping[int, EvaluationPoint]) -> Difference | None:
+    """Subtract the baseline's accuracies from an arm's, by seed; return None without a seed in common."""
     spread = paired_differences(
-        *({seed: point.policy_accuracy for seed, point in points.items()} for points in (at, base))
+        {seed: point.policy_accuracy for seed, point in arm.items()},
+        {seed: point.policy_accuracy for seed, point in base.items()},
     )
     if spread is None:
         return None
 
     # Standard errors of both arms at every common seed; runs of old versions may lack them.
-    both = [points[seed].policy_accuracy_stderr for seed in at if seed in base for points in (at, base)]
-    errors = [error for error in both if error is not None]
+    paired = [points[seed].policy_accuracy_stderr for seed in arm if seed in base for points in (arm, base)]
+    errors = [error for error in paired if error is not None]
+
     return Difference(
         spread=spread,
         higher=sum(value > 0 for value in spread.values),
         lower=sum(value < 0 for value in spread.values),
-        noise=math.hypot(*errors) / len(spread.values) if len(errors) == len(both) else None,
+        noise=math.hypot(*errors) / len(spread.values) if len(errors) == len(paired) else None,
     )
 
 
 def _is_short(run: RunSummary, unit: str, budget: float) -> bool:
     """Return whether a run ended so early that one more iteration of its usual size would have fit the budget."""
     spent, iterations = spent_on(run.last, unit), max(1, run.last.iteration)
-    return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + 1e-9)
+    return spent * (1.0 + 1.0 / iterations) <= budget * (1.0 + _ROUNDING)
 
 
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
+    """Return the medians of what an arm's runs had spent when they reached an accuracy."""
     spent = [run.spent_until(accuracy) for run in runs]
 
-    def middle(name: str) -> float | None:
+    def median(name: str) -> float | None:
         value = statistics.median(getattr(costs, name) if costs else math.inf for costs in spent)
         return value if math.isfinite(value) else None
 
     return CostToAccuracy(
         reached=sum(costs is not None for costs in spent),
         of=len(runs),
-        flops=middle("flops"),
-        all_flops=middle("all_flops"),
-        cpu_seconds=middle("cpu_seconds"),
-        seconds=middle("seconds"),
+        flops=median("flops"),
+        all_flops=median("all_flops"),
+        cpu_seconds=median("cpu_seconds"),
+        seconds=median("seconds"),
     )

@@ -6,7 +6,7 @@ On Linux the processes are forked from a server that imports torch once for all 
 import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,18 +53,18 @@ def start_process(run: ArmRun) -> BaseProcess:
     return child
 
 
-def call_in_process(function: str, *arguments: Any) -> Any:
-    """Call a function of `child.py` in a new process, and return its result or raise its error.
+def runs_at_once(configs: Iterable[Config]) -> int:
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads.
 
-    Args:
-        function: name of the function.
-        arguments: its arguments, which can be pickled.
+    Raises:
+        ConfigError: a run asks for a GPU and there is none.
     """
     with _empty_main_module(), ProcessPoolExecutor(1, _context()) as pool:
-        return pool.submit(_call, function, *arguments).result()
+        return pool.submit(_call, "runs_at_once", list(configs)).result()
 
 
 def _call(function: str, *arguments: Any) -> Any:
+    """Call a function of `child.py` by its name; only child processes may, since that file imports torch."""
     return getattr(import_module(CHILD), function)(*arguments)
 
 
@@ -80,24 +80,22 @@ def _context() -> ForkServerContext | SpawnContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, CHILD])
-    with _ignored_signals():
+    # The server shares the terminal with this process, and goes on ignoring what is ignored when it starts. A Ctrl-C or
+    # termination sent to both would else end the server, and with it the knowledge of how runs end.
+    with handled((signal.SIGINT, *TERMINATIONS), signal.SIG_IGN):
         forkserver.ensure_running()
     return context
 
 
 @contextmanager
-def _ignored_signals() -> Iterator[None]:
-    """Ignore Ctrl-C and terminations in the body; a process that the body starts goes on ignoring them.
-
-    The fork server shares the terminal with its parent. A signal sent to both would end the server, and with it the
-    parent's knowledge of how runs end.
-    """
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *TERMINATIONS)}
+def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
+    """Set the handler of signals in the body; a process that starts in the body goes on ignoring what is ignored."""
+    handlers_before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler_before in handlers_before.items():
+            signal.signal(signum, handler_before)
 
 
 @contextmanager

@@ -5,14 +5,13 @@ A run that a rule ends early is stopped with a checkpoint; a run that fails does
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from jackpot.analysis.compare.process import ArmRun, call_in_process, start_process
-from jackpot.config.config import Config
+from jackpot.analysis.compare.process import ArmRun, handled, start_process
 from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.run_folder.folder import RunFolder, measure_of
 
@@ -24,22 +23,15 @@ ArmListener = Callable[[ArmRun, Lines, str], None]  # (run, metrics so far, how 
 
 
 @dataclass
-class _Running:
+class _Child:
+    """A training run with its process, and what the scheduler knows about it."""
+
     run: ArmRun
     process: BaseProcess
-    seen: tuple[int, int] | None = None  # size and time of metrics.jsonl when it was last read
-    evaluated: int = -1  # iteration of the newest evaluation that the stop rule has seen
-    lines: Lines = field(default_factory=list)
-    stopped: str | None = None  # why the scheduler stopped it
-
-
-def runs_at_once(configs: Iterable[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads.
-
-    Raises:
-        ConfigError: a run asks for a GPU and there is none.
-    """
-    return call_in_process("runs_at_once", list(configs))
+    file_state: tuple[int, int] | None = None  # size and time of metrics.jsonl when it was last read
+    evaluation: int = -1  # iteration of the newest evaluation that the stop rule has judged
+    lines: Lines = field(default_factory=list)  # of metrics.jsonl
+    stop_reason: str | None = None  # why the scheduler stopped the run; None: it did not
 
 
 def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: ArmListener) -> dict[ArmRun, str]:
@@ -66,26 +58,28 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
         else:
             waiting.append(run)
 
-    running: list[_Running] = []
+    children: list[_Child] = []
     failed: dict[ArmRun, str] = {}
 
-    with _stops_all(running):
-        while waiting or running:
-            while waiting and len(running) < at_once:
+    with _stops_all(children):
+        while waiting or children:
+            while waiting and len(children) < at_once:
                 run = waiting.pop(0)
-                running.append(_Running(run, start_process(run)))
+                children.append(_Child(run, start_process(run)))
             time.sleep(POLL_SECONDS)
 
-            for one in list(running):
-                # In this order: of a run that has ended, the last lines are read too.
-                ended = not one.process.is_alive()
-                _follow(one, stop_rule, listen)
-                if ended:
-                    running.remove(one)
-                    end = one.stopped or _own_end(one)
-                    if end is None:
-                        failed[one.run] = _end_of_log(one.run)
-                    listen(one.run, one.lines, end or FAILED)
+            for child in list(children):
+                # Whether a run has ended is asked before its lines are read, so that its last lines are among them.
+                has_ended = not child.process.is_alive()
+                _follow(child, stop_rule, listen)
+                if not has_ended:
+                    continue
+
+                children.remove(child)
+                end = child.stop_reason or _how_ended(child)
+                if end is None:
+                    failed[child.run] = _end_of_log(child.run)
+                listen(child.run, child.lines, end or FAILED)
     return failed
 
 
@@ -96,7 +90,7 @@ def _read(run: ArmRun) -> tuple[Lines, Lines]:
 
 
 def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> str | None:
-    """Return why a run need not be started; None where it has to be.
+    """Return why a run need not be started; None: the run has to be started.
 
     A finished run has the metrics of its last iteration, which are written after the last evaluation, and the last
     checkpoint, which is written after them.
@@ -108,42 +102,45 @@ def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> s
     return "done before" if finished else stop_rule(run, lines, events)
 
 
-def _own_end(one: _Running) -> str | None:
-    """Say how a run ended that was not stopped from here: done, or stopped by one of its guards; None: it failed."""
-    lines, events = _read(one.run)
-    if stopped := next((event for event in events if event["event"] == "stopped"), None):
-        return f"stopped itself: {stopped['why']}"
+def _how_ended(child: _Child) -> str | None:
+    """Say how a run ended that the scheduler did not stop: done, or stopped by one of its guards; None: it failed."""
+    lines, events = _read(child.run)
+    if stop := next((event for event in events if event["event"] == "stopped"), None):
+        return f"stopped itself: {stop['why']}"
 
-    is_whole = bool(lines) and lines[-1]["iteration"] >= one.run.config.iterations
-    return "done" if is_whole and not one.process.exitcode else None
+    is_whole = bool(lines) and lines[-1]["iteration"] >= child.run.config.iterations
+    return "done" if is_whole and not child.process.exitcode else None
 
 
-def _follow(one: _Running, stop_rule: StopRule, listen: ArmListener) -> None:
+def _follow(child: _Child, stop_rule: StopRule, listen: ArmListener) -> None:
     """Read the new metrics of a run, report them, and apply the stop rule after a new evaluation."""
-    path = one.run.folder / "metrics.jsonl"
-    state = path.stat() if path.exists() else None
-    if state is None or one.seen == (state.st_size, state.st_mtime_ns):
+    path = child.run.folder / "metrics.jsonl"
+    if not path.exists():
+        return
+    state = path.stat()
+    if child.file_state == (state.st_size, state.st_mtime_ns):
         return
 
-    one.seen = (state.st_size, state.st_mtime_ns)
-    one.lines, events = _read(one.run)
-    listen(one.run, one.lines, "")
+    child.file_state = (state.st_size, state.st_mtime_ns)
+    child.lines, events = _read(child.run)
+    listen(child.run, child.lines, "")
 
-    newest = max((line["iteration"] for line in one.lines if measure_of(line)), default=-1)
-    if one.stopped is None and newest > one.evaluated:
-        one.evaluated = newest
-        one.stopped = stop_rule(one.run, one.lines, events)
-        if one.stopped is not None:
-            one.process.terminate()
+    newest = max((line["iteration"] for line in child.lines if measure_of(line)), default=-1)
+    if child.stop_reason is None and newest > child.evaluation:
+        child.evaluation = newest
+        child.stop_reason = stop_rule(child.run, child.lines, events)
+        if child.stop_reason is not None:
+            child.process.terminate()
 
 
 def _end_of_log(run: ArmRun) -> str:
+    """Return the last 600 characters of a run's log, and where the log is."""
     text = run.log.read_text(errors="replace").strip() if run.log.exists() else ""
     return f"{text[-600:] or 'it ended early and printed nothing'} (full log: {run.log})"
 
 
 @contextmanager
-def _stops_all(running: list[_Running]) -> Iterator[None]:
+def _stops_all(children: list[_Child]) -> Iterator[None]:
     """Send SIGTERM to every run that still goes on when the body ends, and wait for the checkpoints.
 
     Ctrl-C during that wait kills the runs.
@@ -152,21 +149,19 @@ def _stops_all(running: list[_Running]) -> Iterator[None]:
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    heard = [number for number in TERMINATIONS if signal.getsignal(number) is not signal.SIG_IGN]  # not with nohup
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    # Under nohup a hangup is ignored, and stays so.
+    heeded = [signum for signum in TERMINATIONS if signal.getsignal(signum) is not signal.SIG_IGN]
     try:
-        yield
+        with handled(heeded, interrupt):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-        for one in running:
-            if one.stopped is None:
-                one.process.terminate()
+        for child in children:
+            if child.stop_reason is None:
+                child.process.terminate()
         try:
-            for one in running:
-                one.process.join()
+            for child in children:
+                child.process.join()
         except KeyboardInterrupt:
-            for one in running:
-                one.process.kill()
+            for child in children:
+                child.process.kill()
             raise

@@ -87,9 +87,9 @@ class RunSummary:
 
         for before, after in pairwise(self.points):
             if before.policy_accuracy < accuracy <= after.policy_accuracy:
-                part = (accuracy - before.policy_accuracy) / (after.policy_accuracy - before.policy_accuracy)
+                share = (accuracy - before.policy_accuracy) / (after.policy_accuracy - before.policy_accuracy)
                 costs = zip(before.spent, after.spent, strict=True)
-                return Spent(*(start + part * (end - start) for start, end in costs))
+                return Spent(*(start + share * (end - start) for start, end in costs))
 
         return None
 
@@ -108,7 +108,9 @@ def summarize(run: Path, arm: str) -> RunSummary:
     Raises:
         CheckpointError: the folder has no run, or the run has no evaluation yet.
     """
-    config, folder, environment = run_config(run), RunFolder(run), Environment(run)
+    config = run_config(run)
+    folder = RunFolder(run)
+    environment = Environment(run)
     lines = folder.read("metrics.jsonl")
     points = tuple(points_of(lines, config))
     if not points:
@@ -156,6 +158,7 @@ def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
     """Return the costs of one iteration by name; line 0 is only an evaluation and has none."""
     if line["iteration"] == 0:
         return {}
+
     return {
         "sequences": (line.get("sampling/gen_batches") or 1.0) * config.batch.rollouts,
         "tokens": line["tokens/rollout"],
@@ -167,5 +170,6 @@ def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
 
 
 def _mean(lines: Lines, metric: str) -> float | None:
+    """Return the mean of a metric over the lines that have the metric; None where no line has it."""
     values = [line[metric] for line in lines if line.get(metric) is not None]
     return sum(values) / len(values) if values else None

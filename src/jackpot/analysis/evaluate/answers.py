@@ -4,8 +4,8 @@
     NAME.parquet    then: one row for each response, ordered by problem and sample; the lines are removed
 
 A kill loses only responses that were not scored yet. It can tear the last line, whose response is then generated again.
-It cannot tear the table, which is renamed into place when its last byte is on the disk. Neither file is ever held in
-memory as a whole.
+It cannot tear the table, which is renamed into place when its last byte is on the disk. Neither file is ever in memory
+as a whole.
 """
 
 import hashlib
@@ -96,19 +96,19 @@ class AnswerFile:
         return int(self._missing.size - self._missing.sum())
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield problem number and sample of every response that was not in the file when it was opened."""
-        for number, sample in np.argwhere(self._missing):
-            yield int(number), int(sample)
+        """Yield index of the problem and sample of every response that was not in the file when it was opened."""
+        for index, sample in np.argwhere(self._missing):
+            yield int(index), int(sample)
 
     def add(self, answers: Iterable[tuple[int, int, ScoredResponse]]) -> None:
-        """Append scored responses, each as (problem number, sample, response).
+        """Append scored responses, each as (index of the problem, sample, response).
 
         Raises:
             CheckpointError: the disk does not take the lines; earlier lines stay whole.
         """
-        record = b"".join(json.dumps(_line(*one), allow_nan=False).encode() + b"\n" for one in answers)
+        lines = b"".join(json.dumps(_line(*answer), allow_nan=False).encode() + b"\n" for answer in answers)
         try:
-            self._appended.append(record)
+            self._appended.append(lines)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write to {self._lines}: {error}. Make room and run the same command to continue"
@@ -118,7 +118,7 @@ class AnswerFile:
         """Write the table and remove the lines.
 
         Args:
-            prompt: function that returns the prompt of a problem by its number.
+            prompt: function that returns the prompt of a problem by its index.
             metadata: texts that are stored in the file, beside `schema_version` and `k`.
 
         Raises:
@@ -154,9 +154,9 @@ class AnswerFile:
         offsets = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
         unreadable = 0
         for offset, text in _lines(self._lines):
-            which = _which(text)
-            if all(0 <= index < size for index, size in zip(which, self._shape, strict=True)):
-                offsets[which] = offset
+            key = _key(text)
+            if all(0 <= index < size for index, size in zip(key, self._shape, strict=True)):
+                offsets[key] = offset
             else:
                 unreadable += 1
 
@@ -168,12 +168,13 @@ class AnswerFile:
         """Yield the rows of the table, about _ROWS_AT_ONCE at a time."""
         rows: list[dict[str, Any]] = []
         with self._lines.open("rb") as file:
-            for number, samples in enumerate(offsets):
-                problem = prompt(number)
-                known = {"uid": problem.uid, "prompt": problem.text, "answer": problem.answers}
-                for offset in samples:
+            for index, line_offsets in enumerate(offsets):
+                problem = prompt(index)
+                columns = {"uid": problem.uid, "prompt": problem.text, "answer": problem.answers}
+                for offset in line_offsets:
                     file.seek(offset)
-                    rows.append(known | json.loads(file.readline()))
+                    rows.append(columns | json.loads(file.readline()))
+
                 if len(rows) >= _ROWS_AT_ONCE:
                     yield rows
                     rows = []
@@ -181,12 +182,15 @@ class AnswerFile:
             yield rows
 
     def _check_table(self) -> None:
+        """Refuse a table that has not k rows for each problem."""
+        problems, k = self._shape
         try:
-            rows, (problems, k) = pq.read_metadata(self.path).num_rows, self._shape
+            rows = pq.read_metadata(self.path).num_rows
         except (OSError, pa.ArrowException) as error:
             raise CheckpointError(
                 f"cannot read the responses in {self.path}: {error}. Bring it back, or remove it to make them again"
             ) from error
+
         if rows != problems * k:
             raise CheckpointError(
                 f"{self.path} has {rows} responses, not {problems} problems x {k}: another command wrote it. "
@@ -211,25 +215,25 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
         raise CheckpointError(f"{path} has schema version {version}; this version of Jackpot reads {SCHEMA_VERSION}")
 
     k = int(about[b"k"])
-    found = {name: table[name].to_numpy().reshape(-1, k) for name in columns[1:3]}
     has_verdict = table["correct"].null_count < len(table)
     words = {name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in columns[3:]}
 
     return ResponseOutcomes(
         correct=table["correct"].fill_null(False).to_numpy().reshape(-1, k) if has_verdict else None,
-        rewards=found["reward"],
-        tokens=found["tokens"].astype(np.int64),
+        rewards=table["reward"].to_numpy().reshape(-1, k),
+        tokens=table["tokens"].to_numpy().reshape(-1, k).astype(np.int64),
         finishes=words["finish"],
         reward_errors=words["reward_error"],
     )
 
 
-def _line(number: int, sample: int, answered: ScoredResponse) -> dict[str, Any]:
-    rollout, score = answered.rollout, answered.score
+def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
+    """Return the fields of a line of NAME.jsonl."""
+    rollout, score = answer.rollout, answer.score
     return {
-        "number": number,
+        "number": index,
         "sample": sample,
-        "response": answered.response,
+        "response": answer.response,
         "correct": score.correct,
         "reward": score.reward,
         "tokens": len(rollout.token_ids),
@@ -240,10 +244,7 @@ def _line(number: int, sample: int, answered: ScoredResponse) -> dict[str, Any]:
 
 def _whole_size(path: Path) -> int:
     """Return the size of a file up to the end of its last whole line, bytes."""
-    size = 0
-    for offset, text in _lines(path):
-        size = offset + len(text) if text.endswith(b"\n") else size
-    return size
+    return sum(len(text) for _, text in _lines(path) if text.endswith(b"\n"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -256,8 +257,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 offset += len(text)
 
 
-def _which(text: bytes) -> tuple[int, int]:
-    """Return problem number and sample of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
+def _key(text: bytes) -> tuple[int, int]:
+    """Return index of the problem and sample of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -284,8 +285,8 @@ def model_digest(path: str | Path) -> str:
     if not source.is_dir():
         return f"commit {load_config(path)._commit_hash}"
 
-    whole = hashlib.sha256()
-    for file in sorted(one for one in source.iterdir() if one.suffix in _DIGESTED):
+    digest = hashlib.sha256()
+    for file in sorted(entry for entry in source.iterdir() if entry.suffix in _DIGESTED):
         with file.open("rb") as content:
-            whole.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
-    return f"sha256 {whole.hexdigest()}"
+            digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return f"sha256 {digest.hexdigest()}"

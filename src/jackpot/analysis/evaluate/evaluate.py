@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -79,18 +80,14 @@ class BenchmarkResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Set:
-    """A set of problems, opened for an evaluation."""
+class _Benchmark:
+    """A set of problems whose prompts have all been read."""
 
     name: str
     task: Task
     size: int  # number of problems
     digest: str  # digest of uid, prompt and answer of every problem
     longest: tuple[int, str]  # tokens and uid of the longest prompt
-
-    def prompt(self, number: int) -> Prompt:
-        """Return the prompt of a problem by its number."""
-        return self.task.prompt("test", number)
 
 
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
@@ -123,7 +120,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
         raise ConfigError(NO_SET)
 
     config = validated(BenchmarksConfig, settings)
-    check_sets([one for one in config.benchmarks if one != OWN])
+    check_sets([name for name in config.benchmarks if name != OWN])
 
     # The task matters to the set of the run's own problems alone.
     if OWN not in config.benchmarks:
@@ -138,8 +135,10 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
 
 def evaluation_tasks(config: BenchmarksConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Task]:
     """Make one task for each set of an evaluation, by the name under which the results of the set stand."""
-    tasks = make_sets([one for one in config.benchmarks if one != OWN], tokenizer, config)
-    return tasks | ({OWN: make_task(config.task, tokenizer)} if config.task and OWN in config.benchmarks else {})
+    tasks = make_sets([name for name in config.benchmarks if name != OWN], tokenizer, config)
+    if config.task and OWN in config.benchmarks:
+        tasks[OWN] = make_task(config.task, tokenizer)
+    return tasks
 
 
 def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListener) -> list[BenchmarkResult]:
@@ -157,108 +156,120 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
     path = resolve_model_path(config.model)
     tokenizer, digest = load_tokenizer(path), model_digest(path)
 
-    with ExitStack() as undo:
+    with ExitStack() as cleanup:
         with checkpoint_error_in(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            undo.callback(hold_lock(folder / ".lock").close)
+            cleanup.callback(hold_lock(folder / ".lock").close)
 
         tasks = evaluation_tasks(config, tokenizer)
         for task in tasks.values():
-            undo.callback(task.close)
-        sets = [_open_set(name, task, config.problems) for name, task in tasks.items()]
-        record = _write_record(folder, config, digest, sets)
-        files = [AnswerFile(folder, one.name, one.size, config.k) for one in sets]
-        waiting = [(one, file) for one, file in zip(sets, files, strict=True) if not file.is_finished]
+            cleanup.callback(task.close)
+        benchmarks = [_open_benchmark(name, task, config.problems) for name, task in tasks.items()]
+        record = _write_record(folder, config, digest, benchmarks)
+        files = [AnswerFile(folder, benchmark.name, benchmark.size, config.k) for benchmark in benchmarks]
+        unfinished = {
+            benchmark.name: (benchmark, file)
+            for benchmark, file in zip(benchmarks, files, strict=True)
+            if not file.is_finished
+        }
 
         engine: Engine | None = None
-        for one, file in waiting:
-            if file.done < one.size * config.k:
-                engine = engine or _make_engine(config, path, [one for one, _ in waiting], undo)
-                _ask(engine, tokenizer, one, file, config, listen)
+        for name, (benchmark, file) in unfinished.items():
+            if file.done < benchmark.size * config.k:
+                engine = engine or _make_engine(config, path, [waiting for waiting, _ in unfinished.values()], cleanup)
+                _answer(engine, tokenizer, benchmark, file, config, listen)
 
-            # The table says what was asked of this set.
-            asked = _decisive(record | {"data": {one.name: record["data"][one.name]}})
-            file.finish(one.prompt, {"asked": json.dumps(asked)})
-            _write_summary(folder, record)  # after every set: a kill loses no result
+            # The table says by which settings this set was answered.
+            decisive = _decisive(record | {"data": {name: record["data"][name]}})
+            file.finish(partial(benchmark.task.prompt, "test"), {"asked": json.dumps(decisive)})
+            _write_summary(folder, record)  # after every set, so that a kill loses no result
 
         summaries = _write_summary(folder, record)
-    new = {one.name for one, _ in waiting}
 
     return [
-        BenchmarkResult(benchmark=one.name, summary=summaries[one.name], table=file.path, was_done=one.name not in new)
-        for one, file in zip(sets, files, strict=True)
+        BenchmarkResult(benchmark=name, summary=summaries[name], table=file.path, was_done=name not in unfinished)
+        for name, file in zip(tasks, files, strict=True)
     ]
 
 
-def _open_set(name: str, task: Task, wanted: int | None) -> _Set:
+def _open_benchmark(name: str, task: Task, limit: int | None) -> _Benchmark:
     """Read every prompt of a set once, for the digest and the longest prompt.
 
     Args:
         name: name of the set.
         task: task with the problems of the set.
-        wanted: most problems that are taken; None: all, and ENDLESS of a generated set.
+        limit: most problems that are taken; None: all, and ENDLESS of a generated set.
     """
     available = task.size("test")
-    size = wanted or available or ENDLESS
+    size = limit or available or ENDLESS
     size = size if available is None else min(size, available)
 
-    whole, longest = sha256(), (0, "")
-    for number in range(size):
-        prompt = task.prompt("test", number)
-        whole.update(json.dumps([prompt.uid, prompt.answers, prompt.text, prompt.token_ids]).encode())
+    digest, longest = sha256(), (0, "")
+    for index in range(size):
+        prompt = task.prompt("test", index)
+        digest.update(json.dumps([prompt.uid, prompt.answers, prompt.text, prompt.token_ids]).encode())
         longest = max(longest, (len(prompt.token_ids), prompt.uid))
 
-    return _Set(name=name, task=task, size=size, digest=f"sha256 {whole.hexdigest()}", longest=longest)
+    return _Benchmark(name=name, task=task, size=size, digest=f"sha256 {digest.hexdigest()}", longest=longest)
 
 
-def _make_engine(config: BenchmarksConfig, path: str, sets: Sequence[_Set], undo: ExitStack) -> Engine:
-    """Make the engine, and refuse the sets at once if the longest prompt leaves no room in the engine's context."""
+def _make_engine(config: BenchmarksConfig, path: str, benchmarks: Sequence[_Benchmark], cleanup: ExitStack) -> Engine:
+    """Make the engine, and refuse a set whose longest prompt leaves no room in the engine's context.
+
+    Args:
+        config: settings of the evaluation.
+        path: path of the model.
+        benchmarks: sets that the engine will answer.
+        cleanup: stack that will close the engine.
+    """
     torch.set_num_threads(pick_threads(config.threads))
     engine = make_engine(config.engine, path, pick_device(config.device), Version(0, 0))
-    undo.callback(engine.close)
+    cleanup.callback(engine.close)
 
     context = engine.capabilities.max_model_len
-    for one in sets:
-        tokens, uid = one.longest
+    for benchmark in benchmarks:
+        tokens, uid = benchmark.longest
         if tokens >= context:
             raise DataError(
-                f"{one.name}: the prompt of {uid} has {tokens} tokens, and the context of {context} leaves no room for "
-                f"a response; take a model or an engine with a longer context, or leave {one.name} out"
+                f"{benchmark.name}: the prompt of {uid} has {tokens} tokens, and the context of {context} leaves no "
+                f"room for a response; take a model or an engine with a longer context, or leave {benchmark.name} out"
             )
     return engine
 
 
-def _ask(
+def _answer(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
-    one: _Set,
+    benchmark: _Benchmark,
     file: AnswerFile,
     config: BenchmarksConfig,
     listen: ProgressListener,
 ) -> None:
     """Generate, score and store every response of a set that is not in the file yet."""
-    under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (problem number, sample)
-    done, fresh, tokens, began = file.done, 0, 0, time.monotonic()
+    under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (index of the problem, sample)
 
     def requests() -> Iterator[Request]:
-        prompt: tuple[int, Prompt] | None = None
-        for number, sample in file.missing():
-            if prompt is None or prompt[0] != number:
-                prompt = (number, one.prompt(number))
-            asked = eval_request(prompt[1], sample, config.sampling, config.seed, one.name)
-            under_way[asked.uid] = (number, sample)
-            yield asked
+        prompts: dict[int, Prompt] = {}  # the newest prompt by its index, for all its samples
+        for index, sample in file.missing():
+            if index not in prompts:
+                prompts = {index: benchmark.task.prompt("test", index)}
+            request = eval_request(prompts[index], sample, config.sampling, config.seed, benchmark.name)
+            under_way[request.uid] = (index, sample)
+            yield request
 
+    began = time.monotonic()
+    fresh = tokens = 0
     servers = len(config.engine.urls) if isinstance(config.engine, ServerEngineConfig) else 1
-    for ended in generate_and_score(engine, one.task, tokenizer, requests(), config.engine.max_num_seqs * servers):
-        file.add((*under_way.pop(item.rollout.uid), item) for item in ended)
-        fresh += len(ended)
-        tokens += sum(len(item.rollout.token_ids) for item in ended)
+    most = config.engine.max_num_seqs * servers
+    for responses in generate_and_score(engine, benchmark.task, tokenizer, requests(), most):
+        file.add((*under_way.pop(response.rollout.uid), response) for response in responses)
+        fresh += len(responses)
+        tokens += sum(len(response.rollout.token_ids) for response in responses)
         listen(
             EvaluationProgress(
-                benchmark=one.name,
-                done=done + fresh,
-                total=one.size * config.k,
+                benchmark=benchmark.name,
+                done=file.done + fresh,
+                total=benchmark.size * config.k,
                 fresh=fresh,
                 tokens=tokens,
                 seconds=time.monotonic() - began,
@@ -268,35 +279,38 @@ def _ask(
             _log.warning(": ".join(map(str, event.values())))
 
 
-def _write_record(folder: Path, config: BenchmarksConfig, digest: str, sets: Sequence[_Set]) -> dict[str, Any]:
+def _write_record(
+    folder: Path, config: BenchmarksConfig, digest: str, benchmarks: Sequence[_Benchmark]
+) -> dict[str, Any]:
     """Write config.yaml, after comparing its content with the one of an earlier process, and return the content.
 
     Args:
         folder: folder of the evaluation.
         config: settings of the evaluation.
         digest: digest of the model.
-        sets: sets of this evaluation; those of earlier ones are kept in the record.
+        benchmarks: sets of this evaluation; the record keeps the sets of earlier evaluations.
 
     Raises:
         CheckpointError: settings differ; the message lists the differences.
     """
     path = folder / "config.yaml"
-    asked = json.loads(config.model_dump_json())
-    data = {one.name: {"problems": one.size, "digest": one.digest} for one in sets}
-    record = {"schema_version": SCHEMA_VERSION, "asked": asked, "model_digest": digest, "data": data}
+    settings = json.loads(config.model_dump_json())
+    data = {benchmark.name: {"problems": benchmark.size, "digest": benchmark.digest} for benchmark in benchmarks}
+    record = {"schema_version": SCHEMA_VERSION, "asked": settings, "model_digest": digest, "data": data}
 
     if before := _read_record(path):
-        known = {name: before["data"].get(name, one) for name, one in data.items()}
-        earlier = before["asked"] if OWN in before["data"] else before["asked"] | {"task": asked["task"]}
-        old, new = _decisive(before | {"asked": earlier, "data": known}), _decisive(record)
-        if difference := list(map(str, changes(old, new))):
-            listed = "\n  ".join(difference)
+        # Sets that the earlier process did not have, and a task that it did not read, are no difference.
+        old_data = {name: before["data"].get(name, identity) for name, identity in data.items()}
+        old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": settings["task"]}
+        old, new = _decisive(before | {"asked": old_asked, "data": old_data}), _decisive(record)
+        if differences := list(map(str, changes(old, new))):
+            listed = "\n  ".join(differences)
             raise CheckpointError(
                 f"{folder} holds an evaluation with other settings:\n  {listed}\n"
                 f"Use the same settings to continue it, or --out with another folder"
             )
         record["data"] = before["data"] | data
-        asked |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": earlier["task"]})
+        settings |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": old_asked["task"]})
 
     with checkpoint_error_in(folder):
         write_whole(path, yaml.safe_dump(record, sort_keys=False).encode())
@@ -311,10 +325,10 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     """
     if not path.is_file():
         names = (f"{name}{ending}" for name in SETS for ending in (".parquet", ".jsonl"))
-        if found := [name for name in names if (path.parent / name).exists()]:
+        if present := [name for name in names if (path.parent / name).exists()]:
             raise CheckpointError(
-                f"{path.parent} holds answers ({', '.join(found)}) but no config.yaml that says what was asked; bring "
-                f"it back, move the answers away, or give --out another folder"
+                f"{path.parent} holds answers ({', '.join(present)}) but no config.yaml that says what was asked; "
+                f"bring it back, move the answers away, or give --out another folder"
             )
         return None
 
@@ -335,8 +349,8 @@ def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Select the settings and digests of a record that decide responses and scores."""
     free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all settings below them
     free += () if OWN in record["data"] else ("task.",)
-    kept = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
-    return kept | {key: record[key] for key in _KEYS}
+    decisive = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
+    return decisive | {key: record[key] for key in _KEYS}
 
 
 def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:
@@ -344,12 +358,11 @@ def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, Evaluat
     tables = {name: folder / f"{name}.parquet" for name in record["data"]}
     summaries = {name: summarize(read_outcomes(table)) for name, table in tables.items() if table.is_file()}
 
-    interval = {"level": CONFIDENCE, "method": "Wilson, over problems, with Student's t"}
     content = {
         "schema_version": SCHEMA_VERSION,
         "model": record["asked"]["model"],
         "model_digest": record["model_digest"],
-        "interval": interval,
+        "interval": {"level": CONFIDENCE, "method": "Wilson, over problems, with Student's t"},
         "benchmarks": {name: asdict(summary) for name, summary in summaries.items()},
     }
     with checkpoint_error_in(folder):

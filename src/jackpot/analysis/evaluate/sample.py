@@ -56,6 +56,13 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
                 with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
                     result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed, k=1)
                 for row, response, score in zip(answers, result.responses, result.scores, strict=True):
-                    found = {"response": response, "reward": score.reward, "correct": score.correct}
-                    row.append(SampledResponse(role=role, after=is_after, **found))
+                    row.append(
+                        SampledResponse(
+                            role=role,
+                            after=is_after,
+                            response=response,
+                            reward=score.reward,
+                            correct=score.correct,
+                        )
+                    )
     return list(zip(prompts, answers, strict=True))

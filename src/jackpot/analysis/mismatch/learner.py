@@ -9,6 +9,7 @@ Shapes: `T` response tokens, `K` tokens whose sampler's probability is known.
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -80,34 +81,36 @@ def learner_scores(
     """
     is_dense = not expert_layers(model)
     batches = pack(rollouts, FORWARD_TOKENS, rollout_lengths) if is_dense else ([rollout] for rollout in rollouts)
-    with recorded_experts(model) as experts:
+    with recorded_experts(model) as newest_experts:
         for batch in batches:
             with nullcontext() if autocast is None else torch.autocast(model.device.type, autocast):
                 hidden, ids, mask = forward_rollouts(model, batch)
                 top_ids = torch.cat([rollout.top_ids for rollout in batch]).to(model.device)
-                parts = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
-                columns = [torch.cat(column) for column in zip(*(_columns(*part) for part in parts), strict=True)]
+                chunks = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
+                columns = [torch.cat(pieces).cpu() for pieces in zip(*starmap(_columns, chunks), strict=True)]
 
-            lengths, chosen = [len(rollout.token_ids) for rollout in batch], experts()
-            for log_probs, top, lowest, entropy, most_probable in zip(
-                *(column.cpu().split(lengths) for column in columns), strict=True
+            # Every column is cut into the responses of the batch.
+            experts = newest_experts()
+            lengths = [len(rollout.token_ids) for rollout in batch]
+            for log_probs, top_log_probs, lowest, entropy, most_probable in zip(
+                *(column.split(lengths) for column in columns), strict=True
             ):
                 yield LearnerScores(
                     log_probs=log_probs,
-                    top_log_probs=top,
+                    top_log_probs=top_log_probs,
                     lowest=lowest,
                     entropy=entropy,
                     most_probable=most_probable,
-                    experts=None if chosen is None else chosen[-len(log_probs) :].cpu(),
+                    experts=None if experts is None else experts[-len(log_probs) :].cpu(),
                 )
 
 
-def _columns(log_probs: Tensor, tokens: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
+def _columns(log_probs: Tensor, ids: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
     """Read the columns of `LearnerScores` from the learner's log-probs at n tokens.
 
     Args:
         log_probs: [n, V] log q.
-        tokens: [n] the response's tokens.
+        ids: [n] ids of the response's tokens.
         top_ids: [n, K] tokens of the sampler's list.
 
     Returns:
@@ -116,5 +119,5 @@ def _columns(log_probs: Tensor, tokens: Tensor, top_ids: Tensor) -> tuple[Tensor
     """
     entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
     lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)
-    of_tokens = log_probs.gather(1, tokens[:, None])[:, 0]
-    return of_tokens, log_probs.gather(1, top_ids), lowest, entropy, log_probs.argmax(-1)
+    at_ids = log_probs.gather(1, ids[:, None])[:, 0]
+    return at_ids, log_probs.gather(1, top_ids), lowest, entropy, log_probs.argmax(-1)

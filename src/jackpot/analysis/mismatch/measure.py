@@ -94,18 +94,19 @@ class MismatchSums:
 
     def add(self, uid: str, tokens: TokenMismatch) -> None:
         """Add one response; a response without a sampled token is ignored."""
-        gap, columns, masks = tokens.gap, _columns(tokens), _masks(tokens)
+        gap = tokens.gap
         if not len(gap):
             return
 
         # Sums in each band and column: of the values y, of the counts n, and of their products for standard errors.
-        here, values = torch.stack([*masks.values()]), torch.stack([*columns.values()])
-        y = torch.where(here[:, None], values, 0.0).sum(-1)
-        n = here.sum(-1, keepdim=True).double().expand_as(y)
-        added = ClusteredMean(y, n, y.square(), y * n, n.square(), (n > 0).double())
-        self._sums = self._sums + added if self._sums else added
-        self._largest = torch.maximum(self._largest, torch.where(here, gap, -math.inf).amax(-1))
-        self._bands, self._columns = [*masks], [*columns]
+        bands, columns = _masks(tokens), _columns(tokens)
+        self._bands, self._columns = [*bands], [*columns]
+        masks, values = torch.stack([*bands.values()]), torch.stack([*columns.values()])
+        y = torch.where(masks[:, None], values, 0.0).sum(-1)
+        n = masks.sum(-1, keepdim=True).double().expand_as(y)
+        response_sums = ClusteredMean(y, n, y.square(), y * n, n.square(), (n > 0).double())
+        self._sums = self._sums + response_sums if self._sums else response_sums
+        self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
 
         # What a sum does not hold: each response's numbers, and the tokens' for quantiles and the picture.
         self._responses.append(
@@ -125,10 +126,8 @@ class MismatchSums:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
         means, ratios = self._means(0), torch.cat(self._log_ratios)
-
-        largest, typical = (
-            Sample(tuple(getattr(one, name) for one in self._responses)).estimate for name in ("max_gap", "mean_gap")
-        )
+        max_gaps = tuple(response.max_gap for response in self._responses)
+        mean_gaps = tuple(response.mean_gap for response in self._responses)
 
         bands: dict[str, tuple[TokenBand, ...]] = {}
         for row, (kind, name) in enumerate(self._bands):
@@ -140,9 +139,9 @@ class MismatchSums:
             tokens=len(ratios),
             max_gap=float(self._largest[0]),
             gap=means["gap"],
-            response_max_gap=largest,
-            response_mean_gap=typical,
-            high=sum(one.max_gap > HIGH_GAP for one in self._responses),
+            response_max_gap=Sample(max_gaps).estimate,
+            response_mean_gap=Sample(mean_gaps).estimate,
+            high=sum(max_gap > HIGH_GAP for max_gap in max_gaps),
             log_gap=means["log_gap"],
             other_token=means.get("other_token"),
             other_experts=means.get("other_experts"),
@@ -165,15 +164,16 @@ class MismatchSums:
         """Return the mean of every column in a band, by name; empty for a band without tokens."""
         sums = self._sums
         assert sums is not None  # there is a response
-        parts = [getattr(sums, part.name)[row] for part in fields(sums)]
-        every = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *parts, strict=True)}
-        return {name: mean for name, mean in every.items() if mean}
+        band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
+        means = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *band_sums, strict=True)}
+        return {name: mean for name, mean in means.items() if mean}
 
     def _band(self, row: int, name: str) -> TokenBand | None:
         """Return the numbers of a band; None for a band without tokens."""
         means = self._means(row)
         if not means:
             return None
+
         return TokenBand(
             name=name,
             tokens=int(self._sums.count[row, 0]) if self._sums else 0,
@@ -192,35 +192,40 @@ def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimat
 
 def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
     """Return which tokens lie in each band, [N] bool, by the band's kind and name; the first band has all tokens."""
-    kinds: dict[str, tuple[Tensor, Sequence[float]]]
-    kinds = {"length": (torch.full_like(tokens.position, len(tokens.gap)), POSITIONS)}
-    kinds["position"] = (tokens.position, POSITIONS)
-    masks = {("all", ""): torch.ones(len(tokens.gap), dtype=torch.bool)}
+    count = len(tokens.gap)
+    kinds: dict[str, tuple[Tensor, Sequence[float]]] = {
+        "length": (torch.full_like(tokens.position, count), POSITIONS),
+        "position": (tokens.position, POSITIONS),
+    }
     if tokens.entropy is not None:
         kinds["entropy"] = (tokens.entropy.clamp(min=0.0), ENTROPY_BANDS)  # rounding can leave a little less than 0
 
-    return masks | {
-        (kind, name): here
+    whole = {("all", ""): torch.ones(count, dtype=torch.bool)}
+    return whole | {
+        (kind, name): mask
         for kind, (values, starts) in kinds.items()
-        for name, here in band_masks(values, starts).items()
+        for name, mask in band_masks(values, starts).items()
     }
 
 
 def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
     """Return the quantities to average over tokens, [N] each, by name."""
-    ratio = tokens.log_ratio.exp()
     columns = {
         "gap": tokens.gap,
         "log_gap": tokens.log_ratio.abs(),
         "k1": -tokens.log_ratio,
         "k3": torch.expm1(tokens.log_ratio) - tokens.log_ratio,
-        "ratio": ratio,
+        "ratio": tokens.log_ratio.exp(),
     }
+
+    # The others may be unknown.
     for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
         if bounds is not None:
             columns |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
-    others = {"support": tokens.support, "other_token": tokens.other_token, "other_experts": tokens.other_experts}
-    return columns | {name: values for name, values in others.items() if values is not None}
+    for name in ("support", "other_token", "other_experts"):
+        if (values := getattr(tokens, name)) is not None:
+            columns[name] = values
+    return columns
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from jackpot.analysis.mismatch.learner import LearnerScores, learner_model, learner_scores
 from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
 from jackpot.analysis.mismatch.sides import short_names, verdict
-from jackpot.analysis.mismatch.tokens import SamplerScores, sampler_scores, token_mismatch
+from jackpot.analysis.mismatch.tokens import SamplerScores, token_mismatch
 from jackpot.config.engines import TransformersEngineConfig, is_remote
 from jackpot.config.sampling import Sampling
 from jackpot.config.tools import LearnerConfig, MismatchConfig, SideConfig
@@ -37,7 +37,6 @@ from jackpot.rollout.tasks.registry import make_sets, make_task
 _MOST_LOG_PROBS = 2**26  # log-probs of all tokens that are kept by default: 800 MB
 _TOP_LOG_PROBS = 64  # log-probs of a token where the whole distribution would be more
 _VERSION = Version(0, 0)
-MismatchListener = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ class MismatchResult:
     pairs: tuple[MismatchPair, ...]
 
 
-def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> MismatchResult:
+def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> MismatchResult:
     """Have every sampler generate and every learner score, and compare all pairs.
 
     Args:
@@ -75,7 +74,8 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
         EngineError: an engine that cannot do what was requested, or a truncated sampler that cannot be compared.
     """
     torch.set_num_threads(pick_threads(config.threads))
-    device, sides = pick_device(config.device), (*config.samplers, *config.learners)
+    device = pick_device(config.device)
+    sides = (*config.samplers, *config.learners)
     paths = list(dict.fromkeys(side.path for side in sides))
 
     # All distributions are over the same ids: one tokenizer, and the rows that every output layer has.
@@ -86,53 +86,62 @@ def measure_mismatch(config: MismatchConfig, listen: MismatchListener) -> Mismat
     _check_servers(sides, rows)
 
     names = short_names(sides)
-    samplers, learners = names[: len(config.samplers)], names[len(config.samplers) :]
+    sampler_names, learner_names = names[: len(config.samplers)], names[len(config.samplers) :]
     pairs = []
-    with ExitStack() as undo:
+    with ExitStack() as cleanup:
         sets = make_sets(config.benchmarks, tokenizer, config) if config.benchmarks else {}
         tasks = list(sets.values()) or [make_task(config.task, tokenizer)]
         for task in tasks:
-            undo.callback(task.close)
+            cleanup.callback(task.close)
 
-        for name, sampler in zip(samplers, config.samplers, strict=True):
-            listen(f"{name} generates")
+        for sampler_name, sampler in zip(sampler_names, config.samplers, strict=True):
+            listen(f"{sampler_name} generates")
             rollouts, scores = _sample(config, sampler, tasks, tokenizer, device, rows)
-            for learner_name, learner in zip(learners, config.learners, strict=True):
-                listen(f"{learner_name} scores the responses of {name}")
-                temperature = learner.temperature or config.sampling.temperature
-                read = _learner_scores(learner, rollouts, temperature, device, rows)
-                sums = MismatchSums()
-                for by, reading in zip(scores, read, strict=True):
-                    sums.add(by.uid, token_mismatch(by, reading))
 
-                numbers, formats = sums.numbers(), [_formats(side, device.type) for side in (sampler, learner)]
-                varying = [
-                    side for side, role in ((name, config.samplers), (learner_name, config.learners)) if len(role) > 1
-                ]
+            for learner_name, learner in zip(learner_names, config.learners, strict=True):
+                listen(f"{learner_name} scores the responses of {sampler_name}")
+                temperature = learner.temperature or config.sampling.temperature
+                numbers = _compare(scores, _learner_scores(learner, rollouts, temperature, device, rows))
+
                 pairs.append(
                     MismatchPair(
-                        name=varying[0] if len(varying) == 1 else f"{name} | {learner_name}",
-                        sampler=name,
+                        name=_pair_name(config, sampler_name, learner_name),
+                        sampler=sampler_name,
                         learner=learner_name,
                         verdict=verdict(sampler, learner, device.type, config.sampling, numbers.gap.value),
                         cut=sum(rollout.finish == "length" for rollout in rollouts) / len(rollouts),
                         top_log_probs=scores[0].top_ids.shape[1],
                         vocabulary=scores[0].vocabulary,
                         numbers=numbers,
-                        layers=layer_differences(*formats),
+                        layers=layer_differences(_formats(sampler, device.type), _formats(learner, device.type)),
                     )
                 )
     return MismatchResult(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
 
 
+def _compare(samplers: Sequence[SamplerScores], learners: Sequence[LearnerScores]) -> MismatchNumbers:
+    """Return the mismatch of a sampler and a learner, from the scores of both for the same responses."""
+    sums = MismatchSums()
+    for sampler, learner in zip(samplers, learners, strict=True):
+        sums.add(sampler.uid, token_mismatch(sampler, learner))
+    return sums.numbers()
+
+
+def _pair_name(config: MismatchConfig, sampler: str, learner: str) -> str:
+    """Name a pair by the side of which there are several, or by both sides where there are several of both or none."""
+    if (len(config.samplers) > 1) == (len(config.learners) > 1):
+        return f"{sampler} | {learner}"
+    return sampler if len(config.samplers) > 1 else learner
+
+
 def _check_servers(sides: Sequence[SideConfig], rows: int) -> None:
     """Refuse servers whose model has more rows in its output layer than another side's: servers read all rows."""
     for side in sides:
-        size = head_rows({side.path: side.path})
-        if is_remote(side.engine) and size > rows:
+        rows_read = head_rows({side.path: side.path})
+        if is_remote(side.engine) and rows_read > rows:
             raise ModelError(
-                f"{side.engine.name} reads all {size} rows of the output layer of {side.path}, and another side has "
-                f"{rows}; take a copy of the longer model that model.resize_token_embeddings({rows}) has cut"
+                f"{side.engine.name} reads all {rows_read} rows of the output layer of {side.path}, and another side "
+                f"has {rows}; take a copy of the longer model that model.resize_token_embeddings({rows}) has cut"
             )
 
 
@@ -158,42 +167,54 @@ def _sample(
             for rollout in generate_rollouts(engine, task, tokenizer, requests)
         ]
 
-    scores = [sampler_scores(rollout, vocabulary, sampling.truncated) for rollout in rollouts]
+    scores = [
+        SamplerScores(
+            uid=rollout.uid,
+            sampled=rollout.sampled_mask,
+            log_probs=rollout.rollout_log_probs.double(),
+            top_ids=rollout.top_ids,
+            top_log_probs=rollout.top_log_probs.double(),
+            vocabulary=vocabulary,
+            truncated=sampling.truncated,
+        )
+        for rollout in rollouts
+    ]
 
     # Decoding does not report experts, so a mixture of experts reads its responses again.
     has_experts = isinstance(sampler.engine, TransformersEngineConfig) and expert_layers(load_meta_model(sampler.path))
     if config.reread or has_experts:
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
-        read = _learner_scores(as_learner, rollouts, sampling.temperature, device, rows)
-        scores = [_read_again(*both, config.reread) for both in zip(scores, read, strict=True)]
+        second_pass = _learner_scores(as_learner, rollouts, sampling.temperature, device, rows)
+        scores = [
+            _read_again(score, second_score, config.reread)
+            for score, second_score in zip(scores, second_pass, strict=True)
+        ]
     return rollouts, scores
 
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
     """Return how many of the sampler's log-probs are kept at a token: by default all, if they take little memory."""
-    vocabulary, most = capabilities.vocab_size, capabilities.num_top_log_probs
+    vocabulary, largest = capabilities.vocab_size, capabilities.num_top_log_probs
     if config.top_log_probs is not None:
         return min(config.top_log_probs, vocabulary)
+
     tokens = config.responses * config.sampling.max_new_tokens
-    is_small = vocabulary * tokens <= _MOST_LOG_PROBS and most >= vocabulary
-    return vocabulary if is_small else min(_TOP_LOG_PROBS, most)
+    is_small = vocabulary * tokens <= _MOST_LOG_PROBS and largest >= vocabulary
+    return vocabulary if is_small else min(_TOP_LOG_PROBS, largest)
 
 
 def _requests(
     config: MismatchConfig, tasks: Sequence[Task], sampling: Sampling
 ) -> Iterator[tuple[Task, list[Request]]]:
     """Yield each task with the requests to a sampler; the responses are spread evenly over the tasks."""
-    for number, task in enumerate(tasks):
-        count = config.responses // len(tasks) + (number < config.responses % len(tasks))
-        prompts = PromptStream(task, "test", config.seed).next(count)
-        keys = [("mismatch", number, prompt.uid, 0) for prompt in prompts]
-        yield (
-            task,
-            [
-                Request(uid="/".join(map(str, key)), prompt=prompt, seed=fold_in(config.seed, *key), sampling=sampling)
-                for prompt, key in zip(prompts, keys, strict=True)
-            ],
-        )
+    for index, task in enumerate(tasks):
+        count = config.responses // len(tasks) + (index < config.responses % len(tasks))
+        requests = []
+        for prompt in PromptStream(task, "test", config.seed).next(count):
+            key = ("mismatch", index, prompt.uid, 0)
+            uid = "/".join(map(str, key))
+            requests.append(Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, *key), sampling=sampling))
+        yield task, requests
 
 
 def _learner_scores(
@@ -202,28 +223,27 @@ def _learner_scores(
     """Score responses with a learner: transformers scores whole distributions, every other engine single tokens."""
     if isinstance(learner.engine, TransformersEngineConfig):
         model = learner_model(learner.engine, learner.path, device, rows)
-        return list(
-            learner_scores(model, rollouts, temperature, DTYPES[learner.autocast] if learner.autocast else None)
-        )
+        autocast = DTYPES[learner.autocast] if learner.autocast else None
+        return list(learner_scores(model, rollouts, temperature, autocast))
     with closing(make_engine(learner.engine, learner.path, device, _VERSION, rows=rows)) as engine:
         return [LearnerScores(log_probs=log_probs.double()) for log_probs in engine.score(rollouts, temperature)]
 
 
-def _read_again(side: SamplerScores, scores: LearnerScores, reread: bool) -> SamplerScores:
-    """Add what a second pass of the sampler over a response has found: the experts that each token is sent to.
+def _read_again(scores: SamplerScores, second_pass: LearnerScores, reread: bool) -> SamplerScores:
+    """Add the experts of each token, which the sampler's second pass over a response has found, to the scores.
 
     Args:
-        side: the sampler's scores from sampling.
-        scores: scores of the second pass.
+        scores: the sampler's scores from sampling.
+        second_pass: scores of the second pass.
         reread: whether the log-probs of the second pass replace those of sampling.
     """
-    side = replace(side, experts=scores.experts)
+    scores = replace(scores, experts=second_pass.experts)
     if not reread:
-        return side
-    if scores.top_log_probs is None:  # an engine that scores single tokens: no top-k list is left
-        none = side.top_ids[:, :0]
-        return replace(side, log_probs=scores.log_probs, top_ids=none, top_log_probs=none.double())
-    return replace(side, log_probs=scores.log_probs, top_log_probs=scores.top_log_probs)
+        return scores
+    if second_pass.top_log_probs is None:  # an engine that scores single tokens gives no top-k list
+        empty = scores.top_ids[:, :0]
+        return replace(scores, log_probs=second_pass.log_probs, top_ids=empty, top_log_probs=empty.double())
+    return replace(scores, log_probs=second_pass.log_probs, top_log_probs=second_pass.top_log_probs)
 
 
 def _formats(side: SideConfig, device: str) -> dict[str, str]:

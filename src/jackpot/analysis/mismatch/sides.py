@@ -3,6 +3,7 @@
 `verdict` rates the gap between two sides.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
-_OF_THE_SIDE = ("path", "autocast", "temperature", "engine")  # keys of a side; every other key is its engine's
+_SIDE_KEYS = ("path", "autocast", "temperature", "engine")  # keys of a side; every other key is its engine's
 Changes = Sequence[Mapping[str, Any]]
 
 
@@ -45,13 +46,13 @@ def mismatch_config(
         policy = resolve_model_path(model)
         rollout_model = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
         sampler = {"path": rollout_model, "engine": run.engine.model_dump()}
-        how = {
+        training = {
             "engine": {"name": "transformers", "head_dtype": run.head_dtype},
             "autocast": "bf16" if run.precision == "bf16" else None,
         }
         if run.trained_quantization:
-            how["engine"] |= run.engine.model_dump(include={"dtype", "quantization", "kv_cache_dtype"})
-        defaults = [{"path": path} | how for path in dict.fromkeys((policy, rollout_model))]
+            training["engine"] |= run.engine.model_dump(include={"dtype", "quantization", "kv_cache_dtype"})
+        defaults = [{"path": path} | training for path in dict.fromkeys((policy, rollout_model))]
 
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
@@ -66,8 +67,9 @@ def mismatch_config(
     if config.benchmarks:
         check_sets(config.benchmarks)
     for kind, sides in (("sampler", config.samplers), ("learner", config.learners)):
-        if twice := {name for name in map(side_name, sides) if list(map(side_name, sides)).count(name) > 1}:
-            raise ConfigError(f"--{kind} is given twice as {', '.join(sorted(twice))}; give each side once")
+        counts = Counter(map(side_name, sides))
+        if repeated := sorted(name for name, count in counts.items() if count > 1):
+            raise ConfigError(f"--{kind} is given twice as {', '.join(repeated)}; give each side once")
 
     if config.reread and config.sampling.truncated:
         raise ConfigError(
@@ -81,10 +83,11 @@ def mismatch_config(
 def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
     """Build the settings of a side. In `changes`, keys of the side's engine may lack the prefix `engine`."""
     nested = [
-        {key: value} if key in _OF_THE_SIDE else {"engine": {key: value}}
+        {key: value} if key in _SIDE_KEYS else {"engine": {key: value}}
         for change in changes
         for key, value in change.items()
     ]
+
     try:
         return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], lay(base, nested))
     except ConfigError as error:
@@ -102,27 +105,34 @@ def short_names(sides: Sequence[SideConfig]) -> list[str]:
     Whole paths stay where two last parts are equal.
     """
     paths = list(dict.fromkeys(side.path for side in sides))
-    lasts = [Path(path).name if Path(path).is_dir() else path for path in paths]
     if len(paths) == 1:
         return [_settings_name(side) for side in sides]
 
-    shown = dict(zip(paths, lasts if len(set(lasts)) == len(paths) else paths, strict=True))
-    return [f"{shown[side.path]} {_settings_name(side)}" for side in sides]
+    last_parts = {path: Path(path).name if Path(path).is_dir() else path for path in paths}
+    are_distinct = len(set(last_parts.values())) == len(paths)
+    return [f"{last_parts[side.path] if are_distinct else side.path} {_settings_name(side)}" for side in sides]
 
 
 def _settings_name(side: SideConfig) -> str:
+    """Name a side by its engine and by those settings that differ from their defaults."""
     engine = side.engine
-    words = [engine.name, engine.dtype]
-    words += [f"head {engine.head_dtype}"] if engine.head_dtype else []
     attention = getattr(engine, "attn_implementation", "sdpa")
-    words += [attention] if attention != "sdpa" else []
-    words += [str(engine.quantization)] if getattr(engine, "quantization", None) else []
-    words += [f"kv {engine.kv_cache_dtype}"] if getattr(engine, "kv_cache_dtype", None) else []
-    words += [" ".join(engine.urls)] if isinstance(engine, ServerEngineConfig) else []
+
+    words = [
+        engine.name,
+        engine.dtype,
+        engine.head_dtype and f"head {engine.head_dtype}",
+        attention if attention != "sdpa" else None,
+        engine.quantization,
+        engine.kv_cache_dtype and f"kv {engine.kv_cache_dtype}",
+        " ".join(engine.urls) if isinstance(engine, ServerEngineConfig) else None,
+    ]
     if isinstance(side, LearnerConfig):
-        words += [f"autocast {side.autocast}"] if side.autocast else []
-        words += [f"temperature {side.temperature:g}"] if side.temperature else []
-    return " ".join(words)
+        words += [
+            side.autocast and f"autocast {side.autocast}",
+            f"temperature {side.temperature:g}" if side.temperature else None,
+        ]
+    return " ".join(filter(None, words))
 
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: Sampling, mean_gap: float) -> str:
@@ -134,6 +144,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
         sampling: how responses were sampled.
         mean_gap: mean |p - q| over sampled tokens.
     """
+    # Where both sides multiply the same codes on a CPU, only their dtypes can differ.
     formats = unified_formats(sampler.engine)
     is_unified = formats is not None and formats == unified_formats(learner.engine)
     if is_unified and device == "cpu" and not learner.autocast:

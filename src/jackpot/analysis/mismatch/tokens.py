@@ -13,7 +13,6 @@ from torch import Tensor
 
 from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Rollout
 
 _SMALLEST_MASS = 1e-6  # below it, 1 - sum p is rounding of float32
 
@@ -34,7 +33,7 @@ class SamplerScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenMismatch:
-    """The mismatch at the N sampled tokens of one response: [N] float64 unless noted, None where it is unknown.
+    """The mismatch at the N sampled tokens of one response: [N] float64 unless noted, None for unknown quantities.
 
     `kl` is KL(p || q) of the whole distributions at a token, and `variation` their total variation. Each is a lower and
     an upper bound, equal where the whole of p is known.
@@ -58,63 +57,45 @@ class TokenMismatch:
         return (self.sampler - self.learner).abs()
 
 
-def sampler_scores(rollout: Rollout, vocabulary: int, truncated: bool) -> SamplerScores:
-    """Return the sampler's scores in a rollout.
-
-    Args:
-        rollout: a response with its log-probs and top-k lists.
-        vocabulary: size of the sampler's vocabulary.
-        truncated: whether top-p or top-k left out tokens.
-    """
-    return SamplerScores(
-        uid=rollout.uid,
-        sampled=rollout.sampled_mask,
-        log_probs=rollout.rollout_log_probs.double(),
-        top_ids=rollout.top_ids,
-        top_log_probs=rollout.top_log_probs.double(),
-        vocabulary=vocabulary,
-        truncated=truncated,
-    )
-
-
-def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
+def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMismatch:
     """Compute the mismatch at every sampled token of one response.
 
     For a truncated sampler, q is renormalized on the support of p, as corrections do it.
 
     Args:
-        by: the sampler's scores.
-        reading: the learner's scores of the same response.
+        sampler: the sampler's scores.
+        learner: the learner's scores of the same response.
 
     Raises:
         EngineError: a log-prob is NaN; or the sampler is truncated, and its support is larger than K or the learner
             scores single tokens only.
     """
-    here = by.sampled
-    position = here.nonzero()[:, 0]
-    log_p, log_q = by.log_probs[here].double(), reading.log_probs[here].double()
+    sampled = sampler.sampled
+    log_p, log_q = sampler.log_probs[sampled].double(), learner.log_probs[sampled].double()
     if bool(log_p.isnan().any() | log_q.isnan().any()):
-        raise EngineError(f"{by.uid} has log-probs that are NaN; one of the two sides computes no distribution there")
+        raise EngineError(
+            f"{sampler.uid} has log-probs that are NaN; one of the two sides computes no distribution there"
+        )
 
-    top_p = by.top_log_probs[here].double()
-    top_q = None if reading.top_log_probs is None else reading.top_log_probs[here].double()
+    top_p = sampler.top_log_probs[sampled].double()
+    top_q = None if learner.top_log_probs is None else learner.top_log_probs[sampled].double()
 
     support = None
-    if by.truncated:
-        top_q, log_mass = _on_support(by, top_p, top_q)
+    if sampler.truncated:
+        top_q, log_mass = _on_support(sampler, top_p, top_q)
         log_q, support = log_q - log_mass, log_mass.exp()
 
     kl = variation = None
-    is_whole = by.truncated or top_p.shape[1] == by.vocabulary
+    is_whole = sampler.truncated or top_p.shape[1] == sampler.vocabulary
     if top_q is not None and top_p.shape[1]:
         lowest = None
         if not is_whole:
-            assert reading.lowest is not None  # a learner that gives the log-probs of some tokens gives it too
-            lowest = reading.lowest[here].double()
+            assert learner.lowest is not None  # a learner that gives the log-probs of some tokens gives it too
+            lowest = learner.lowest[sampled].double()
         kl, variation = _divergences(top_p, top_q, lowest)
 
     return TokenMismatch(
-        position=position,
+        position=sampled.nonzero()[:, 0],
         sampler=log_p.exp(),
         learner=log_q.exp(),
         log_ratio=log_q - log_p,
@@ -122,13 +103,13 @@ def token_mismatch(by: SamplerScores, reading: LearnerScores) -> TokenMismatch:
         variation=variation,
         is_exact=kl is not None and is_whole,
         support=support,
-        entropy=_entropy(by, reading, here, top_p),
-        other_token=_other_token(by, reading, here),
-        other_experts=_other_experts(by, reading, here),
+        entropy=_entropy(sampler, learner, top_p),
+        other_token=_other_token(sampler, learner),
+        other_experts=_other_experts(sampler, learner),
     )
 
 
-def _on_support(by: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
+def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return log q renormalized where p > 0, [N, K] with -inf elsewhere, and the log of q's mass there, [N]."""
     if top_q is None:
         raise EngineError(
@@ -138,10 +119,10 @@ def _on_support(by: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple
         )
 
     possible = top_p > -torch.inf
-    if top_p.shape[1] < by.vocabulary and not bool((~possible).any(-1).all()):
+    if top_p.shape[1] < sampler.vocabulary and not bool((~possible).any(-1).all()):
         raise EngineError(
-            f"{by.uid}: the sampler could draw more than the {top_p.shape[1]} tokens whose probability it reports; "
-            f"raise top_log_probs, or use a smaller sampling.top_k, or sampling.top_p=1.0 sampling.top_k=0"
+            f"{sampler.uid}: the sampler could draw more than the {top_p.shape[1]} tokens whose probability it "
+            f"reports; raise top_log_probs, or use a smaller sampling.top_k, or sampling.top_p=1.0 sampling.top_k=0"
         )
 
     top_q = top_q.masked_fill(~possible, -torch.inf)
@@ -169,37 +150,41 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     if lowest is None:
         return (kl, kl), (variation, variation)
 
-    p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))  # m_p and m_q
-    known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
-    least = torch.where(known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
+    # The tail: its masses m_p and m_q, and the bounds of its terms.
+    p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
+    is_known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
+    least = torch.where(is_known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
     spread = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
     most = torch.maximum(least, spread - p_rest + q_rest)
 
-    wide = 0.5 * (p_rest + q_rest)
-    return (kl + least, kl + most), (variation + 0.5 * (p_rest - q_rest).abs(), variation + wide)
+    variation_low = variation + 0.5 * (p_rest - q_rest).abs()
+    variation_high = variation + 0.5 * (p_rest + q_rest)
+    return (kl + least, kl + most), (variation_low, variation_high)
 
 
-def _other_token(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Tensor | None:
+def _other_token(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:
     """Return 1 where the most probable tokens of sampler and learner differ, else 0: [N] float64.
 
     Of several tokens that are most probable to the sampler, the first counts.
     """
-    if reading.most_probable is None or not by.top_ids.shape[1]:
+    if learner.most_probable is None or not sampler.top_ids.shape[1]:
         return None
-    first = by.top_log_probs[here].argmax(-1, keepdim=True)
-    return (by.top_ids[here].gather(1, first)[:, 0] != reading.most_probable[here]).double()
+    first = sampler.top_log_probs.argmax(-1, keepdim=True)
+    differs = sampler.top_ids.gather(1, first)[:, 0] != learner.most_probable
+    return differs[sampler.sampled].double()
 
 
-def _other_experts(by: SamplerScores, reading: LearnerScores, here: Tensor) -> Tensor | None:
+def _other_experts(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:
     """Return 1 where sampler and learner send a token to different experts in any layer, else 0: [N] float64."""
-    if by.experts is None or reading.experts is None or by.experts.shape != reading.experts.shape:
+    if sampler.experts is None or learner.experts is None or sampler.experts.shape != learner.experts.shape:
         return None
-    return (by.experts != reading.experts)[here].flatten(1).any(1).double()
+    return (sampler.experts != learner.experts)[sampler.sampled].flatten(1).any(1).double()
 
 
-def _entropy(by: SamplerScores, reading: LearnerScores, here: Tensor, top_p: Tensor) -> Tensor | None:
-    if reading.entropy is not None:
-        return reading.entropy[here].double()
-    if top_p.shape[1] < by.vocabulary:
+def _entropy(sampler: SamplerScores, learner: LearnerScores, top_p: Tensor) -> Tensor | None:
+    """Return the entropy at the sampled tokens, of the learner or else of the sampler: [N] nats; None if unknown."""
+    if learner.entropy is not None:
+        return learner.entropy[sampler.sampled].double()
+    if top_p.shape[1] < sampler.vocabulary:
         return None
     return -torch.where(top_p > -torch.inf, top_p.exp() * top_p, 0.0).sum(-1)

@@ -104,7 +104,7 @@ class Lengths:
     def scale(self) -> float:
         """Return the mean length s that responses would have without a limit: s (1 - exp(-limit / s)) = mean.
 
-        It is infinite where all responses reach the limit.
+        The length is infinite where all responses reach the limit.
         """
         if self.mean >= self.limit * (1 - 1e-6):
             return math.inf
@@ -139,7 +139,8 @@ class Lengths:
     def longest(self, count: float) -> float:
         """Return the expected length of the longest of `count` responses, tokens.
 
-        If one of the responses is endless, that is the limit; else scale x (1 + 1/2 + ... + 1/count), or the limit.
+        An endless response is as long as the limit. Without one, the longest response is expected to have
+        scale x (1 + 1/2 + ... + 1/count) tokens, at most the limit.
         """
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
@@ -151,6 +152,7 @@ class Lengths:
 
 
 def _cut_mean(scale: float, limit: int) -> float:
+    """Return the mean length, tokens, of responses that a limit cuts; without a limit their mean is `scale`."""
     return scale * (1 - math.exp(-limit / scale))
 
 
@@ -263,28 +265,32 @@ class EngineSpeed:
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
 
-        # For one scheduled step: models with their passes, tokens that a pass reads, tokens that it gives.
-        models, read, given = [(self.model, 1)], 1, 1.0
+        # One scheduled step: each model with its passes, the tokens that a pass reads, the tokens that the step gives.
+        models = [(self.model, 1)]
+        tokens_read, tokens_given = 1, 1.0
         if self.drafts:
             models.append((self.drafts.model, self.drafts.tokens))
-            read = self.drafts.tokens + 1
-            given = tokens_per_verification(self.drafts.acceptance, self.drafts.tokens)
+            tokens_read = self.drafts.tokens + 1
+            tokens_given = tokens_per_verification(self.drafts.acceptance, self.drafts.tokens)
 
         # Decoding: the longer of memory traffic (weights, then caches) and operations.
-        moved = steps * self.weight_bytes * sum(passes * model.parameters for model, passes in models)
-        moved += pairs * self.number_bytes * sum(passes * model.cache for model, passes in models)
+        traffic = steps * self.weight_bytes * sum(passes * model.parameters for model, passes in models)
+        traffic += pairs * self.number_bytes * sum(passes * model.cache for model, passes in models)
         flops = tokens * sum(self.linear * model.body + model.head for model, _ in models)
         flops += pairs * sum(model.pair for model, _ in models)
-        rate, prompt = self.gpus * self.peak * GENERATION_SHARE, lengths.prompt
-        decoding = max(moved / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE), read * flops / rate)
+        rate = self.gpus * self.peak * GENERATION_SHARE
+        decoding = max(traffic / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE), tokens_read * flops / rate)
 
+        # Prefill: one pass over every prompt.
+        prompt = lengths.prompt
         prefill = sum(
             self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
         )
 
         # With tensor parallelism every layer adds up two small tensors.
         sums = 2 * sum(passes * model.layers for model, passes in models) if self.gpus > 1 else 0
-        return (decoding + (STEP_SECONDS + sums * ALL_REDUCE_SECONDS) * steps) / given + sequences * prefill / rate
+        overhead = (STEP_SECONDS + sums * ALL_REDUCE_SECONDS) * steps
+        return (decoding + overhead) / tokens_given + sequences * prefill / rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,7 +335,7 @@ def run_hours(
     work: Work,
     engine: EngineSpeed,
     models: Sequence[ModelCost],
-    others: float,
+    other_flops: float,
     iterations: int,
     gpu: Gpu,
     gpus: int,
@@ -342,24 +348,26 @@ def run_hours(
         work: work of one iteration.
         engine: the engine that generates the rollouts.
         models: the models that are trained or scored: policy and rollout model.
-        others: FLOPs of the reference and the critic for one sequence.
+        other_flops: FLOPs of the reference and the critic for one sequence.
         iterations: number of iterations.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
         peak: FLOP/s of one GPU at the precision of training.
         linear: relative time of quantized linear layers in training.
     """
-    engines, extra = gpus / engine.gpus, work.extra / work.epochs
-    busy = min(gpus, work.micro_batches)
-    flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + others
-    moved = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
+    # Training: passes over the batch, and the optimizer's memory traffic.
+    extra, busy = work.extra / work.epochs, min(gpus, work.micro_batches)
+    flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + other_flops
+    traffic = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
+    passes = flops * work.sequences * work.epochs / (busy * peak * TRAINING_SHARE)
+
+    engines = gpus / engine.gpus
     seconds = Hours(
         generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu, engines),
-        training=flops * work.sequences * work.epochs / (busy * peak * TRAINING_SHARE)
-        + moved / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
+        training=passes + traffic / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
         sending=engine.model.parameters * engine.weight_bytes / WEIGHT_BYTES_PER_SECOND,
     )
-    return Hours(*(part * iterations / 3600 for part in seconds))
+    return Hours(*(activity * iterations / 3600 for activity in seconds))
 
 
 def evaluation_hours(

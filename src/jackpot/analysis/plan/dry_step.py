@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -49,7 +48,7 @@ RUN_TILES = 2  # tiles of the output layer that are run: the second holds what e
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A counter of the bytes of all tensor storages made while it is active: those alive now, and the most so far."""
+    """A counter of bytes of tensors made while the mode is active: those alive now, and the most at any time so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
     was_quiet, warnings.disabled = warnings.disabled, True
 
     try:
-        with FakeTensorMode(), MemoryTracker() as tracker:
+        with fake_tensor.FakeTensorMode(), MemoryTracker() as tracker:
             for model in models.values():
                 _give_memory(model)
             lasting = tracker.alive
@@ -113,7 +112,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
             _score(config, models["rollout_model" if config.rollout_model else "policy"], shape)
             _train(config, models, trained, shape)
             return max(0, tracker.peak - lasting - sum(weight.nbytes for weight in trained))
-    except RuntimeError:  # what fake tensors raise where an operation needs values, whichever it is
+    except RuntimeError:  # fake tensors raise it wherever an operation needs values
         return None
     finally:
         warnings.disabled = was_quiet
@@ -122,7 +121,8 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     """Make all models of training on the meta device, by role; untrained models are frozen.
 
-    Models are fused only where the run is sure to be on a CPU: on a GPU they are not, and keep more for backward.
+    Norms, gates and rotations are fused only if the run is sure to be on a CPU. On a GPU models are not fused, and keep
+    more for backward.
     """
     paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
     if config.critic:
@@ -140,13 +140,13 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
 
 def _give_memory(model: PreTrainedModel) -> None:
     """Replace a model's meta tensors by fake tensors of the CPU, so that they are counted; tied weights stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in made:
+            if id(parameter) not in fakes:
                 weight = torch.empty(parameter.shape, dtype=torch.float32)
-                made[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
+                fakes[id(parameter)] = nn.Parameter(weight, parameter.requires_grad)
+            setattr(module, name, fakes[id(parameter)])
 
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
@@ -157,8 +157,8 @@ def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> No
 
     The backbone is left out: its activations in training take more memory than in scoring.
     """
-    rows, sampling = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens)), config.sampling
-    layer = output_layer(model)
+    layer, sampling = output_layer(model), config.sampling
+    rows = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens))
     with torch.no_grad(), _precision(config):
         hidden = torch.empty(rows * shape.response_tokens, layer.in_features)
         for states in hidden.split(max(1, MAX_LOGITS // layer.out_features))[:2]:  # later parts are like the second
@@ -168,30 +168,30 @@ def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> No
 def _train(
     config: Config, models: Mapping[str, PreTrainedModel], trained: Sequence[nn.Parameter], shape: MicroBatchShape
 ) -> None:
-    """Train on one micro-batch; if a step has several, on one that finds gradients of earlier ones."""
+    """Train on one micro-batch; if an optimizer step has several, gradients of earlier micro-batches exist already."""
     if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-    pair = [models[role] for role in config.model_paths()]
 
+    pair = [models[role] for role in config.model_paths()]
     with _precision(config):
         hidden = [_read(model, shape) for model in pair]
         waiting = _waiting_tensors(config, shape, len(pair))
         values = _head(config, pair, hidden)
-        pulls = _reference_kl(config, models, shape, hidden[0])
+        reference_kl = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
     # The split separates the gradients of the rollout model's two losses; its PPO loss (eq. 6) reads log-probs alone.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
-    sum((value.sum() for value in (*values, *pulls)), start=torch.zeros(())).backward()
-    del hidden, values, pulls, waiting, split
+    sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
+    del hidden, values, reference_kl, waiting, split
 
     if "critic" in models:  # after the other models
         _critic_backward(config, models["critic"], shape)
 
 
 def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Run forward and backward of the critic: on a packed row where it can, else padded, with prompts repeated."""
+    """Run the critic forward and backward, on a packed row if the critic can read one, else on padded sequences."""
     with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))
@@ -211,6 +211,7 @@ def _reference_kl(
     settings = config.objective.reference
     if settings is None:
         return ()
+
     with torch.no_grad():
         hidden = _read(models["reference"], shape)
         if settings.kl_loss_type != "exact":
@@ -225,8 +226,8 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     For each model these are its top log-probs with their ids, its log-probs at the engine's top ids and at the other
     model's, and, where several responses share a prompt, an attention mask.
     """
+    # The sizes are those of an id and of a log-prob in each of three lists, bytes.
     count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
-    # Sizes in bytes: an id, and a log-prob in each of three lists.
     held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
 
     if shape.prompts < shape.rows:
@@ -240,19 +241,21 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
     if can_pack(model):
         row = _row(shape)
         return read_row(backbone(model), row).index_select(0, row.predicting.flatten())
+
     prompts, rows, prompt_tokens, response_tokens = shape
     ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
     responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
-    index = torch.arange(rows) % prompts
-    return predicting_hidden(model, ids, None, index, responses, None).flatten(0, 1).clone()  # those that exist
+    prompt_of_row = torch.arange(rows) % prompts
+    hidden = predicting_hidden(model, ids, None, prompt_of_row, responses, None)
+    return hidden.flatten(0, 1).clone()  # training, too, copies the states of the tokens that exist
 
 
 def _row(shape: MicroBatchShape) -> PackedRow:
     """Return the micro-batch as one packed row of fake tensors."""
     prompts, rows, prompt_tokens, response_tokens = shape
-    with unset_fake_temporarily():  # the plan depends on lengths
+    with fake_tensor.unset_fake_temporarily():  # packing reads lengths, which fake tensors do not hold
         responses = [torch.zeros(response_tokens, dtype=torch.int64)] * rows
-        row = pack_row([[0] * prompt_tokens] * prompts, [number % prompts for number in range(rows)], responses)
+        row = pack_row([[0] * prompt_tokens] * prompts, [index % prompts for index in range(rows)], responses)
     tensors = {field.name: value for field in fields(row) if isinstance(value := getattr(row, field.name), Tensor)}
     return replace(row, **{name: torch.empty(value.shape, dtype=value.dtype) for name, value in tensors.items()})
 
@@ -267,42 +270,43 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
         models: the models whose heads are read together.
         hidden: [N, H] hidden states of each model.
     """
+    positions = len(hidden[0])
     layers = [output_layer(model) for model in models]
     weights = [layer.weight[: layer.out_features] for layer in layers]
+    vocabulary = len(weights[0])
 
     # The tile that training takes on the device of the run.
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
-    positions, tokens = default_tile(len(hidden[0]), len(weights[0]), device_type)
-    tile = positions, split_range(len(weights[0]), tokens, BLOCK)[0].stop
-    run, soft_caps = RUN_TILES * tile[1], [logit_softcap(model) for model in models]
+    most_positions, most_tokens = default_tile(positions, vocabulary, device_type)
+    tile = most_positions, split_range(vocabulary, most_tokens, BLOCK)[0].stop
 
-    # All rows of the output layers are run where their logits are kept for backward, else RUN_TILES tiles.
-    whole = [
-        replace(head_of(layer, states, cap), bias=None)
-        for layer, states, cap in zip(layers, hidden, soft_caps, strict=True)
+    # All rows of the output layers are run where their logits are kept for backward, else those of RUN_TILES tiles.
+    whole_heads = [
+        replace(head_of(layer, states, logit_softcap(model)), bias=None)
+        for model, layer, states in zip(models, layers, hidden, strict=True)
     ]
-    if any(keeps_logits(whole, options)):
-        run = len(weights[0])
-    else:
+    rows_run = vocabulary
+    if not any(keeps_logits(whole_heads, options)):
+        rows_run = min(vocabulary, RUN_TILES * tile[1])
         options = replace(options, logits_memory=0)
 
-    parts = [weight[:run] if run < len(weight) else weight for weight in weights]
-    heads = [replace(head, weight=part) for head, part in zip(whole, parts, strict=True)]
-    ids = torch.zeros(len(hidden[0]), dtype=torch.int64)  # no top-k: `_waiting_tensors` counts it
-    outputs, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
-    values = tuple(value for value in outputs if value is not None)  # with the moments none is missing
+    run_weights = [weight[:rows_run] if rows_run < vocabulary else weight for weight in weights]
+    heads = [replace(head, weight=run_weight) for head, run_weight in zip(whole_heads, run_weights, strict=True)]
+    ids = torch.zeros(positions, dtype=torch.int64)
+    # No top-k here, for `_waiting_tensors` counts it.
+    values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
 
     # In backward the gradients of the rows that were not run take memory too.
-    for number, (weight, part) in enumerate(zip(weights, parts, strict=True)):
-        if part is not weight and part.requires_grad:
-            own = values[2 * number : 2 * number + 2]
-            _hold_gradient([*own, *values[2 * len(heads) :]], part, (len(weight) - run, weight.shape[1]))
+    for index, (weight, run_weight) in enumerate(zip(weights, run_weights, strict=True)):
+        if rows_run < vocabulary and run_weight.requires_grad:
+            of_head, of_pair = values[2 * index : 2 * index + 2], values[2 * len(heads) :]
+            _hold_gradient([*of_head, *of_pair], run_weight, (vocabulary - rows_run, weight.shape[1]))
     return values
 
 
-def _hold_gradient(values: Sequence[Tensor], part: Tensor, shape: tuple[int, int]) -> None:
-    """Hold a tensor of `shape` in backward, from the gradient of the first of `values` to the gradient of `part`."""
+def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]) -> None:
+    """Hold a tensor of `shape` in backward, from the gradient of the first of `values` to the gradient of `weight`."""
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:
@@ -314,9 +318,10 @@ def _hold_gradient(values: Sequence[Tensor], part: Tensor, shape: tuple[int, int
 
     for value in values:
         value.register_hook(hold)
-    part.register_hook(release)
+    weight.register_hook(release)
 
 
 def _precision(config: Config) -> torch.autocast:
+    """Return the autocast of training's forward pass."""
     dtype = DTYPES[config.compute_dtype]
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)

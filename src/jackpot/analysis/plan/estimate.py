@@ -1,4 +1,4 @@
-"""The estimate of GPUs and hours of a large run: `sharding` and `cost_model` applied to the numbers of the run."""
+"""The estimate of the GPUs and hours that a large run needs, by the rules of `sharding` and `cost_model`."""
 
 import math
 from collections import Counter
@@ -82,13 +82,13 @@ class FlopShares(NamedTuple):
 
 
 class CostEstimate(NamedTuple):
-    """The estimates of a run on several kinds and numbers of GPUs, and the lengths that they assume."""
+    """The estimates of a run on several kinds and numbers of GPUs, with the assumed lengths of its sequences."""
 
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
     stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
-    here: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
+    this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
     flops: FlopShares
 
@@ -113,18 +113,16 @@ def estimate(
         ModelError: as `plan_memory`.
     """
     stated = stated or GpusConfig(kind="H100", count=1)
-    plan, here = Estimator(config, sizes, prompts), gpus_here()
+    plan = Estimator(config, sizes, prompts)
+    machine = gpus_here()
 
     return CostEstimate(
         prompts=prompts,
         response=plan.lengths.mean,
         rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
         stated=plan.row(stated.kind, stated.count),
-        here=[plan.row(here.kind, here.count)] if here else [],
-        fewest={
-            kind: next((count for count in COUNTS if plan.shard(kind, count).fits), 0)
-            for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))
-        },
+        this_machine=[plan.row(machine.kind, machine.count)] if machine else [],
+        fewest={kind: plan.fewest(kind) for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))},
         flops=plan.flop_shares(),
     )
 
@@ -136,7 +134,7 @@ def gpus_here() -> GpusConfig | None:
 
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for kind, gpu in GPUS.items():
-        if all(kind in one.name.replace(" ", "") and one.total_memory > 0.85 * gpu.memory for one in devices):
+        if all(kind in device.name.replace(" ", "") and device.total_memory > 0.85 * gpu.memory for device in devices):
             return GpusConfig.model_validate({"kind": kind, "count": len(devices)})
     return None
 
@@ -146,24 +144,24 @@ def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
 
     The shares of the memory that vLLM engines take are scaled to `ENGINES_SHARE` in all.
     """
-    taken = {
-        name: one.settings.gpu_memory_utilization
-        for name, one in needs.items()
-        if isinstance(one.settings, VLLMEngineConfig) and one.settings.kv_cache_memory_bytes is None
+    shares = {
+        name: engine.settings.gpu_memory_utilization
+        for name, engine in needs.items()
+        if isinstance(engine.settings, VLLMEngineConfig) and engine.settings.kv_cache_memory_bytes is None
     }
-    larger = {
-        name: {"gpu_memory_utilization": ENGINES_SHARE * share / sum(taken.values())} for name, share in taken.items()
-    }
-    return {
-        name: one._replace(settings=one.settings.model_copy(update=larger.get(name, {}))) for name, one in needs.items()
-    }
+
+    enlarged = dict(needs)
+    for name, share in shares.items():
+        update = {"gpu_memory_utilization": ENGINES_SHARE * share / sum(shares.values())}
+        enlarged[name] = needs[name]._replace(settings=needs[name].settings.model_copy(update=update))
+    return enlarged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareHours:
     """The hours of a run, without evaluations, by the share of the rollouts that each model generates.
 
-    A batch has the same optimizer steps whichever model generates it.
+    A batch takes the same optimizer steps, whichever model generates the batch.
     """
 
     run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # hours of all iterations with one engine
@@ -175,17 +173,13 @@ class ShareHours:
     gpu: Gpu
     gpus: int
 
-    def afterwards(self) -> Hours:
-        """Return the hours if the policy generates everything and the rollout model, whose share has ended, rests."""
-        return self.run(self.work, self.beside, [self.costs["policy"]])
-
     def generation(self, share: float, drafts: Drafts | None = None) -> float:
         """Return the hours in which the rollout model generates a share of each batch, and then the policy the rest."""
-        parts = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
+        writers = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
         return sum(
-            self.run(replace(self.work, sequences=self.work.sequences * part), engine, ()).generation
-            for part, engine in parts
-            if part > 0.0
+            self.run(replace(self.work, sequences=self.work.sequences * writer_share), engine, ()).generation
+            for writer_share, engine in writers
+            if writer_share > 0.0
         )
 
     def at(self, share: float, drafts: Drafts | None = None) -> Hours:
@@ -201,7 +195,7 @@ class ShareHours:
 
 
 class Estimator:
-    """An estimator of one run on any GPUs; it computes once what does not depend on the GPUs.
+    """An estimator of one run on any GPUs, in which everything that no GPU decides is computed once.
 
     Args:
         config: settings of the run.
@@ -213,13 +207,16 @@ class Estimator:
     def __init__(
         self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, response: float | None = None
     ) -> None:
-        self._config, self._sizes, self._prompt = config, sizes, prompts.longest
+        self._config, self._sizes = config, sizes
+        self._prompt = prompts.longest
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
+
         limit = config.sampling.max_new_tokens
         self.lengths = Lengths(prompt=prompts.mean, mean=response or mean_response(limit), limit=limit)
-        paths = config.model_paths()
-        self._costs: dict[Role, ModelCost] = {role: _cost(outline(path), sizes[role]) for role, path in paths.items()}
-        self._others = _others(config, self.lengths, self._costs["policy"])
+        self._costs: dict[Role, ModelCost] = {
+            role: _cost(outline(path), sizes[role]) for role, path in config.model_paths().items()
+        }
+        self._other_flops = _other_flops(config, self.lengths, self._costs["policy"])
 
     @cached_property
     def memory(self) -> MemoryPlan:
@@ -233,21 +230,24 @@ class Estimator:
         needs = self.needs if count == 1 else engine_needs(place_engines(config, count, on_gpu=True), self._prompt)
         return shard(self.memory, self.blocks, needs, GPUS[kind], count, config.placement.offload)
 
+    def fewest(self, kind: str) -> int:
+        """Return the fewest GPUs of a kind on which the run fits, one of COUNTS; 0: none of these numbers suffices."""
+        return next((count for count in COUNTS if self.shard(kind, count).fits), 0)
+
     def row(self, kind: str, count: int) -> MachineEstimate:
         """Return memory and hours of the run on `count` GPUs of a kind."""
-        here = self.shard(kind, count)
-        if not here.fits:
-            return MachineEstimate(kind, here, None, None)
+        shard = self.shard(kind, count)
+        if not shard.fits:
+            return MachineEstimate(kind, shard, None, None)
 
         shares = self.shares(GPUS[kind], count)
         evaluating = self.evaluating(shares)
-        work, times = on_policy(shares.work)
-        alone = Hours(*(times * part for part in shares.run(work, shares.policy, [self._costs["policy"]])))
-
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
-        return MachineEstimate(
-            kind, here, hours, alone._replace(evaluating=evaluating), self.ahead(GPUS[kind], count, evaluating)
-        )
+
+        work, times = on_policy(shares.work)
+        once = shares.run(work, shares.policy, [self._costs["policy"]])
+        alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
+        return MachineEstimate(kind, shard, hours, alone, self.ahead(GPUS[kind], count, evaluating))
 
     def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
         """Return the fewest hours of a run that generates batches while it trains on earlier ones.
@@ -265,27 +265,30 @@ class Estimator:
         Returns:
             The hours, whose `generation` is the time that the learner waits for batches; None where nothing fits.
         """
-        policy, found = self._costs["policy"], list[Hours]()
+        engine, trained = self.needs["engine"], [*self._costs.values()]
+        drafts_tried: list[Drafts | None] = [None]
         if writer == "policy":
-            needs = {"engine": needs_of(self._config, "policy", self._config.engine, self._prompt)}
-            trained, drafted = [policy], (None, Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE))
-        else:
-            needs, trained, drafted = {"engine": self.needs["engine"]}, [*self._costs.values()], (None,)
-        alone = without_learner(needs)
+            policy = self._costs["policy"]
+            engine, trained = needs_of(self._config, "policy", self._config.engine, self._prompt), [policy]
+            drafts_tried.append(Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE))
+        needs = without_learner({"engine": engine})
         fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
         # Every split of the GPUs into some that generate and others that train.
+        estimates: list[Hours] = []
         for generating in range(1, count - fewest + 1):
-            if not degree(alone["engine"], gpu, generating):
+            if not degree(needs["engine"], gpu, generating):
                 continue
-            writing, learning = (self.shares(gpu, gpus, alone) for gpus in (generating, count - generating))
-            learned = learning.run(learning.work, learning.rollout_model, trained)._replace(evaluating=evaluating)
-            ahead = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
-            for drafts in drafted:
-                engine = replace(writing.rollout_model, drafts=drafts)
-                generation = writing.run(ahead, engine, ()).generation / AT_ONCE
-                found.append(learned._replace(generation=max(0.0, generation - learned.training)))
-        return min(found, key=lambda hours: hours.all, default=None)
+
+            learning = self.shares(gpu, count - generating, needs)
+            learner = learning.run(learning.work, learning.rollout_model, trained)._replace(evaluating=evaluating)
+            writing = self.shares(gpu, generating, needs)
+            batches = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
+            for drafts in drafts_tried:
+                speed = replace(writing.rollout_model, drafts=drafts)
+                generation = writing.run(batches, speed, ()).generation / AT_ONCE
+                estimates.append(learner._replace(generation=max(0.0, generation - learner.training)))
+        return min(estimates, key=lambda hours: hours.all, default=None)
 
     def flop_shares(self) -> FlopShares:
         """Return the run's FLOPs over those of the policy alone, by the models' shapes and the assumed lengths.
@@ -297,13 +300,12 @@ class Estimator:
         iterations = range(1, config.iterations + 1)
 
         # What one response costs, on average over the models that generate; with drafts both read every drafted token.
-        own = policy.forward(self.lengths)
-        small = model.forward(self.lengths)
+        by_policy, by_model = policy.forward(self.lengths), model.forward(self.lengths)
         share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
-        written = share * small + (1.0 - share) * own
+        written = share * by_model + (1.0 - share) * by_policy
         if drafts := self.drafts:
-            read = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
-            written = read * (small + own)
+            passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
+            written = passes * (by_model + by_policy)
 
         # What training on one response costs; an on-policy step needs no extra pass.
         work = self.work()
@@ -314,13 +316,10 @@ class Estimator:
         trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
 
         # What the evaluations cost, for each response trained on.
-        responses = work.sequences * config.iterations
-        evaluated = self.evaluations * sum(
-            self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config)
-        )
-        evaluated /= responses
+        evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
+        evaluated = self.evaluations * evaluation / (work.sequences * config.iterations)
 
-        rollouts, alone = work.generated * written, work.generated * own
+        rollouts, alone = work.generated * written, work.generated * by_policy
         return FlopShares(rollouts / alone, (rollouts + trained + evaluated) / (alone + trained_alone + evaluated))
 
     def run_hours(self, shares: ShareHours) -> Hours:
@@ -330,13 +329,17 @@ class Estimator:
         if model is None or not config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
 
-        # The mean over iterations, each kind of which is computed once.
-        over = Counter((model.share_at(number), config.uses_rollout_model(number)) for number in range(1, count + 1))
-        parts = [
-            (times / count, shares.at(share, self.drafts) if is_used else shares.afterwards())
-            for (share, is_used), times in over.items()
-        ]
-        return Hours(*(sum(weight * hours[field] for weight, hours in parts) for field in range(len(Hours._fields))))
+        # The mean over iterations, each kind of which is computed once. Where the rollout model is not used any more,
+        # the policy generates everything and is trained alone.
+        kinds = Counter(
+            (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
+        )
+        alone = [self._costs["policy"]]
+        weighted: list[list[float]] = []
+        for (share, is_used), times in kinds.items():
+            hours = shares.at(share, self.drafts) if is_used else shares.run(shares.work, shares.beside, alone)
+            weighted.append([times / count * activity for activity in hours])
+        return Hours(*map(sum, zip(*weighted, strict=True)))
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
@@ -366,46 +369,43 @@ class Estimator:
             needs: needs of the engines by setting; None: of engines that share the GPUs with the learner.
         """
         needs = needs or self.needs
-        own = needs_of(self._config, "policy", self._config.engine, self._prompt)
-        policy, beside, rollout_model = (
-            self._engine_speed(one, degree(one, gpu, count) or count, gpu)
-            for one in (own, needs.get("evaluation.engine", own), needs["engine"])
-        )
+        policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
 
         return ShareHours(
             run=partial(
                 run_hours,
-                others=self._others,
+                other_flops=self._other_flops,
                 iterations=self._config.iterations,
                 gpu=gpu,
                 gpus=count,
                 peak=_peak(self._config.compute_dtype, gpu),
-                linear=_linear(self._config, gpu),
+                linear=_trained_linear(self._config, gpu),
             ),
             work=self.work(),
-            policy=policy,
-            beside=beside,
-            rollout_model=rollout_model,
+            policy=self._engine_speed(policy, gpu, count),
+            beside=self._engine_speed(needs.get("evaluation.engine", policy), gpu, count),
+            rollout_model=self._engine_speed(needs["engine"], gpu, count),
             costs=self._costs,
             gpu=gpu,
             gpus=count,
         )
 
-    def _engine_speed(self, one: EngineNeeds, spread: int, gpu: Gpu) -> EngineSpeed:
-        cost, settings = self._costs[one.role], one.settings
-        path = self._config.model_paths()[one.role]
-        weights = engine_weights(settings, path)
+    def _engine_speed(self, engine: EngineNeeds, gpu: Gpu, gpus: int) -> EngineSpeed:
+        """Return the speed of an engine on the fewest of `gpus` GPUs that hold it, or on all where no number does."""
+        cost, settings = self._costs[engine.role], engine.settings
+        spread = degree(engine, gpu, gpus) or gpus
+        path = self._config.model_paths()[engine.role]
         gain = MIXTURE_FP8_GAIN if getattr(outline(path).config, "num_experts_per_tok", None) else DENSE_FP8_GAIN
 
         return EngineSpeed(
             model=cost,
-            weight_bytes=weights / cost.parameters,
+            weight_bytes=engine_weights(settings, path) / cost.parameters,
             number_bytes=cached_number_bytes(settings),
             max_num_seqs=settings.max_num_seqs,
-            cache_bytes=cache_bytes(one, spread, gpu),
+            cache_bytes=cache_bytes(engine, spread, gpu),
             gpus=spread,
             peak=_peak(settings.dtype, gpu),
-            linear=_operation(settings, gpu),
+            linear=_engine_linear(settings, gpu),
             most_gain=gain if settings.quantization == "fp8" else None,
         )
 
@@ -426,10 +426,11 @@ class Estimator:
 
 
 def _peak(dtype: str, gpu: Gpu) -> float:
+    """Return the FLOP/s of a GPU's matrix products in a dtype."""
     return gpu.bf16 if dtype == "bf16" else gpu.fp32
 
 
-def _operation(settings: EngineConfig, gpu: Gpu) -> float:
+def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
     """Return the time of an operation of an engine's linear layers, over the time of any other operation.
 
     Only vLLM multiplies INT8 codes as integers.
@@ -439,7 +440,7 @@ def _operation(settings: EngineConfig, gpu: Gpu) -> float:
     return min(1.0, _peak(settings.dtype, gpu) / fast) if fast else 1.0
 
 
-def _linear(config: Config, gpu: Gpu) -> Linear:
+def _trained_linear(config: Config, gpu: Gpu) -> Linear:
     """Return the relative time of quantized linear layers in training: below 1 where the GPU multiplies FP8."""
     if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
@@ -475,6 +476,7 @@ def _evaluated(config: Config) -> list[tuple[Role, int]]:
 
 
 def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
+    """Return the size of a model and the FLOPs of its forward pass."""
     forward, head = forward_cost(model), head_cost(model)
     return ModelCost(
         parameters=size.parameters,
@@ -487,7 +489,7 @@ def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
     )
 
 
-def _others(config: Config, lengths: Lengths, policy: ModelCost) -> float:
+def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     """Return the FLOPs of reference and critic for one sequence.
 
     The reference reads the sequence once. The critic is as large as the policy without an output layer, is trained on

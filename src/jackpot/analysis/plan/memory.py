@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from jackpot.analysis.plan.dry_step import MicroBatchShape, dry_step
 from jackpot.analysis.plan.sizes import ModelSize, outline
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, sleeps
 from jackpot.core.roles import Role
+from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import keeps_plain_keys
 from jackpot.models.load import DTYPES, load_config
 from jackpot.models.lora import target_layers
@@ -28,13 +27,13 @@ from jackpot.models.quantization.quantizer import SCHEMES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """The bytes of a run's tensors by purpose. Those of training and of generation are not held at the same time."""
+    """The bytes of a run's tensors by purpose; the tensors of training and of generation do not exist together."""
 
     weights: int  # weights of all models in training, float32
     engines: int  # the engines' own copies of the weights
     sleeping: int = 0  # part of `engines` that is released while the learner trains
     optimizer: int  # AdamW's two moments
-    kept: int  # copies of trained weights that check what was generated ahead; in the host's memory
+    copies: int  # copies of trained weights that check what was generated ahead; in the host's memory
     gradients: int  # gradients of all trained weights, and those that wait for the end of the iteration
     training: int | None  # activations and loss of the largest micro-batch; None where shapes depend on values
     generation: int  # keys and values with the distributions of one step, or weights on their way to an engine
@@ -42,7 +41,7 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """Return the bytes at the run's peak, which is in training or in generation."""
-        lasting = self.weights + self.engines + self.optimizer + self.kept
+        lasting = self.weights + self.engines + self.optimizer + self.copies
         return lasting + max(self.gradients + (self.training or 0) - self.sleeping, self.generation)
 
 
@@ -59,7 +58,8 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     Raises:
         ModelError: as `model_sizes`, or a model whose activations cannot be checkpointed.
     """
-    trained, rollout_model = sum(size.trained for size in sizes.values()), config.rollout_model
+    trained = sum(size.trained for size in sizes.values())
+    rollout_model = config.rollout_model
     reference = sizes["policy"].parameters if config.objective.reference else 0
     waiting = sizes["rollout_model"].trained if rollout_model and rollout_model.update == "iteration" else 0
 
@@ -68,7 +68,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
         engines=_engine_weights(config, sizes),
         sleeping=0 if config.batch.ahead else _engine_weights(config, sizes, only_sleeping=True),
         optimizer=8 * trained,
-        kept=_kept_weights(config, sizes),
+        copies=_copied_weights(config, sizes),
         gradients=4 * (trained + waiting),
         training=dry_step(config, micro_batch(config, prompt_tokens)),
         generation=max(_generation(config, prompt_tokens), _merged_weights(config)),
@@ -82,12 +82,13 @@ def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
     """
     batch, response = config.batch, config.sampling.max_new_tokens
     step = batch.mini_batch_size or batch.rollouts
+
     rows = max(1, min(step, batch.micro_batch_tokens // (prompt_tokens + response)))
     prompts = math.ceil(rows / batch.group_size) if step == batch.rollouts else min(rows, batch.prompts)
     return MicroBatchShape(prompts, rows, prompt_tokens, response)
 
 
-def _kept_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
+def _copied_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
     """Return the bytes of the copies of weights that check what was generated ahead (`training.old_policy`)."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
@@ -103,9 +104,9 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
         sizes: numbers of parameters by role.
         only_sleeping: count only engines that release memory while the learner trains.
     """
-    sampled: Role = "rollout_model" if "rollout_model" in sizes else "policy"
-    engines: list[tuple[Role, Any]] = [(sampled, config.engine)]
-    if sampled != "policy" or config.evaluation.engine:
+    generating: Role = "rollout_model" if "rollout_model" in sizes else "policy"
+    engines: list[tuple[Role, Any]] = [(generating, config.engine)]
+    if generating != "policy" or config.evaluation.engine:
         engines.append(("policy", config.evaluation.engine or config.engine))
 
     paths = config.model_paths()
@@ -118,13 +119,14 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
 
 def engine_weights(settings: EngineConfig, path: str) -> int:
     """Return the bytes of the weights that an engine holds after its start, codes and scales if it is quantized."""
-    plain = settings.quantization == "int8_w8a16" and not isinstance(settings, TransformersEngineConfig)  # in vLLM
-    scheme = SCHEMES[settings.quantization] if settings.quantization and not plain else None
+    # vLLM does not hold codes for int8_w8a16.
+    is_plain = settings.quantization == "int8_w8a16" and not isinstance(settings, TransformersEngineConfig)
+    scheme = SCHEMES[settings.quantization] if settings.quantization and not is_plain else None
     return weight_bytes(outline(path), scheme, DTYPES[settings.dtype])
 
 
 def cached_number_bytes(settings: EngineConfig) -> int:
-    """Return the size of a number in an engine's cached keys and values, bytes."""
+    """Return the size of one of the numbers in an engine's cached keys and values, bytes."""
     return 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
 
 
@@ -136,39 +138,36 @@ def _merged_weights(config: Config) -> int:
     engines = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
     if config.rollout_model is None:
         engines["policy"] = config.engine
-    return max(
-        sum(layer.weight.numel() for layer in target_layers(outline(path), lora.target_modules).values())
-        * DTYPES[engines[role].dtype].itemsize
-        if (lora := getattr(config, role).lora) and isinstance(engines[role], TransformersEngineConfig)
-        else 0
-        for role, path in config.model_paths().items()
-    )
+
+    largest = 0
+    for role, path in config.model_paths().items():
+        lora, engine = getattr(config, role).lora, engines[role]
+        if lora and isinstance(engine, TransformersEngineConfig):
+            layers = target_layers(outline(path), lora.target_modules).values()
+            merged = sum(layer.weight.numel() for layer in layers) * DTYPES[engine.dtype].itemsize
+            largest = max(largest, merged)
+    return largest
 
 
 def _generation(config: Config, prompt_tokens: int) -> int:
     """Return the most bytes that a transformers engine holds in generation, with rollouts and evaluations compared."""
-    paths = config.model_paths()
-    sampled = paths.get("rollout_model", paths["policy"])
-    engines = [(config.engine, sampled, config.batch.rollouts)]
-    evaluated = config.evaluation.problems * config.evaluation.k
-    engines.append((config.evaluation.engine or config.engine, paths["policy"], evaluated))
-    return max(
-        _decoding(config, settings, load_config(path).get_text_config(), rows, prompt_tokens)
-        for settings, path, rows in engines
+    paths, evaluation = config.model_paths(), config.evaluation
+    policy = paths["policy"]
+    rollouts = _decoding(
+        config, config.engine, paths.get("rollout_model", policy), config.batch.rollouts, prompt_tokens
     )
+    answers = evaluation.problems * evaluation.k
+    return max(rollouts, _decoding(config, evaluation.engine or config.engine, policy, answers, prompt_tokens))
 
 
-def _decoding(config: Config, settings: Any, model: PreTrainedConfig, requests: int, prompt_tokens: int) -> int:
-    # The cache, the distributions of one step, and the responses.
+def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:
+    """Return the bytes of a transformers engine's cache, distributions of one step and responses; 0 for any other."""
     if not isinstance(settings, TransformersEngineConfig):
         return 0
 
-    rows, sampling = min(requests, settings.max_num_seqs), config.sampling
-    query_heads = getattr(model, "num_attention_heads", 1)
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // query_heads
-    heads = getattr(model, "num_key_value_heads", None) or query_heads
-    length = prompt_tokens + sampling.max_new_tokens
-    numbers = 2 * model.num_hidden_layers * heads * head_dim * length if keeps_plain_keys(model) else 0
-    cache = numbers * DTYPES[settings.dtype].itemsize
+    model, sampling = load_config(path).get_text_config(), config.sampling
+    cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
+    cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
     responses = sampling.max_new_tokens * (2 + 2 * sampling.num_top_log_probs) * 4
-    return rows * (cache + responses + 3 * 4 * model.vocab_size)
+    distributions = 3 * 4 * model.vocab_size
+    return min(requests, settings.max_num_seqs) * (cache + responses + distributions)

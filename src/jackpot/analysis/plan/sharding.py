@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from jackpot.analysis.plan.cost_model import Gpu
 from jackpot.analysis.plan.memory import MemoryPlan, cached_number_bytes, engine_weights
-from jackpot.analysis.plan.sizes import outline
+from jackpot.analysis.plan.sizes import outline, parameter_count
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.core.roles import Role
@@ -83,12 +83,12 @@ class Shard:
 @contextmanager
 def sharded() -> Iterator[None]:
     """Keep autocast from caching copies of weights in the body, since sharding frees a copy together with its layer."""
-    before = torch.is_autocast_cache_enabled()
+    was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.set_autocast_cache_enabled(was_enabled)
 
 
 def blocks(config: Config) -> Blocks:
@@ -98,33 +98,29 @@ def blocks(config: Config) -> Blocks:
         ModelError: a model cannot be read, as `load_meta_model` says.
     """
     models: dict[Role, PreTrainedModel] = {role: outline(path) for role, path in config.model_paths().items()}
-    whole = [model for role, model in models.items() if _trains_all(config, role)]
+    reference = config.objective.reference
+    copied = 0 if config.precision == "fp32" else sum(_copied(config, role, model) for role, model in models.items())
+
     return Blocks(
-        layer=max(_layer(model) for model in models.values()),
+        layer=max(_largest_layer(model) for model in models.values()),
         heads=sum(output_layer(model).weight.numel() for model in models.values()),
-        reference=_reference_head(config),
-        copied=sum(
-            module.weight.numel()
-            for model in whole
-            for module in backbone(model).modules()
-            if isinstance(module, nn.Linear) and config.precision != "fp32"
-        ),
+        reference=output_layer(outline(reference.path or config.policy.path)).weight.numel() if reference else 0,
+        copied=copied,
     )
 
 
-def _reference_head(config: Config) -> int:
-    reference = config.objective.reference
-    return output_layer(outline(reference.path or config.policy.path)).weight.numel() if reference else 0
-
-
-def _trains_all(config: Config, role: Role) -> bool:
+def _copied(config: Config, role: Role, model: PreTrainedModel) -> int:
+    """Count the parameters of linear layers that autocast copies: all of a model's, or none unless all are trained."""
     settings = getattr(config, role)
-    return settings.optimizer is not None and settings.lora is None
+    if settings.optimizer is None or settings.lora is not None:
+        return 0
+    return sum(module.weight.numel() for module in backbone(model).modules() if isinstance(module, nn.Linear))
 
 
-def _layer(model: PreTrainedModel) -> int:
+def _largest_layer(model: PreTrainedModel) -> int:
+    """Count the parameters of the largest layer that FSDP gathers; a model without such layers is gathered whole."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)] or [model]
-    return max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+    return max(map(parameter_count, layers))
 
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
@@ -134,16 +130,17 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
         config: settings of the run.
         prompt_tokens: length of the longest prompt.
     """
-    paths, settings = config.model_paths(), config.evaluation.engine
-    role: Role = "rollout_model" if "rollout_model" in paths else "policy"
+    settings = config.evaluation.engine
+    role: Role = "rollout_model" if "rollout_model" in config.model_paths() else "policy"
     needs = {"engine": needs_of(config, role, config.engine, prompt_tokens)}
-    if settings is not None or role != "policy":
-        own = needs_of(config, "policy", settings or config.engine, prompt_tokens)
-        if config.draft and isinstance(own.settings, VLLMEngineConfig):  # one vLLM holds both models
-            draft = needs_of(config, "rollout_model", own.settings, prompt_tokens)
-            own = own._replace(weights=own.weights + draft.weights, token=own.token + draft.token)
-        needs["evaluation.engine"] = own
-    return needs
+    if settings is None and role == "policy":
+        return needs
+
+    policy = needs_of(config, "policy", settings or config.engine, prompt_tokens)
+    if config.draft and isinstance(policy.settings, VLLMEngineConfig):  # one vLLM holds both models
+        draft = needs_of(config, "rollout_model", policy.settings, prompt_tokens)
+        policy = policy._replace(weights=policy.weights + draft.weights, token=policy.token + draft.token)
+    return needs | {"evaluation.engine": policy}
 
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
@@ -166,69 +163,69 @@ def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: 
 
 
 def shard(
-    memory: MemoryPlan, parts: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int, offloads: bool = False
+    memory: MemoryPlan, gathered: Blocks, needs: Mapping[str, EngineNeeds], gpu: Gpu, gpus: int, offloads: bool = False
 ) -> Shard:
     """Return the memory of a run on each of `gpus` GPUs.
 
     Args:
         memory: memory of training in one process, planned inside `sharded`.
-        parts: parameters that each GPU gathers.
+        gathered: numbers of parameters that each GPU gathers.
         needs: needs of the engines by setting.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
         offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
     """
-    kept = 0.0 if offloads and gpus > 1 else 1.0 / gpus
-    degrees = {name: degree(one, gpu, gpus) for name, one in needs.items()}
-    held = {name: _held(one, degrees[name] or gpus, gpu) for name, one in needs.items()}
+    share = 0.0 if offloads and gpus > 1 else 1.0 / gpus
+    degrees = {name: degree(engine, gpu, gpus) for name, engine in needs.items()}
+    engine_bytes = {name: _engine_bytes(engine, degrees[name] or gpus, gpu) for name, engine in needs.items()}
 
     return Shard(
         gpus=gpus,
         limit=gpu.memory,
-        weights=kept * memory.weights,
-        optimizer=kept * memory.optimizer,
-        gradients=kept * memory.gradients,
-        gathered=2 * parts.copied if gpus == 1 else parts.gathered,
+        weights=share * memory.weights,
+        optimizer=share * memory.optimizer,
+        gradients=share * memory.gradients,
+        gathered=2 * gathered.copied if gpus == 1 else gathered.gathered,
         training=memory.training,
-        resting=sum(size for name, size in held.items() if not sleeps(needs[name].settings)),
-        generation=sum(held.values()) + memory.generation,
+        resting=sum(size for name, size in engine_bytes.items() if not sleeps(needs[name].settings)),
+        generation=sum(engine_bytes.values()) + memory.generation,
         tensor_parallel=degrees,
     )
 
 
-def cache_bytes(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
+def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that one engine has on `spread` GPUs for keys and values.
 
     Without a setting, a vLLM engine takes what weights and activations leave of its share of the memory.
     """
-    settings = one.settings
+    settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
         return float("inf")
     if settings.kv_cache_memory_bytes is None:
-        return spread * (settings.gpu_memory_utilization * gpu.memory - ENGINE_BYTES) - one.weights
+        return spread * (settings.gpu_memory_utilization * gpu.memory - ENGINE_BYTES) - engine.weights
     return spread * settings.kv_cache_memory_bytes
 
 
-def degree(one: EngineNeeds, gpu: Gpu, gpus: int) -> int:
+def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
     """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0: no number suffices.
 
     Args:
-        one: needs of the engine.
+        engine: needs of the engine.
         gpu: data sheet of the GPUs.
-        gpus: number of GPUs that there are; an engine is on a divisor of it.
+        gpus: number of GPUs that there are; an engine is on a divisor of this number.
     """
-    if not isinstance(one.settings, VLLMEngineConfig):
+    if not isinstance(engine.settings, VLLMEngineConfig):
         return 1
-    wanted = one.token * one.longest
-    fitting = [spread for spread in TENSOR_PARALLEL if gpus % spread == 0 and cache_bytes(one, spread, gpu) >= wanted]
-    return min(fitting, default=0)
+    longest = engine.token * engine.longest
+    divisors = (spread for spread in TENSOR_PARALLEL if gpus % spread == 0)
+    return next((spread for spread in divisors if cache_bytes(engine, spread, gpu) >= longest), 0)
 
 
-def _held(one: EngineNeeds, spread: int, gpu: Gpu) -> float:
+def _engine_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that an engine always holds on one GPU; transformers allocates a cache for each batch."""
-    settings = one.settings
+    settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
-        return one.weights if isinstance(settings, TransformersEngineConfig) else 0.0
+        return engine.weights if isinstance(settings, TransformersEngineConfig) else 0.0
     if settings.kv_cache_memory_bytes is None:
         return settings.gpu_memory_utilization * gpu.memory
-    return one.weights / spread + settings.kv_cache_memory_bytes + ENGINE_BYTES
+    return engine.weights / spread + settings.kv_cache_memory_bytes + ENGINE_BYTES

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from jackpot.analysis.plan.cost_model import MEAN_PROMPT
@@ -38,11 +39,14 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
     """
     sizes: dict[Role, ModelSize] = {role: _size(config, role, path) for role, path in config.model_paths().items()}
     if config.critic:
-        count = sum(
-            parameter.numel() for parameter in critic_outline(config.critic.path or config.policy.path).parameters()
-        )
+        count = parameter_count(critic_outline(config.critic.path or config.policy.path))
         sizes["critic"] = ModelSize(count, count)
     return sizes
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Count the parameters of a model; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @lru_cache(maxsize=8)
@@ -60,11 +64,12 @@ def critic_outline(path: str) -> PreTrainedModel:
 
 
 def _size(config: Config, role: Role, path: str) -> ModelSize:
-    model = outline(path)
-    settings, parameters = getattr(config, role), sum(parameter.numel() for parameter in model.parameters())
+    """Count the parameters of policy or rollout model, all and trained ones."""
+    model, settings = outline(path), getattr(config, role)
+    count = parameter_count(model)
     if settings.optimizer is None:
-        return ModelSize(parameters, 0)
-    return ModelSize(parameters, parameters if settings.lora is None else adapter_size(model, settings.lora))
+        return ModelSize(count, 0)
+    return ModelSize(count, count if settings.lora is None else adapter_size(model, settings.lora))
 
 
 PROMPTS_LOOKED_AT = 256
@@ -94,9 +99,10 @@ def prompt_lengths(config: Config) -> PromptLengths:
             prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
             left_out = _left_out(task.take_events())
     except DataError as error:
-        if not _is_elsewhere(config):
+        if not _is_unreachable(config):
             raise
-        return _assumed(config, str(error).partition(": ")[0])
+        longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
+        return PromptLengths(longest, min(longest, MEAN_PROMPT), assumed=str(error).partition(": ")[0])
 
     lengths = [len(prompt.token_ids) for prompt in prompts]
     return PromptLengths(max(lengths), sum(lengths) / len(lengths), "", left_out)
@@ -110,24 +116,19 @@ def _left_out(events: Sequence[Mapping[str, Any]]) -> str:
         "long_answer": "have answers too long to verify",
     }
 
-    said = []
+    sentences = []
     for event in events:
-        found = [f"{event[key]:,} {text.format(**event)}" for key, text in reasons.items() if event.get(key)]
-        if found:
-            said.append(f"{event['source']} ({event['split']}): of {event['rows']:,} problems {', '.join(found)}")
+        counts = [f"{event[key]:,} {reason.format(**event)}" for key, reason in reasons.items() if event.get(key)]
+        if counts:
+            sentences.append(f"{event['source']} ({event['split']}): of {event['rows']:,} problems {', '.join(counts)}")
 
-    return "; ".join(said)
+    return "; ".join(sentences)
 
 
-def _is_elsewhere(config: Config) -> bool:
+def _is_unreachable(config: Config) -> bool:
     """Return whether models or problems are on the hub and the hub does not answer."""
     on_hub = isinstance(config.task, MathConfig) and not all(
         source.is_local for source in find_sources(config.task.sources("train"), "train")
     )
     paths = config.model_paths().values()
     return not hub_answers() and (on_hub or any(not Path(resolve_path(path)).is_dir() for path in paths))
-
-
-def _assumed(config: Config, why: str) -> PromptLengths:
-    longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
-    return PromptLengths(longest, min(longest, MEAN_PROMPT), why)

@@ -1,4 +1,4 @@
-"""The command that starts a planned run; the checks that the start will make are made here already."""
+"""The command that starts a planned run, after all checks that the start itself will make."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from jackpot.core.process_rank import process_rank
 from jackpot.launch.checks import check_start
 from jackpot.models.hub import is_downloaded
 
-MACHINE = 8  # most GPUs of one machine; on more than one, Ray places engines beside the ranks
+MACHINE = 8  # most GPUs of one machine; on several machines, Ray places engines beside the ranks
 NO_MACHINE = (
     "No command trains this: it fits on none of these GPUs, or an engine does not, which in the process that trains "
     "computes on one GPU. Take GPUs with more memory, give vllm more of it (engine.gpu_memory_utilization) and plan "
@@ -25,7 +25,7 @@ NO_MACHINE = (
 
 
 def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | None, gpus: int) -> str:
-    """Return the command that trains a recipe on `gpus` GPUs, each with a rank and an engine, as the plan counts them.
+    """Return the command that trains a recipe on `gpus` GPUs, each of which has a rank and an engine, as in the plan.
 
     Args:
         recipe: name of the recipe, or the path of its file.
@@ -70,15 +70,16 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
         is_asked: whether the stated GPUs were asked about.
     """
     stated = needs.stated
-    chosen = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
+    counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
     if not is_asked:
-        chosen = [next((pair for pair in (*chosen, *needs.fewest.items()) if pair[1]), ("", 0))]
-        chosen += [(row.kind, row.shard.gpus) for row in needs.here if row.shard.fits]
+        fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
+        counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 
+    # An engine that needs several GPUs does not fit into the process that trains.
     engines = engine_needs(config, needs.prompts.longest).values()
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})
-        for kind, count in dict.fromkeys(chosen)
+        for kind, count in dict.fromkeys(counts)
         if count and all(degree(engine, GPUS[kind], 1) for engine in engines)
     ]
 
@@ -86,8 +87,8 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
 def downloads(config: Config) -> list[str]:
     """Return the commands that download those models of a run that are only on the hub.
 
-    Downloaded before the start, they are there once for all ranks.
+    Models that are downloaded before the start are there for all ranks, which would else all download them.
     """
-    others = [part.path for part in (config.critic, config.objective.reference) if part and part.path]
-    paths = dict.fromkeys([*config.model_paths().values(), *others])
+    optional = [block.path for block in (config.critic, config.objective.reference) if block and block.path]
+    paths = dict.fromkeys([*config.model_paths().values(), *optional])
     return [f"hf download {quote(path)}" for path in paths if not is_downloaded(path)]

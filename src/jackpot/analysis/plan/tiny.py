@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, get_args
 
 from transformers import PreTrainedConfig
 
+from jackpot.analysis.plan.sizes import parameter_count
 from jackpot.analysis.plan.tiny_models import BYTES, LARGE, SMALL, own_tokenizer, save_tiny
 from jackpot.config.batch import BatchConfig
 from jackpot.config.build import merge, validated
@@ -49,7 +50,10 @@ from jackpot.rollout.tasks.registry import set_name
 from jackpot.rollout.tasks.rows import Problem
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
-ITERATIONS, PROBLEMS, ANSWERS, GROUP = 2, 4, 2, 4  # most iterations; problems; answers to one; responses of a group
+ITERATIONS = 2  # most iterations
+PROBLEMS = 4  # most problems of a set
+ANSWERS = 2  # most answers to a problem in an evaluation
+GROUP = 4  # most responses of a group
 NEW_TOKENS = 32  # most tokens of a response
 TOP_LOG_PROBS = 128  # most captured log-probs of a token; a tokenizer of bytes has a few hundred tokens
 PROBLEM_BYTES = 300  # longest text of a problem, bytes
@@ -86,13 +90,13 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
     models, sources = replaced_models(config), _sources(config, folder)
     small = tiny(config, models, folder)
     with checkpoint_error_in(folder):
-        data = [_write_data(path, data, number) for number, (path, data) in enumerate(sources.items())]
+        sentences = [_write_data(path, data, index) for index, (path, data) in enumerate(sources.items())]
         _write_models(config, models, _answers(sources), folder)
 
     changes = list(changed(config.model_dump(), small.model_dump()))
     if models.tokenizer == BYTES:
         changes.insert(0, ("tokenizer", "the policy's own (not on this disk)", "bytes, plain chat format"))
-    return TinyRun(small, changes, data)
+    return TinyRun(small, changes, sentences)
 
 
 def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
@@ -103,7 +107,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         models: models that small ones replace.
         folder: folder that will have the small run's models and data.
     """
-    sampling, evaluation, overlong = config.sampling, config.evaluation, config.objective.overlong_buffer
+    sampling, evaluation = config.sampling, config.evaluation
     new_tokens = min(sampling.max_new_tokens, NEW_TOKENS)
     changes: dict[str, Any] = {
         "iterations": min(config.iterations, ITERATIONS),
@@ -127,12 +131,13 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         "tracking": {"wandb": None},
     }
 
-    if sampling.stop_token_ids and (tokenizer := models.tokenizer == BYTES and own_tokenizer(BYTES)):
+    if sampling.stop_token_ids and models.tokenizer == BYTES and (tokenizer := own_tokenizer(BYTES)):
         changes["sampling"]["stop_token_ids"] = (tokenizer.eos_token_id,)
-    if overlong:
+    if overlong := config.objective.overlong_buffer:
         share = overlong.len / sampling.max_new_tokens
         changes["objective"]["overlong_buffer"] = {"len": max(1, math.floor(share * new_tokens))}
 
+    # A task that reads problems: every split is a file, and a micro-batch has room for the longest prompt.
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _split_data(config.task, split, folder) for split in get_args(Split)}
@@ -141,8 +146,9 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
 
     for key, path in _model_paths(config).items():
         if path in models.configs:
-            *blocks, block = key.split(".")
-            (changes[blocks[0]] if blocks else changes)[block] = {"path": str(_model_folder(path, folder))}
+            parent, _, block = key.rpartition(".")
+            siblings = changes[parent] if parent else changes
+            siblings[block] = {"path": str(_model_folder(path, folder))}
     return validated(Config, merge(config.model_dump(), changes))
 
 
@@ -169,8 +175,9 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    kept = TransformersEngineConfig.model_fields.keys() - {"name", "enable_sleep_mode", "enforce_eager"}
-    return {"name": "transformers", **engine.model_dump(include=kept)}  # where the engine has it
+    """Return the settings of a transformers engine in place of the recipe's, with those settings that both have."""
+    shared = TransformersEngineConfig.model_fields.keys() - {"name", "enable_sleep_mode", "enforce_eager"}
+    return {"name": "transformers", **engine.model_dump(include=shared)}
 
 
 def _longest_prompt(task: MathConfig) -> int:
@@ -191,12 +198,13 @@ def _split_data(task: MathConfig, split: Split, folder: Path) -> dict[str, Any] 
 def _split_files(task: MathConfig, split: Split, folder: Path) -> dict[Path, DataConfig]:
     """Return the sources of a split by the file that replaces each source."""
     return {
-        folder / "data" / f"{split}{number or ''}" / f"{set_name(data.source)}.jsonl": data
-        for number, data in enumerate(task.sources(split))
+        folder / "data" / f"{split}{index or ''}" / f"{set_name(data.source)}.jsonl": data
+        for index, data in enumerate(task.sources(split))
     }
 
 
 def _is_data(benchmark: str) -> bool:
+    """Return whether the problems of a benchmark are data, in a file or on the hub, and not generated."""
     return benchmark in BENCHMARKS or is_address(benchmark)
 
 
@@ -214,12 +222,12 @@ def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 
     Args:
         old, new: nested mappings with equal keys.
-        key: dotted key at which both stand; empty: at the top.
+        key: dotted key of both mappings; empty: at the top.
     """
-    both = isinstance(old, Mapping) and isinstance(new, Mapping)
-    if both and old.get("name") != new.get("name"):
+    are_blocks = isinstance(old, Mapping) and isinstance(new, Mapping)
+    if are_blocks and old.get("name") != new.get("name"):
         yield key, old.get("name"), new.get("name")
-    elif both:
+    elif are_blocks:
         for name in old:
             yield from changed(old[name], new[name], f"{key}.{name}" if key else name)
     elif old != new:
@@ -253,8 +261,9 @@ def _stays(path: str) -> bool:
             f"weights: give a folder that has the model's config.json, or a published model of the same architecture, "
             f"for example policy.path=Qwen/Qwen3-4B-Base, or add the model's shape to models/published.py"
         ) from error
-    is_here = Path(path).expanduser().is_dir()
-    return is_here and sum(parameter.numel() for parameter in load_meta_model(path).parameters()) <= SMALL_ENOUGH
+
+    is_local = Path(path).expanduser().is_dir()
+    return is_local and parameter_count(load_meta_model(path)) <= SMALL_ENOUGH
 
 
 def _write_models(config: Config, models: ReplacedModels, answers: list[str], folder: Path) -> None:
@@ -272,25 +281,27 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
     """Return all data that the run reads, by the file that replaces each source."""
     shared = sets_of(config.task)
+
     sources = {
         _set_file(name, folder): DataConfig(source=name)
         if name in BENCHMARKS
         else DataConfig(source=name, columns=shared.columns, answers=shared.answers)
         for name in filter(_is_data, config.evaluation.benchmark_names)
     }
+
     if isinstance(config.task, MathConfig):
         for split in get_args(Split):
             sources |= _split_files(config.task, split, folder)
     return sources
 
 
-def _write_data(path: Path, data: DataConfig, number: int) -> str:
+def _write_data(path: Path, data: DataConfig, index: int) -> str:
     """Write a few problems of a set to a file, unless it exists; a set that is not on this machine gets made-up ones.
 
     Args:
         path: file to write.
         data: settings of the set.
-        number: number of the set, so that made-up problems differ between sets.
+        index: index of the set, so that made-up problems differ between sets.
 
     Returns:
         A sentence about the file.
@@ -299,12 +310,12 @@ def _write_data(path: Path, data: DataConfig, number: int) -> str:
     if path.exists():
         return f"{name}: as it was"
 
-    place = Path(data.source).expanduser()
-    if is_address(data.source) and not place.exists() and not data.source.startswith(HUB):
+    local = Path(data.source).expanduser()
+    if is_address(data.source) and not local.exists() and not data.source.startswith(HUB):
         data = data.model_copy(update={"source": HUB + data.source})  # a path without a file counts as one of the hub
 
     source = find_source(data, "train" if path.parent.name.startswith("train") else "test")
-    rows: Iterable[Mapping[str, Any]] = synthetic_rows(number * PROBLEMS, PROBLEMS)
+    rows: Iterable[Mapping[str, Any]] = synthetic_rows(index * PROBLEMS, PROBLEMS)
     if source.is_local:
         answered = (row for row in source.rows() if row.answers)
         rows = [

@@ -25,9 +25,9 @@ _INITIALIZER_RANGE = 0.05  # far enough from uniform that two models differ, nea
 _LONGEST_ANSWER = 100  # characters of an answer that becomes a token
 # Forms of an answer, each of which becomes a token: among 32 random tokens some are then answers, and about a quarter
 # of the responses are right.
-_AROUND = ("{}", " {}", ": {}", "{}.", " {}.", "{}\n", "({})", "${}$", " ${}$", "${}$.", "\\[{}\\]", "**{}**")
+_ANSWER_FORMS = ("{}", " {}", ": {}", "{}.", " {}.", "{}\n", "({})", "${}$", " ${}$", "${}$.", "\\[{}\\]", "**{}**")
 # Settings of the large model's config that the small one has too.
-_KEPT_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "rms_norm_eps")
+_SHARED_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "rms_norm_eps")
 
 
 def own_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
@@ -59,10 +59,11 @@ def save_tiny(
     if (tokens := own_tokenizer(tokenizer)) is None:
         raise ModelError(f"the tokenizer of {tokenizer} is not on this disk any more; type the same command again")
 
-    plain = len(tokens)
+    # Every answer becomes several tokens.
+    plain_tokens = len(tokens)
     boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
-    added = [AddedToken(around.format(text), normalized=False) for text in boxed for around in _AROUND]
-    tokens.add_tokens(added)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
+    forms = [AddedToken(form.format(answer), normalized=False) for answer in boxed for form in _ANSWER_FORMS]
+    tokens.add_tokens(forms)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
     tokens.model_max_length = CONTEXT
     tokens.unk_token = tokens.unk_token or tokens.pad_token  # else the class of some architectures adds a token
 
@@ -71,9 +72,10 @@ def save_tiny(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
 
-    # Without this factor, the answers would hardly ever be drawn from a large vocabulary.
+    # Without this factor, hardly any answer would be drawn from a large vocabulary.
     with torch.no_grad():
-        model.get_output_embeddings().weight[plain : len(tokens)] *= _answer_scale(config, plain, len(tokens))
+        scale = _answer_scale(config, plain_tokens, len(tokens))
+        model.get_output_embeddings().weight[plain_tokens : len(tokens)] *= scale
     model.generation_config.do_sample = True
     model.save_pretrained(folder)
     tokens.save_pretrained(folder)
@@ -90,11 +92,11 @@ def tiny_config(
         tokenizer: tokenizer whose vocabulary the model has.
     """
     text = like.get_text_config()
-    kept = {name: getattr(text, name) for name in _KEPT_SETTINGS if hasattr(text, name)}
+    shared = {name: getattr(text, name) for name in _SHARED_SETTINGS if hasattr(text, name)}
 
     return AutoConfig.for_model(
         text.model_type,
-        **kept,
+        **shared,
         **size,
         vocab_size=-(-(len(tokenizer) + 1) // _ROUNDED_TO) * _ROUNDED_TO,
         intermediate_size=3 * size["hidden_size"],
@@ -114,7 +116,7 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
     exponential is exp(s^2 / 2). With the factor, answers have a tenth of the probability.
     """
-    share = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
-    if share <= 1.0:
+    gain = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
+    if gain <= 1.0:
         return 1.0
-    return math.sqrt(2.0 * math.log(share)) / (config.initializer_range * math.sqrt(config.hidden_size))
+    return math.sqrt(2.0 * math.log(gain)) / (config.initializer_range * math.sqrt(config.hidden_size))

@@ -140,8 +140,7 @@ def tiled_heads(
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
-    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none if they are too
-    large together."""
+    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none if too large."""
     trains = [
         torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.tensors)
         for head in heads
@@ -178,17 +177,17 @@ class _TilePlan(NamedTuple):
             return len(self.soft_caps)  # log-probs alone
         return 6 if self.is_pair else 2
 
-    def heads(self, tensors: Sequence[HeadTensors], kept: Sequence[KeptTiles | None]) -> list[HeadOperands]:
+    def heads(self, tensors: Sequence[HeadTensors], kept_tiles: Sequence[KeptTiles | None]) -> list[HeadOperands]:
         """Build the operands of each head, with one workspace for all."""
         workspace = Workspace(tensors[0].hidden.device)
-        columns = zip(tensors, self.soft_caps, self.operand_dtypes, kept, strict=True)
+        arguments = zip(tensors, self.soft_caps, self.operand_dtypes, kept_tiles, strict=True)
         return [
-            HeadOperands(str(i), head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, kept_tiles)
-            for i, (head, soft_cap, operand_dtype, kept_tiles) in enumerate(columns)
+            HeadOperands(str(i), head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, head_tiles)
+            for i, (head, soft_cap, operand_dtype, head_tiles) in enumerate(arguments)
         ]
 
     def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
-        """Name the tiles that forward kept; they come head by head, in the order in which forward formed them."""
+        """Name the tiles that forward kept, which come head by head, in the order in which forward formed them."""
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
         return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
 
@@ -238,7 +237,7 @@ class _Context(FunctionCtx):
 
 
 class _TiledHeads(torch.autograd.Function):
-    """The autograd function of the tiled passes. It saves the operands, tensors [N] and, as the plan says, logits."""
+    """The autograd function of the tiled passes, which saves operands, tensors [N] and, as the plan says, logits."""
 
     @staticmethod
     def forward(
@@ -246,8 +245,8 @@ class _TiledHeads(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         wanted = torch.cat((ids[:, None], gather_ids), dim=1)
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
-            kept: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
-            heads = plan.heads(_by_head(tensors), kept)
+            kept_tiles: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
+            heads = plan.heads(_by_head(tensors), kept_tiles)
             blocks = [
                 PositionBlock(heads, plan.reader, rows, wanted[rows], plan.num_top, plan.lam, plan.moments)
                 for rows in plan.blocks
@@ -265,7 +264,7 @@ class _TiledHeads(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that the loss does not use costs nothing in backward
 
         saved_values = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of a pair
-        tiles = [tile for kept_tiles in kept if kept_tiles is not None for tile in kept_tiles.values()]
+        tiles = [tile for head_tiles in kept_tiles for tile in (head_tiles or {}).values()]
         ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)  # pyright: ignore[reportArgumentType]  # it takes None
         ctx.plan = plan
         return *values, *constants
@@ -286,23 +285,20 @@ class _TiledHeads(torch.autograd.Function):
             coefficients = plan.coefficients(grads[: plan.num_values], saved_values)
             heads = plan.heads(tensors, plan.kept_tiles(saved))
             # After plan, ids and gather_ids, autograd's inputs are hidden, weight and bias of each head.
-            needed = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * count, 3)]
-            grads_of_heads = [
-                HeadGrads(head, head_tensors, [need and combined is not None for need in needs])
-                for head, head_tensors, combined, needs in zip(heads, tensors, coefficients, needed, strict=True)
+            needs = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * count, 3)]
+            head_grads = [
+                HeadGrads(head, head_tensors, (False,) * 3 if head_coefficients is None else head_needs)
+                for head, head_tensors, head_coefficients, head_needs in zip(
+                    heads, tensors, coefficients, needs, strict=True
+                )
             ]
-            backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, grads_of_heads)
-            return None, None, None, *(gradient for grad in grads_of_heads for gradient in grad.gradients())
+            backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, head_grads)
+            return None, None, None, *(gradient for grads in head_grads for gradient in grads.gradients())
 
 
 def _by_head(tensors: Sequence[Tensor | None]) -> list[HeadTensors]:
     """Name the tensors of a flat list of (hidden, weight, bias) of each head in turn."""
-    heads: list[HeadTensors] = []
-    for start in range(0, len(tensors), 3):
-        hidden, weight, bias = tensors[start : start + 3]
-        assert hidden is not None and weight is not None  # only a bias may be missing
-        heads.append(HeadTensors(hidden, weight, bias))
-    return heads
+    return [HeadTensors(*tensors[start : start + 3]) for start in range(0, len(tensors), 3)]  # pyright: ignore[reportArgumentType]  # only a bias may be None
 
 
 def _joined(block_outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:

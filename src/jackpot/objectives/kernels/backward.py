@@ -41,7 +41,8 @@ def coefficients_of(
     """Combine the gradients of one head's outputs into coefficients; None where no output has a gradient.
 
     Args:
-        to_log_probs, to_forward: [N] d loss / d output over the temperature. None for 0, here and in the others.
+        to_log_probs, to_forward: [N] d loss / d output over the temperature; None for 0, as for every argument.
+        entropy, reverse_kl: gradient and value of these outputs.
     """
     constants: list[Tensor] = []  # their sum is the coefficient `constant`
     on_log = None
@@ -78,37 +79,39 @@ def backward_tiles(
     """Add the gradients of one or two heads over all tiles to `grads`; form logits only of heads that a gradient needs.
 
     Args:
-        blocks: of positions.
-        tiles: of tokens.
+        blocks: slices of positions.
+        tiles: slices of tokens.
         ids: [N], the sampled ids.
-        reader: differentiates the tiles.
+        reader: reader that differentiates the tiles.
         heads, logsumexps, coefficients, grads: an entry for each head; a logsumexp is [N].
     """
     trained = {
-        i: combined
-        for i, (combined, grad) in enumerate(zip(coefficients, grads, strict=True))
-        if combined is not None and grad.is_needed
+        i: head_coefficients
+        for i, (head_coefficients, grad) in enumerate(zip(coefficients, grads, strict=True))
+        if head_coefficients is not None and grad.is_needed
     }
     if not trained:
         return
 
-    needed = range(len(heads)) if any(combined.reads_other for combined in trained.values()) else list(trained)
+    reads_both = any(terms.on_other_log is not None or terms.on_other is not None for terms in trained.values())
+    heads_read = range(len(heads)) if reads_both else list(trained)
 
     for columns in tiles:
-        for i in needed:
+        for i in heads_read:
             heads[i].select(columns)
         for i in trained:
             grads[i].begin_tile(columns)
 
         for rows in blocks:
-            formed = {i: heads[i].tile(rows) for i in needed}
+            logits = {i: heads[i].tile(rows) for i in heads_read}
             gradients = {
-                i: TileGradient(combined.at(rows), heads[i].gradient_tile(formed[i])) for i, combined in trained.items()
+                i: TileGradient(head_coefficients.at(rows), heads[i].gradient_tile(logits[i]))
+                for i, head_coefficients in trained.items()
             }
             reader.differentiate(
-                list(formed.values()),
-                [logsumexps[i][rows] for i in needed],
-                [gradients.get(i) for i in needed],
+                list(logits.values()),
+                [logsumexps[i][rows] for i in heads_read],
+                [gradients.get(i) for i in heads_read],
                 ids[rows] - columns.start,
             )
             for i, gradient in gradients.items():

@@ -31,16 +31,16 @@ def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSu
         TileSums(
             row_max=old.row_max,
             sum_exp=old.sum_exp + new.sum_exp,
-            moment=_both(torch.add, old.moment, new.moment),
+            moment=_combined(torch.add, old.moment, new.moment),
             block_max=None,
-            gap=_both(torch.add, old.gap, new.gap),
-            max_at_masked=_both(torch.maximum, old.max_at_masked, new.max_at_masked),
+            gap=_combined(torch.add, old.gap, new.gap),
+            max_at_masked=_combined(torch.maximum, old.max_at_masked, new.max_at_masked),
         )
         for old, new in zip(_rescaled(before, maxima), _rescaled(added, maxima), strict=True)
     ]
 
 
-def _both(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, new: Tensor | None) -> Tensor | None:
+def _combined(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, new: Tensor | None) -> Tensor | None:
     """Combine two tensors; return None where one of them is None."""
     return None if old is None or new is None else combine(old, new)
 
@@ -62,11 +62,11 @@ class PositionBlock:
 
     Args:
         heads: one head, or the policy and the rollout model.
-        reader: reads the tiles.
+        reader: reader of the tiles.
         rows: the positions of this block.
         wanted: [C, G] ids whose log-probs are returned; the first column is the sampled ids.
         num_top: K.
-        lam: at which the exact Z of two heads is taken; None leaves Z out.
+        lam: OBRS's budget, at which the exact Z of two heads is taken; None: no Z.
         moments: whether entropy and divergences are computed.
     """
 
@@ -80,9 +80,10 @@ class PositionBlock:
         lam: float | None,
         moments: bool,
     ) -> None:
-        self._heads, self._reader, self._rows = heads, reader, rows
-        self._wanted, self._num_top = wanted, num_top
-        self._lam, self._moments = lam, moments
+        self._heads, self._reader = heads, reader
+        self._rows, self._wanted = rows, wanted
+        self._num_top, self._lam = num_top, lam
+        self._moments = moments
         self._picked: dict[int, Tensor] = {}  # [C, G] each head's logits at the wanted ids
         self._tops = [RunningTopK(num_top) for _ in heads]
         self._sums: list[TileSums] = []
@@ -108,12 +109,10 @@ class PositionBlock:
         """Take head i's logits [C, T] at the wanted ids that are in this tile."""
         width = columns.stop - columns.start
         wanted = self._wanted - columns.start if columns.start else self._wanted
-        before = self._picked.get(i)
-        if before is None:  # the first tile: logits at ids of later tiles are replaced by those tiles
-            self._picked[i] = logits.gather(1, wanted.clamp(max=width - 1))
-        else:
-            values = logits.gather(1, wanted.clamp(0, width - 1))
-            self._picked[i] = torch.where((wanted >= 0) & (wanted < width), values, before)
+        values = logits.gather(1, wanted.clamp(0, width - 1))
+        if i in self._picked:  # else the first tile: later tiles replace what this one gives at their ids
+            values = torch.where((wanted >= 0) & (wanted < width), values, self._picked[i])
+        self._picked[i] = values
 
     def add_z(self, lam: float) -> None:
         """Add the selected tokens' share of the exact Z. Call it in a second sweep, when both logsumexps are known."""
@@ -127,8 +126,7 @@ class PositionBlock:
         return [sums.row_max + sums.sum_exp.log() for sums in self._sums]
 
     def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs of these positions, those with a gradient and those without, in the order of
-        `autograd.tiled_heads`."""
+        """Return the outputs of these positions with a gradient, and those without, as `autograd.tiled_heads` does."""
         values: list[Tensor] = []
         constants: list[Tensor] = []
         logs = [sums.sum_exp.log() for sums in self._sums]
@@ -147,7 +145,7 @@ class PositionBlock:
             if sums.gap is not None:
                 values.append(_divergence(sums, sums.gap, logs[i], logs[1 - i]))
         if len(self._sums) == 2:
-            constants.append(log_probs(1, self._tops[0].others[0]))
+            constants.append(log_probs(1, self._tops[0].companions[0]))
         if self._z is not None:
             constants.append(self._z)
         return values, constants

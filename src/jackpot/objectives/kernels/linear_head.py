@@ -29,7 +29,7 @@ _SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a t
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """The outputs of one head for N positions; float32, or float64 if any operand is."""
+    """The outputs of one head for N positions, in float32, or in float64 if any operand is float64."""
 
     log_probs: Tensor  # [N] of the given ids; differentiable
     entropy: Tensor | None  # [N] -sum_x p(x) log p(x); differentiable; None where only log-probs are computed
@@ -59,11 +59,12 @@ class JointOutput:
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
         """Name the outputs of `autograd.tiled_heads` for two heads."""
-        each = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
-        forward_kl, reverse_kl = values[4:] if each == 2 else (None, None)
+        per_head = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
+        forward_kl, reverse_kl = values[4:] if per_head == 2 else (None, None)
+
         return cls(
-            policy=HeadOutput.of(values[:each], constants[:3]),
-            rollout_model=HeadOutput.of(values[each : 2 * each], constants[3:6]),
+            policy=HeadOutput.of(values[:per_head], constants[:3]),
+            rollout_model=HeadOutput.of(values[per_head : 2 * per_head], constants[3:6]),
             forward_kl=forward_kl,
             reverse_kl=reverse_kl,
             fill_ins=constants[6],
@@ -108,7 +109,7 @@ def linear_head(
         gather_ids: [N, G] int64 in [0, V).
         only_log_probs: leave out what takes further sums over the vocabulary: entropy, and the KLs of two heads.
         tile: the most positions and the most tokens that have logits at a time; None takes `autograd.default_tile`.
-        options: change the computation, and the results by rounding only.
+        options: how the head is computed; changes the results by rounding only.
 
     Raises:
         ValueError: another number of ids than of hidden states, ids out of range, or a weight that FSDP has sharded. On
@@ -150,8 +151,9 @@ def joint_linear_head(
     heads = [policy, rollout_model]
     _check(heads, ids)
     _check_range(policy, ids=ids, gather_ids=gather_ids)
-    moments = not only_log_probs
-    return JointOutput.of(*tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, options))
+    return JointOutput.of(
+        *tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, not only_log_probs, options)
+    )
 
 
 class CutLinear(nn.Linear):
@@ -170,7 +172,7 @@ class CutLinear(nn.Linear):
         return sharing
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight [V, H] and bias [V] as they are multiplied."""
+        """Return the rows of weight [V, H] and bias [V] that are multiplied."""
         rows = self.out_features
         if rows == len(self.weight):
             return self.weight, self.bias
@@ -200,7 +202,7 @@ class Fp32Linear(CutLinear):
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight [V, H] and bias [V] as they are multiplied, but not widened to float32 yet."""
+        """Return the rows of weight [V, H] and bias [V] that are multiplied, before they are widened to float32."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias
@@ -209,21 +211,23 @@ class Fp32Linear(CutLinear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.read()
         bias = None if bias is None else bias.float()
+
         with torch.autocast(input.device.type, enabled=False):
             if input.dtype == weight.dtype != torch.float32 and has_mixed_product(input.device):
                 # The same product, without a float32 copy of the weight.
                 products = torch.mm(input.flatten(0, -2), weight.t(), out_dtype=torch.float32)
                 products = products.unflatten(0, input.shape[:-1])
                 return products if bias is None else products + bias
+
             return nn.functional.linear(input.float(), weight.float(), bias)
 
 
 class LinearHead(nn.Module):
     """A module of the output layers of one or two models, which reads both weights in one forward.
 
-    The `nn.Linear`s are kept by reference: their parameters stay the models' own. The forward of these layers never
-    runs here, so FSDP must gather their weights by a module around this one (`models.gathered`). It may gather them by
-    this module where no embedding shares a weight with them; tied weights that are wrapped apart become two without an
+    The `nn.Linear`s are kept by reference, so their parameters stay the models' own. Their forward never runs here, so
+    FSDP must gather their weights by a module around this one (`models.gathered`). FSDP may wrap this module itself
+    only where no embedding shares a weight with a layer: tied weights that are wrapped apart become two, without an
     error.
     """
 
@@ -267,9 +271,9 @@ class LinearHead(nn.Module):
         heads = self.heads(policy_hidden, rollout_model_hidden)
         _check(heads, ids)
 
-        is_pair, moments = len(heads) == 2, not only_log_probs
+        is_pair = len(heads) == 2
         lam = lam if is_pair else None  # one head has no Z
-        outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, moments, self.options)
+        outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, not only_log_probs, self.options)
         return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
 
     def heads(self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None) -> list[Head]:
@@ -328,7 +332,8 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
     """Refuse tensors of which torch would compute numbers without a meaning."""
-    vocabularies, positions = [len(head.weight) for head in heads], [len(head.hidden) for head in heads]
+    vocabularies = [len(head.weight) for head in heads]
+    positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:
         raise ValueError(f"the heads have vocabularies of {vocabularies} tokens: both models must share one vocabulary")
     if {*positions, len(ids)} != {len(ids)}:
@@ -348,7 +353,7 @@ def _check_range(head: Head, **named_ids: Tensor | None) -> None:
         low, high = torch.aminmax(ids)
         if ids.is_cuda:
             is_in_range = (low >= 0) & (high < vocabulary)
-            # torch has no public one
+            # torch has no public assertion that does not wait for the device.
             torch._assert_async(is_in_range, f"{name} holds ids out of range: {advice}")  # pyright: ignore[reportPrivateUsage]
         elif low < 0 or high >= vocabulary:
             raise ValueError(f"{name} holds ids from {low} to {high}: {advice}")

@@ -59,11 +59,6 @@ class GradCoefficients(NamedTuple):
         """Select the coefficients of some positions."""
         return self._replace(**{name: column[rows] for name, column in self._asdict().items() if column is not None})
 
-    @property
-    def reads_other(self) -> bool:
-        """Tell whether the gradient contains the other head's probabilities."""
-        return not (self.on_other_log is None and self.on_other is None)
-
 
 class TileGradient(NamedTuple):
     """The coefficients of the gradient of a tile's products, and the memory that it is written to."""
@@ -181,20 +176,20 @@ def tile_gradients(
         log_probs.append(shifted.clamp(min=LOWEST) if masks else shifted)
 
     gradients: list[Tensor | None] = []
-    for i, (combined, into) in enumerate(zip(coefficients, out, strict=True)):
-        if combined is None:
+    for i, (terms, memory) in enumerate(zip(coefficients, out, strict=True)):
+        if terms is None:
             gradients.append(None)
             continue
 
-        factor = combined.constant[:, None]
-        if combined.on_log is not None:
-            factor = log_probs[i] * combined.on_log[:, None] + factor
-        if combined.on_other_log is not None:
-            factor = torch.addcmul(factor, log_probs[1 - i], combined.on_other_log[:, None], value=-1.0)
+        factor = terms.constant[:, None]
+        if terms.on_log is not None:
+            factor = log_probs[i] * terms.on_log[:, None] + factor
+        if terms.on_other_log is not None:
+            factor = torch.addcmul(factor, log_probs[1 - i], terms.on_other_log[:, None], value=-1.0)
 
-        gradient = torch.mul(probs[i], factor, out=into)
-        if combined.on_other is not None:
-            gradient = torch.addcmul(gradient, probs[1 - i], combined.on_other[:, None], value=-1.0, out=into)
+        gradient = torch.mul(probs[i], factor, out=memory)
+        if terms.on_other is not None:
+            gradient = torch.addcmul(gradient, probs[1 - i], terms.on_other[:, None], value=-1.0, out=memory)
         gradients.append(gradient)
     return gradients
 
@@ -220,16 +215,16 @@ class TorchReader:
         self._device_type = device_type
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
-        whole: list[TileSums] = []
+        results: list[TileSums] = []
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            chunk_sums = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
-            whole = whole or [_memory(sums, tiles[0]) for sums in chunk_sums]
-            for into, sums in zip(whole, chunk_sums, strict=True):
-                for target, column in zip(into, sums, strict=True):
-                    if target is not None and column is not None:
-                        target[rows] = column
-        return whole
+            chunk_results = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            results = results or [_memory(sums, tiles[0]) for sums in chunk_results]
+            for result, chunk_result in zip(results, chunk_results, strict=True):
+                for column, chunk_column in zip(result, chunk_result, strict=True):
+                    if column is not None and chunk_column is not None:
+                        column[rows] = chunk_column
+        return results
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
         mass = torch.empty_like(logsumexps[0])
@@ -250,29 +245,29 @@ class TorchReader:
             # The derivative of the soft cap, 1 - (capped / soft_cap)^2, before gradients may overwrite the logits.
             derivatives = [
                 1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
-                if wanted and tile.soft_cap
+                if target and tile.soft_cap
                 else None
-                for head_logits, tile, wanted in zip(logits, tiles, gradients, strict=True)
+                for head_logits, tile, target in zip(logits, tiles, gradients, strict=True)
             ]
 
-            in_rows = [wanted and TileGradient(wanted.coefficients.at(rows), wanted.out[rows]) for wanted in gradients]
-            computed = tile_gradients(
+            targets = [target and TileGradient(target.coefficients.at(rows), target.out[rows]) for target in gradients]
+            to_logits = tile_gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
                 [tile.may_mask for tile in tiles],
-                [wanted and wanted.coefficients for wanted in in_rows],
-                [wanted.out if wanted and wanted.out.dtype == logsumexps[0].dtype else None for wanted in in_rows],
+                [target and target.coefficients for target in targets],
+                [target.out if target and target.out.dtype == logsumexps[0].dtype else None for target in targets],
             )
 
-            for wanted, gradient, derivative in zip(in_rows, computed, derivatives, strict=True):
-                if wanted is None or gradient is None:
+            for target, gradient, derivative in zip(targets, to_logits, derivatives, strict=True):
+                if target is None or gradient is None:
                     continue
-                if wanted.coefficients.on_id is not None:
-                    _add_at(gradient, columns[rows], wanted.coefficients.on_id)
+                if target.coefficients.on_id is not None:
+                    _add_at(gradient, columns[rows], target.coefficients.on_id)
                 if derivative is not None:
                     gradient *= derivative
-                if gradient is not wanted.out:
-                    wanted.out.copy_(gradient)
+                if gradient is not target.out:
+                    target.out.copy_(gradient)
 
     def _chunks(self, tiles: Sequence[Tile]) -> list[slice]:
         """Cut the positions of tiles into runs that are read at a time."""
@@ -296,16 +291,16 @@ def _finished(tile: Tile, rows: slice) -> Tensor:
 def _memory(chunk_sums: TileSums, tile: Tile) -> TileSums:
     """Return memory for the sums of a whole tile, with the fields that the sums of a chunk have.
 
-    It is taken before the second chunk: small tensors that are made among a chunk's large ones and outlive them would
-    split the memory that these leave, and the next chunk would take more.
+    The memory is taken before the second chunk: small tensors that are made among a chunk's large ones, and outlive
+    them, would split the memory that the large ones leave, and the next chunk would take more.
     """
     columns = {name: column for name, column in chunk_sums._asdict().items() if column is not None}
     n = len(tile.logits)
     return chunk_sums._replace(**{name: column.new_empty((n, *column.shape[1:])) for name, column in columns.items()})
 
 
-def _add_at(gradient: Tensor, columns: Tensor, added: Tensor) -> None:
-    """Add a number to each row of the gradient, at the row's column in `columns`, if that is inside the tile."""
+def _add_at(gradient: Tensor, columns: Tensor, terms: Tensor) -> None:
+    """Add one of `terms` to each row of the gradient, in the row's column, if that column is inside the tile."""
     width = gradient.shape[1]
-    inside = torch.where((columns >= 0) & (columns < width), added, 0.0)
-    gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], inside[:, None])
+    terms_inside = torch.where((columns >= 0) & (columns < width), terms, 0.0)
+    gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], terms_inside[:, None])

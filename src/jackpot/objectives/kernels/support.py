@@ -71,8 +71,8 @@ class _RowProducts(torch.autograd.Function):
 
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
-                taken = weight[columns[rows]].to(operands).to(dtype)
-                products[rows] = (taken @ hidden[rows].to(operands).to(dtype)[..., None])[..., 0]
+                weight_rows = weight[columns[rows]].to(operands).to(dtype)
+                products[rows] = (weight_rows @ hidden[rows].to(operands).to(dtype)[..., None])[..., 0]
         return products
 
     @staticmethod
@@ -86,11 +86,12 @@ class _RowProducts(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
                 if to_hidden is not None:
-                    taken = weight[columns[rows]].to(operands).to(dtype)
-                    to_hidden[rows] = (gradient[rows][:, None] @ taken)[:, 0].to(hidden.dtype)
+                    weight_rows = weight[columns[rows]].to(operands).to(dtype)
+                    to_hidden[rows] = (gradient[rows][:, None] @ weight_rows)[:, 0].to(hidden.dtype)
                 if to_weight is not None:
                     outer = gradient[rows][..., None] * hidden[rows].to(operands).to(dtype)[:, None]
                     to_weight.index_add_(0, columns[rows].flatten(), outer.flatten(0, 1))
+
         return None, None, None, to_hidden, None if to_weight is None else to_weight.to(weight.dtype)
 
 

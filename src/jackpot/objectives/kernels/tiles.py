@@ -72,7 +72,7 @@ KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their fir
 
 
 class HeadOperands:
-    """The hidden states and the weight of one head, in the dtype of its products; they form tiles of logits."""
+    """The hidden states and the weight of one head in the dtype of their products, which are tiles of logits."""
 
     def __init__(
         self,
@@ -83,29 +83,24 @@ class HeadOperands:
         operand_dtype: torch.dtype,
         dtype: torch.dtype,
         workspace: Workspace,
-        kept: KeptTiles | None,
+        kept_tiles: KeptTiles | None,
     ) -> None:
         """
         Args:
-            name: tells this head's memory in the workspace from the other head's.
-            operand_dtype: to which hidden states and weight are cast before they are multiplied.
-            dtype: of the logits and of all sums.
-            kept: every tile that is formed is added to it; None to keep none.
+            name: name of the head, which tells its memory in the workspace from the other head's.
+            operand_dtype: dtype to which hidden states and weight are cast before they are multiplied.
+            dtype: dtype of the logits and of all sums.
+            kept_tiles: dictionary to which every tile is added that is formed; None: no tile is kept.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand_dtype)
         self._name, self._workspace = name, workspace
         self._operand_dtype, self.dtype = operand_dtype, dtype
         self._soft_cap, self._temperature = soft_cap, temperature
-        self._mixed = has_mixed_product(hidden.device)
-        self._kept = kept
+        self._is_mixed = has_mixed_product(hidden.device)
+        self._kept_tiles = kept_tiles
         self._columns = slice(0, 0)  # the selected tokens
         self._loaded: Tensor | None = None  # the rows of the weight at these tokens, once they are cast
-
-    @property
-    def may_mask(self) -> bool:
-        """Tell whether a logit may be -inf: by its bias, or since float16 overflows."""
-        return self.bias is not None or self._operand_dtype == torch.float16
 
     @property
     def is_plain(self) -> bool:
@@ -113,7 +108,7 @@ class HeadOperands:
         return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
     def select(self, columns: slice) -> None:
-        """Form tiles of these tokens from now on."""
+        """Select the tokens whose tiles are formed from now on."""
         self._columns, self._loaded = columns, None
 
     @property
@@ -133,18 +128,19 @@ class HeadOperands:
     def tile(self, rows: slice) -> Tile:
         """Form the logits of these positions and the selected tokens, or return those that forward kept."""
         key = rows.start, self._columns.start
-        known = None if self._kept is None else self._kept.get(key)
-        logits = self._products(rows) if known is None else known
-        if self._kept is not None:
-            self._kept[key] = logits
+        known_logits = None if self._kept_tiles is None else self._kept_tiles.get(key)
+        logits = self._products(rows) if known_logits is None else known_logits
+        if self._kept_tiles is not None:
+            self._kept_tiles[key] = logits
+
         return Tile(
             logits,
             None if self.bias is None else self.bias[self._columns],
             self._soft_cap,
             self._temperature,
-            may_mask=self.may_mask,
-            is_raw=known is None and not self.is_plain,
-            is_kept=self._kept is not None,
+            may_mask=self.bias is not None or self._operand_dtype == torch.float16,  # float16 overflows
+            is_raw=known_logits is None and not self.is_plain,
+            is_kept=self._kept_tiles is not None,
         )
 
     def _products(self, rows: slice) -> Tensor:
@@ -153,24 +149,27 @@ class HeadOperands:
         The products have the logits' dtype; but where the device has no mixed product (`has_mixed_product`), products
         that need nothing more to be logits keep the operands' dtype.
         """
-        left, right = self.hidden[rows], self._rows_of_weight.t()
-        shape = left.shape[0], right.shape[1]
-        if self._mixed and left.dtype != self.dtype:
-            return torch.mm(left, right, out_dtype=self.dtype, out=self._memory(shape, self.dtype))
-        if left.dtype == self.dtype or self.is_plain:
-            return torch.mm(left, right, out=self._memory(shape, left.dtype))
-        products = torch.mm(left, right, out=self.buffer("logits", shape, left.dtype))
+        hidden, weight = self.hidden[rows], self._rows_of_weight.t()
+        shape = hidden.shape[0], weight.shape[1]
+        if self._is_mixed and hidden.dtype != self.dtype:
+            return torch.mm(hidden, weight, out_dtype=self.dtype, out=self._memory(shape, self.dtype))
+        if hidden.dtype == self.dtype or self.is_plain:
+            return torch.mm(hidden, weight, out=self._memory(shape, hidden.dtype))
+
+        products = torch.mm(hidden, weight, out=self.buffer("logits", shape, hidden.dtype))
         return self._memory(shape, self.dtype).copy_(products)
 
     def _memory(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return memory for logits: new memory where they are kept, else the workspace's."""
-        if self._kept is not None:
+        if self._kept_tiles is not None:
             return self.hidden.new_empty(shape, dtype=dtype)
         return self.buffer("logits", shape, dtype)
 
     def gradient_tile(self, tile: Tile) -> Tensor:
-        """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the operands: that of the logits
-        where they are not read again."""
+        """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the operands.
+
+        Where backward does not read the logits again, their own memory serves.
+        """
         if tile.logits.dtype == self._operand_dtype and not tile.is_kept:
             return tile.logits
         return self.buffer("gradient", tuple(tile.logits.shape), self._operand_dtype)
@@ -187,14 +186,14 @@ class HeadOperands:
         if grads.tile is not None:
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
-    def _add(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add left @ right to `total`; without a mixed product, the product is rounded to the dtype of `left` first."""
-        if left.dtype == total.dtype:
-            total.addmm_(left, right)
-        elif self._mixed:
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    def _add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add a @ b to `total`; on a device without a mixed product, the product is rounded to the dtype of `a`."""
+        if a.dtype == total.dtype:
+            total.addmm_(a, b)
+        elif self._is_mixed:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         else:
-            total += torch.mm(left, right, out=self._workspace.take("rounded", tuple(total.shape), left.dtype))
+            total += torch.mm(a, b, out=self._workspace.take("rounded", tuple(total.shape), a.dtype))
 
 
 class HeadGrads:

@@ -221,7 +221,7 @@ def _differentiate(
 
 
 class TritonReader(TileReader):
-    """The tile reader that runs these kernels."""
+    """The tile reader that runs the kernels of this file on a GPU."""
 
     name = "triton"
 
@@ -276,14 +276,13 @@ class TritonReader(TileReader):
 
         c, t = logits.shape
         coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
-        for i, wanted in enumerate(gradients):
-            for j, column in enumerate(wanted.coefficients if wanted else ()):
+        for i, target in enumerate(gradients):
+            for j, column in enumerate(target.coefficients if target else ()):
                 if column is not None:
                     coefficients[i, j] = column
 
-        out = [logits if wanted is None else wanted.out for wanted in gradients]
-        is_pair, trains = len(tiles) == 2, [wanted is not None for wanted in gradients]
-
+        out = [logits if target is None else target.out for target in gradients]
+        is_pair, trains = len(tiles) == 2, [target is not None for target in gradients]
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
         arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]
