@@ -111,6 +111,14 @@ def show(case: Case, seed: int, found: Diagnosis, cpu: float) -> dict[str, Any]:
     }
 
 
+def shortened(said: str) -> str:
+    """Return what a finding says, without measured values and remedies: each sentence up to its first colon."""
+    said = re.sub(r"^the run stopped itself: (the engine's log-probs are not those .* on a CPU\. )?", "", said)
+    said = re.sub(r"^They", "the engine's log-probs", said)
+    sentences = (sentence for sentence in said.split(". ") if not sentence.startswith("Have "))
+    return ". ".join(re.split(r"[:;] ", sentence)[0] for sentence in sentences)
+
+
 def write_table() -> None:
     """Write the table of all lines into the page, between its two comments."""
     rows = [json.loads(line) for line in LINES.read_text().splitlines()]
@@ -126,7 +134,7 @@ def write_table() -> None:
         "|---|---|---|---|",
     ]
     for row in (row for row in rows if row["metric"] or not row["right"]):
-        said = re.sub(r"the engine's log-probs are not those .* on a CPU\. ", "", row["said"])
+        said = shortened(row["said"])
         metric, since = (f"`{row['metric']}`", row["since"]) if row["metric"] else ("", "")
         lines.append(f"| {row['case']} | {said}{'' if row['right'] else ' (**wrong**)'} | {metric} | {since} |")
     silent = [row["case"] for row in rows if row["right"] and not row["metric"]]
