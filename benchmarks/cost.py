@@ -1,4 +1,4 @@
-"""What the papers' recipes need by the cost model: a table of docs/cost.md. Nothing is run.
+"""What the papers' recipes need by the cost model (docs/cost.md): a table. Nothing is run.
 
 OMP_NUM_THREADS=1 python benchmarks/cost.py [RECIPE ...]
 """

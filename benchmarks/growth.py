@@ -144,18 +144,19 @@ def chart(wanted: Range, found: Sequence[Point], column: str, label: str) -> Cha
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """A value each; what is beside ours behind the stroke."""
+    """What grows, each; what is beside ours behind the stroke."""
     found = points(results)
     for name, wanted in RANGES.items():
-        for value in wanted.values:
-            here = sorted(
-                (point for point in found if (point.name, point.value) == (name, value)), key=lambda p: p.beside
-            )
-            cells = [
-                " / ".join(f"{statistics.median(one[at]):,.0f}" for one in here) or "to be measured" for at in (3, 4)
-            ]
-            title = wanted.title + (f" / {wanted.beside[0]}" if wanted.beside else "")
-            yield title if value == wanted.values[0] else "", f"{value:,}", *cells
+        here = [
+            sorted((point for point in found if (point.name, point.value) == (name, value)), key=lambda p: p.beside)
+            for value in wanted.values
+        ]
+        cells = [
+            "; ".join("/".join(f"{statistics.median(one[at]):,.0f}" for one in beside) or "-" for beside in here)
+            for at in (3, 4)
+        ]
+        title = wanted.title + (f" / {wanted.beside[0]}" if wanted.beside else "")
+        yield title, "; ".join(f"{value:,}" for value in wanted.values), *cells
 
 
 def report(results: Results) -> str:

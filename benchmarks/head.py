@@ -29,15 +29,16 @@ on a GPU.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from floor import DTYPES
-from interleaved import Benchmark, Job, Result, Results, cell, main, markdown, ratios
+from interleaved import Benchmark, Job, Result, Results, main, markdown
 from torch import Tensor
 
 KEPT, EXACT = "ours, logits kept", "ours, fp32 products"
@@ -273,23 +274,23 @@ def jobs(quick: bool) -> list[Job]:
     ]
 
 
-def rows(results: Results, what: str, dtype: str) -> Iterator[tuple[str, ...]]:
-    """The variants of one size and dtype; (x) is to ours."""
-    seconds = results.values("seconds", what=what, dtype=dtype, variant="ours")
-    for job in results.jobs(what=what, dtype=dtype):
-        fields = {"what": what, "dtype": dtype, "variant": job["variant"]}
-        if why := results.failure(**fields):
-            yield job["variant"], f"not run: {why}", *[""] * 2
-            continue
-        own, extra = results.values("seconds", **fields), results.values("extra_mb", **fields)
-        yield job["variant"], cell(own), cell(ratios(own, seconds)), cell(extra, 0)
+def medians(results: Results, what: str, dtype: str, variant: str) -> str:
+    """CPU seconds and extra memory of one variant: medians of the turns."""
+    fields = {"what": what, "dtype": dtype, "variant": variant}
+    if not results.jobs(**fields):
+        return ""
+    if why := results.failure(**fields):
+        return f"not run: {why}"
+    seconds, extra = results.values("seconds", **fields), results.values("extra_mb", **fields)
+    return f"{median(seconds):.2f}, {median(extra):,.0f}" if seconds else "to be measured"
 
 
 def report(results: Results) -> str:
-    columns = ("CPU s", "times ours", "extra memory, MB")
     found = [(what, dtype) for what in VARIANTS for dtype in DTYPES if results.jobs(what=what, dtype=dtype)]
-    tables = [markdown((f"{what}, {dtype}", *columns), rows(results, what, dtype)) for what, dtype in found]
-    return "\n\n".join(tables) or "to be measured"
+    variants = dict.fromkeys(variant for listed in VARIANTS.values() for variant in listed)
+    rows = [(variant, *(medians(results, *size, variant) for size in found)) for variant in variants]
+    columns = (f"{what}, {dtype}" for what, dtype in found)
+    return markdown(("CPU s, extra MB", *columns), rows) if found else "to be measured"
 
 
 BENCHMARK = Benchmark("head", jobs, report, repetitions=2)

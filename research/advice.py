@@ -323,16 +323,14 @@ def section() -> str:
     return f"""{HEADING}
 
 Every two arms of [the study](study.md) were compared by their worth, on the rollouts of one run for each pair of models
-(`{RUN_ARM}`, {ITERATIONS} iterations), and by their last accuracies. Accuracies tie where the 95 % interval of their
-difference over the seeds holds 0; with one seed that interval is of the problems alone, too narrow. The rule was
-written with the first edition known. Of {lines} lines:
+(`{RUN_ARM}`, {ITERATIONS} iterations), and by their last accuracies, which tie where the 95 % interval of their
+difference holds 0 (with one seed too narrow). The rule was written with the first edition known. Of {lines} lines:
 
 | lines of the | number | agree | {" | ".join(KINDS)} | "always a tie" agrees |
 |---|---|---|{"---|" * len(KINDS)}---|
 {chr(10).join(map(row, every, pairs))}
 
-`only the rule`: the study shows no difference. Where two arms differ in the share of the rollout model, the rule knows
-little more than "less of it is better". It adds something where they have one share:
+Where two arms differ in the share of the rollout model, the rule knows little more than "less of it is better":
 
 | {" | ".join(SPLIT)} |
 |{"---|" * len(SPLIT)}

@@ -1,8 +1,7 @@
 """Compares the GPU's numbers with the CPU's: gradients, states, top-k lists, log-probs of the engine, weights sent.
 
-In fp32 without TF32 a GPU may differ from the CPU by the order of its sums alone; in bf16 by that format's rounding.
-A gap is |a - b| / |b|, of log-probs in nats. A row fails where another kernel attends than the one that serves there,
-or where the engine replays no CUDA graphs.
+A gap is |a - b| / |b|, of log-probs in nats. A row fails too where another kernel attends than the one that serves
+there, or where the engine replays no CUDA graphs.
 """
 
 import copy

@@ -1,8 +1,7 @@
 """Times the generation of rollouts: our transformers engine, transformers' own generate, and vLLM.
 
-The floor is the time in which the weights are read once a step and every row's keys and values once. The engines give
-log-probs and the top 20 of every token, `generate` gives tokens alone. With `enforce_eager` ours launches every
-kernel by itself, else it replays CUDA graphs.
+The floor reads the weights once a step and every row's keys and values once. The engines give log-probs and the top 20
+of every token, `generate` gives tokens alone. Ours replays CUDA graphs, but with `enforce_eager`.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
 """Times the FP8 flow (docs/precision.md) beside BF16 on Qwen3 8B's shapes: products, decoding, training steps, both.
 
-"faster" is BF16's time over FP8's. The time of a product includes quantizing its left factor. Models have 4 layers.
-"norm and quantizing" is timed as it is, both compiled apart, and both as one kernel; there "faster" is of apart over
-as one, and "bits" says whether the codes are those of the first way.
+"faster" is BF16's time over FP8's, which includes quantizing the left factor. Models have 4 layers. "norm and
+quantizing" is timed as it is, both compiled apart, and both as one kernel; there "faster" is of apart over as one, and
+"bits" says whether the codes are those of the first way.
 """
 
 from collections.abc import Callable

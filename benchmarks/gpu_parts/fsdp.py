@@ -1,8 +1,7 @@
 """Compares a learner that FSDP shards over one rank with one that holds its models, and checks `vllm serve` as a peer.
 
 Gradients and weights after three steps of tiny models are those of no sharding up to the order of sums. "weights" is
-the time until a model's are gathered for an engine in bf16. The server gets new weights through its folder; its gap
-is that of log-probs, in nats.
+the time until a model's are gathered. The server gets new weights through its folder; its gap is of log-probs, in nats.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Trains small runs on the GPU and on the CPU, and compares their metrics: corrections, objectives, regimes, formats.
 
-Each is an entry of benchmarks/gpu_parts/runs.yaml, of two iterations or so. In fp32 all metrics must be equal to
-rounding. In bf16, FP8 and INT8 a GPU samples other tokens and so trains on others: such a run must end, with finite
-metrics.
+Each has two iterations or so. In fp32 all metrics must be equal to rounding; in bf16, FP8 and INT8 a run must end, with
+finite metrics, as a GPU samples other tokens.
 """
 
 import json

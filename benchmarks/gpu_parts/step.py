@@ -1,7 +1,7 @@
 """Times one optimizer step of the learner at published shapes, in bf16 with fp32 weights: forward, backward, AdamW.
 
-"of peak" counts the FLOPs that no implementation can do without. "backbones" and "head" are these alone, forward and
-backward, as a part of the step. "read again" is the share of the sequences that a second pass repaired for kappa.
+"of peak" counts the FLOPs that no implementation can do without. "backbones" and "head" are these alone, as a part of
+the step. "read again" is the share of the sequences that a second pass repaired for kappa.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
     python -m research.doctor run --seed 11 --lines docs/doctor.jsonl     # runs every case, a line each
     python -m research.doctor judge --seed 11 --lines docs/doctor.jsonl   # diagnoses again what was run
-    python -m research.doctor table                                       # writes the table into docs/metrics.md
+    python -m research.doctor table                                       # writes the result into docs/metrics.md
 
 A case is a few lines of cases.py. Each runs in a process of its own, forked from one that has imported everything.
 """
@@ -15,6 +15,7 @@ import re
 import resource
 import shutil
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Any
@@ -111,26 +112,27 @@ def show(case: Case, seed: int, found: Diagnosis, cpu: float) -> dict[str, Any]:
     }
 
 
+def in_words(title: str, runs: list[str]) -> list[str]:
+    """Return a line of the list on the page."""
+    return textwrap.wrap(f"- {title}: {', '.join(runs)}.", 130, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def write_table() -> None:
-    """Write the table of all lines into the page, between its two comments."""
+    """Write what came of all lines into the page, between its two comments."""
     rows = [json.loads(line) for line in LINES.read_text().splitlines()]
     seeds = sorted({row["seed"] for row in rows})
     right = {kind: sum(row["right"] for row in rows if row["case"] in kind_names) for kind, kind_names in KINDS.items()}
     of = {kind: sum(row["case"] in kind_names for row in rows) for kind, kind_names in KINDS.items()}
     seconds = sum(row["cpu_seconds"] for row in rows)
+    named = [row for row in rows if row["right"] and row["metric"]]
     lines = [
         f"Right: {right['sick']} of {of['sick']} sick runs, {right['healthy']} of {of['healthy']} healthy ones "
         f"(seed {', '.join(map(str, seeds))}; {seconds:.0f} CPU seconds).",
         "",
-        "| run | first finding | by | since |",
-        "|---|---|---|---|",
+        *in_words("Named rightly, by the metric in brackets", [f"{row['case']} (`{row['metric']}`)" for row in named]),
+        *in_words("Named wrongly", [f"{row['case']} ({row['said']})" for row in rows if not row["right"]]),
+        *in_words("Rightly silent", [row["case"] for row in rows if row["right"] and not row["metric"]]),
     ]
-    for row in (row for row in rows if row["metric"] or not row["right"]):
-        said = re.sub(r"the engine's log-probs are not those .* on a CPU\. ", "", row["said"])
-        metric, since = (f"`{row['metric']}`", row["since"]) if row["metric"] else ("", "")
-        lines.append(f"| {row['case']} | {said}{'' if row['right'] else ' (**wrong**)'} | {metric} | {since} |")
-    silent = [row["case"] for row in rows if row["right"] and not row["metric"]]
-    lines += ["", f"Rightly without a finding: {', '.join(silent)}."]
 
     page = PAGE.read_text()
     start, end = page.index(BEGIN) + len(BEGIN), page.index(END)

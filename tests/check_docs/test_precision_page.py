@@ -52,16 +52,3 @@ def test_each_equal_row_has_a_control_that_is_not():
 @pytest.mark.parametrize("what", WANTED)
 def test_the_table_has_what_the_flow_promises(what):
     assert what in section()
-
-
-def test_the_cost_of_quantization_is_that_of_a_qwen3_layer():
-    page, hidden, wide = (ROOT / "docs" / "precision.md").read_text(), 4096, 12_288
-    flop = 2 * (2 * hidden * hidden + 2 * 1024 * hidden + 3 * hidden * wide)
-    bf16, fp8 = (1e6 * flop / (0.5 * peak * 1e12) for peak in (989, 1979))
-    costs = [(3 * hidden + wide) * size / 4.8e6 for size in (39, 3)]
-    costs.append(costs[1] - 2 * hidden * 4 / 4.8e6)  # both norms write and read again what they give, in bf16
-    rows = [line.split("|")[3:5] for line in page.splitlines() if line.startswith(("| as it is, a", "| one kernel"))]
-    for (cost, faster), wanted in zip(rows, costs, strict=True):
-        assert float(cost) == pytest.approx(wanted, abs=5e-4) and float(faster) == round(bf16 / (fp8 + wanted), 2)
-    fused = (fp8 + costs[1]) / (fp8 + costs[2])
-    assert f": {fused:.2f}, **not worth it**" in page and f"gain {(fp8 + costs[0]) / (fp8 + costs[1]):.2f}," in page

@@ -54,7 +54,7 @@ SEARCHED = {  # what a reader types, and where it leads
     "install": "project/index.html#install-and-run",
     "reward": "rewards.html",
     "TRL": "trl.html",
-    "verl": "verl.html",
+    "verl": "frameworks.html#inside-verl",
     "collapse": "my-run-collapses.html",
     "slurm": "distributed.html#slurm",
     "metrics": "metrics.html",

@@ -1,4 +1,4 @@
-"""Corrections of this package in verl's rollout correction: a module for VERL_USE_EXTERNAL_MODULES (docs/verl.md).
+"""Our corrections in verl's rollout correction: a module for VERL_USE_EXTERNAL_MODULES (docs/frameworks.md).
 
 verl 0.8.0 to 0.9.1 computes the weights and the rejection mask of a batch in one function, which its trainers and its
 bypass loss look up in the module that defines it, at every call. Importing this module wraps that function there:
@@ -97,7 +97,8 @@ def compute_rollout_correction_and_rejection_mask(
         others: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
 
     Returns:
-        Weights, [B, T] in `rollout_is_weights`, or None; the mask that remains; verl's metrics and ours (docs/verl.md).
+        Weights, [B, T] in `rollout_is_weights`, or None; the mask that remains; verl's metrics and ours
+        (docs/frameworks.md).
 
     Raises:
         ConfigError: an unknown correction or setting, one that verl lacks the inputs of, or settings of verl's own

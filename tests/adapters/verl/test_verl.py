@@ -24,7 +24,7 @@ from jackpot.analysis.replay.formats.verl import FORMAT
 from jackpot.core.errors import ConfigError
 
 pytestmark = pytest.mark.adapters
-PAGE = (ROOT / "docs" / "verl.md").read_text()
+PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 SHAPE = (16, 24)
 RATIOS = ["none", "is", "tis", "icepop", "drop", "seq_tis", "seq_mask", "geo_mask", "min_prefix"]
 RATIOS += ["mask_only", "target_only", "coin_only"]
