@@ -30,10 +30,10 @@ def test_a_run_at_known_speeds_takes_as_long_as_is_counted(
     lengths: dict[str, list[int]] = defaultdict(list)
     complete, train = BackgroundEngine._complete, JointLearner.train
 
-    def noted(engine, rollouts):
+    def noted(engine, rollouts, drafts=None):
         for rollout in rollouts:
             lengths[rollout.uid.split("/")[0]].append(len(rollout.token_ids))  # by iteration, or "eval"
-        complete(engine, rollouts)
+        complete(engine, rollouts, drafts)
 
     def slow_train(self, *arguments, **named):
         end = time.monotonic() + TRAINING

@@ -215,7 +215,12 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Counting, 
     """Gives a peer so many requests at once, and returns them in the order in which they were done."""
     monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
     limits = PoolLimits(
-        patience=60.0, patience_setting="", unreachable="", attempts=9, attempts_setting="", failing="no luck"
+        patience=60.0,
+        patience_setting="",
+        unreachable_advice="",
+        attempts=9,
+        attempts_setting="",
+        failing_advice="no luck",
     )
     pool: Pool[Counting] = Pool(limits, object(), "counting")
     done: list[int] = []

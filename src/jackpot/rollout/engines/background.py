@@ -24,16 +24,17 @@ from typing import Any, TypeVar
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_request
+from jackpot.rollout.engines.checks import ASLEEP, check_request
+from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.in_flight import InFlightRequests
 
 Result = TypeVar("Result")
 
 
 class BackgroundEngine(Engine):
-    """An engine that generates in the background: `submit` and `collect`, and the hand-over between the two sides.
+    """An engine that generates in the background: the caller's side, and the hand-over between the two sides.
 
-    A subclass sets `_capabilities` before the first request.
+    A subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
     """
 
     _capabilities: Capabilities
@@ -43,6 +44,8 @@ class BackgroundEngine(Engine):
         self._in_flight = InFlightRequests()
         self._changed = threading.Condition()
         self._failure: EngineError | None = None
+        self._draft_counts = DraftCounts()  # counts since the last `take_draft_counts`
+        self._is_asleep = False
         self._is_closed = False
 
     @property
@@ -62,7 +65,7 @@ class BackgroundEngine(Engine):
         check_request(request, self.capabilities)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._check_open()
+        self._check_awake()
         with self._changed:
             self._in_flight.check_new(requests)
             for request in requests:
@@ -91,14 +94,52 @@ class BackgroundEngine(Engine):
                 raise self._failure
             return rollouts
 
-    def _complete(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand finished rollouts to the caller; called by the generating side."""
+    def take_draft_counts(self) -> DraftCounts:
         with self._changed:
+            counts, self._draft_counts = self._draft_counts, DraftCounts()
+        return counts
+
+    def sleep(self) -> None:
+        """Release memory until the next `update_weights`, if `capabilities` say that the engine sleeps.
+
+        Raises:
+            EngineError: the engine is closed or has failed, or rollouts are in flight.
+        """
+        if self.capabilities.sleeps and not self._is_asleep:
+            self._check_idle()
+            self._release()
+            self._is_asleep = True
+
+    def _release(self) -> None:
+        """Release the memory that `sleep` is for; nothing is in flight."""
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._end()
+        finally:
+            self._in_flight.clear()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the generating side, and free what it holds; called once."""
+
+    def _complete(self, rollouts: Sequence[Rollout], drafts: DraftCounts | None = None) -> None:
+        """Hand finished rollouts to the caller; called by the generating side.
+
+        Args:
+            drafts: counts of the drafts of these rollouts; None: nothing was drafted.
+        """
+        with self._changed:
+            if drafts is not None:
+                self._draft_counts += drafts
             self._in_flight.complete(rollouts)
             self._changed.notify_all()
 
     def _fail(self, failure: EngineError) -> None:
-        """Record that generation cannot go on: every later call raises `failure`. Called by the generating side."""
+        """Record that generation cannot go on, so that every later call raises an error; for the generating side."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
@@ -109,6 +150,17 @@ class BackgroundEngine(Engine):
             raise EngineError("the engine is closed; make a new one")
         if self._failure is not None and not despite_failure:
             raise self._failure
+
+    def _check_idle(self) -> None:
+        """Raise EngineError if the engine is closed or has failed, or if rollouts are in flight."""
+        self._check_open()
+        self._in_flight.check_empty()
+
+    def _check_awake(self) -> None:
+        """Raise EngineError if the engine is closed or has failed, or if it sleeps."""
+        self._check_open()
+        if self._is_asleep:
+            raise EngineError(ASLEEP)
 
 
 class ThreadEngine(BackgroundEngine):
@@ -125,12 +177,9 @@ class ThreadEngine(BackgroundEngine):
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._calls.put(None)
-            self._thread.join()
-            self._in_flight.clear()
+    def _end(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
 
     def _post(self, function: Callable[[], Result]) -> "Future[Result]":
         """Have the thread call a function between two steps; return a future of the function's result."""

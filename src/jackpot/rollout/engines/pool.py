@@ -20,14 +20,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from jackpot.core.errors import EngineError
 
 Result = TypeVar("Result")
+
 _MAX_EVENTS = 1000  # events that are kept between two calls of `take_events`
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach a peer
 
@@ -38,6 +39,13 @@ class PeerLost(Exception):
 
 class PeerRestarted(PeerLost):
     """A peer was restarted, so it has lost the weights that it was sent, and can be reached."""
+
+
+class PeerRequest(NamedTuple):
+    """A message to a peer, and the function that converts the peer's answer to the result."""
+
+    message: Mapping[str, Any]
+    parse: Callable[[Any], Any]
 
 
 class Peer(ABC):
@@ -72,9 +80,12 @@ class Peer(ABC):
 
     @abstractmethod
     async def sync(self, newest: Any) -> None:
-        """Make sure that the peer holds the newest weights, `newest` of `Pool.update`. No request runs meanwhile.
+        """Make sure that the peer holds the newest weights. No request runs meanwhile.
 
-        `error` says why the peer was lost; it is None if the peer was not lost.
+        The attribute `error` says why the peer was lost; it is None if the peer was not lost.
+
+        Args:
+            newest: the weights that `Pool.update` was given last.
 
         Raises:
             PeerLost: the peer cannot be reached or updated now; `sync` is called again later.
@@ -83,7 +94,9 @@ class Peer(ABC):
 
     @abstractmethod
     async def run(self, request: Any) -> Any:
-        """Do a request with the weights `weights`, and return the result. Other requests may run, but no `sync`.
+        """Do a request with the weights that the peer holds, and return the result.
+
+        Other requests may run meanwhile, but no `sync`.
 
         Raises:
             PeerLost: there is no result, or other weights may have made the result.
@@ -104,10 +117,10 @@ class PoolLimits:
 
     patience: float  # seconds without a peer that can be reached
     patience_setting: str  # name of the setting of `patience`
-    unreachable: str  # advice where no peer can be reached
+    unreachable_advice: str  # end of the error where no peer can be reached
     attempts: int  # attempts at one request
     attempts_setting: str  # name of the setting of `attempts`
-    failing: str  # advice where a request fails that often
+    failing_advice: str  # end of the error where a request fails that often
 
 
 @dataclass(kw_only=True, slots=True)
@@ -151,7 +164,7 @@ class Pool(Generic[AnyPeer]):
     # From other threads
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the event loop and wait for its result."""
+        """Run a coroutine on the event loop, wait for the coroutine's result and return it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def begin(self, requests: Sequence[tuple[str, Any, Callable[[Any], None]]]) -> None:
@@ -211,46 +224,47 @@ class Pool(Generic[AnyPeer]):
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            self.newest = None  # frees their memory
+            self.newest = None  # frees the memory of the weights
             for peer in self.peers:
                 peer.weights = None
 
     # On the event loop's thread
 
     async def join(self, *peers: AnyPeer) -> None:
-        """Let peers join the pool, which gives a peer requests once the peer holds the newest weights."""
-        for peer in peers:
-            self.peers.append(peer)
-            self._tasks[peer] = asyncio.create_task(self._serve(peer))
-
-    async def until_synced(self) -> None:
-        """Wait until at least one peer holds the newest weights, and every other peer does or is lost.
+        """Add peers to the pool, and wait until at least one holds the newest weights and every other does or is lost.
 
         Raises:
             EngineError: the pool has failed.
         """
-        while True:
-            if self.failure is not None:
-                raise self.failure
-            is_synced = [peer.weights is self.newest for peer in self.peers]
-            pairs = zip(is_synced, self.peers, strict=True)
-            if any(is_synced) and not any(not synced and peer.is_awaited(self.newest) for synced, peer in pairs):
+        for peer in peers:
+            self.peers.append(peer)
+            self._tasks[peer] = asyncio.create_task(self._serve(peer))
+        await self._until_synced()
+
+    async def _until_synced(self) -> None:
+        """Wait until at least one peer holds the newest weights, and every other peer does or is lost."""
+        while self.failure is None:
+            behind = [peer for peer in self.peers if peer.weights is not self.newest]
+            is_any_synced = len(behind) < len(self.peers)
+            if is_any_synced and not any(peer.is_awaited(self.newest) for peer in behind):
                 return
             await self._state_changed.wait()
+        raise self.failure
 
     async def _stop(self, last: Sequence[Callable[[], Awaitable[None]]]) -> None:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tasks.clear()  # their frames hold weights
+        self._tasks.clear()  # the frames of the tasks hold weights
+
         await asyncio.gather(*(peer.close() for peer in self.peers), return_exceptions=True)
-        for one in last:
-            await one()
+        for finish in last:
+            await finish()
 
     async def _update(self, newest: Any) -> None:
         self.newest = newest
         self._notify()
-        await self.until_synced()
+        await self._until_synced()
 
     def _notify(self) -> None:
         """Unblock all tasks that wait for `_state_changed`."""
@@ -258,18 +272,23 @@ class Pool(Generic[AnyPeer]):
         self._state_changed = asyncio.Event()
 
     def _fail(self, failure: EngineError) -> None:
-        is_first, self.failure = self.failure is None, self.failure or failure
+        """Fail all results that callers wait for, now and later; the first failure is the one that they are given."""
+        is_first = self.failure is None
+        self.failure = self.failure or failure
+
         for future in self._futures:
             if not future.done():
                 future.set_exception(self.failure)
         if is_first:
             for listener in self.on_failure:
                 listener(failure)
+
         for task in self._tasks.values():
             task.cancel()
         self._notify()
 
     def _add(self, works: Sequence[_Work]) -> None:
+        """Queue requests behind all others."""
         self._queue.extend(works)
         self._notify()
 
@@ -310,16 +329,15 @@ class Pool(Generic[AnyPeer]):
 
         limits = self._limits
         timeout = limits.patience
-        lost_since = [other.lost_since for other in self.peers if other.lost_since is not None]
+        lost_since = [member.lost_since for member in self.peers if member.lost_since is not None]
         if lost_since and len(lost_since) == len(self.peers):
-            left = timeout - (time.monotonic() - max(lost_since))
-            if left <= 0.0:
-                reasons = "; ".join(f"{other.name}: {other.error}" for other in self.peers)
+            timeout -= time.monotonic() - max(lost_since)
+            if timeout <= 0.0:
+                reasons = "; ".join(f"{member.name}: {member.error}" for member in self.peers)
                 raise EngineError(
-                    f"no {peer.kind} could be used for {limits.patience_setting} = {timeout:g} seconds ({reasons}). "
-                    f"{limits.unreachable}"
+                    f"no {peer.kind} could be used for {limits.patience_setting} = {limits.patience:g} seconds "
+                    f"({reasons}). {limits.unreachable_advice}"
                 )
-            timeout = left
 
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
@@ -357,8 +375,8 @@ class Pool(Generic[AnyPeer]):
 
     def _is_next(self, peer: Peer) -> bool:
         """Return whether the peer has room for a request, and works on the fewest requests of all ready peers."""
-        ready = [one for one in self.peers if one.error is None and one.weights is self.newest]
-        return peer.num_running == min(one.num_running for one in ready) < peer.capacity
+        loads = [ready.num_running for ready in self.peers if ready.error is None and ready.weights is self.newest]
+        return peer.num_running == min(loads) < peer.capacity
 
     async def _do(self, peer: Peer, work: _Work) -> None:
         """Have a peer do a request and hand over the result; queue the request again if the peer is lost."""
@@ -374,23 +392,27 @@ class Pool(Generic[AnyPeer]):
         else:
             peer.num_failures = 0
             work.finish(result)
+
         finally:
             peer.num_running -= 1
             self._notify()
 
     def _requeue(self, peer: Peer, work: _Work, lost: PeerLost) -> None:
+        """Put a request back at the front of the queue, or fail the pool if the request has failed too often."""
         work.failed_at.append(f"{peer.name}: {lost}")
         peer.num_resent += 1
         if len(work.failed_at) < self._limits.attempts:
             self._queue.appendleft(work)
-        else:
-            attempts = "; ".join(work.failed_at)
-            self._fail(
-                EngineError(
-                    f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failed_at)} times ({attempts}); "
-                    f"{self._limits.failing}"
-                )
+            return
+
+        attempts = "; ".join(work.failed_at)
+        self._fail(
+            EngineError(
+                f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failed_at)} times ({attempts}); "
+                f"{self._limits.failing_advice}"
             )
+        )
 
     def _log(self, event: str, peer: Peer, **details: Any) -> None:
+        """Add an event about a peer, such as `server_lost`, for `take_events`."""
         self._events.append({"event": f"{peer.kind}_{event}", peer.kind: peer.name, **details})

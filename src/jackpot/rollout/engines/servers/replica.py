@@ -5,24 +5,17 @@ All methods run on the engine's event loop.
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted
+from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRequest, PeerRestarted
 from jackpot.rollout.engines.servers.http import HTTPClient
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights
 
 _INITIAL_VERSION = "default"  # name that a server gives the weights it started with
-
-
-class ServerRequest(NamedTuple):
-    """A request to a server, for a response or for log-probs."""
-
-    body: Mapping[str, Any]  # JSON of the request
-    parse: Callable[[Any], Any]  # converts the JSON of the answer to the result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +53,7 @@ class Replica(Peer):
         self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
         # The newest weights that the server was found to hold, and the checksums that it reported then
         self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None
-        self._checks_begun = self._checks_passed = 0  # numbers of the newest check begun and passed
+        self._checks_begun, self._checks_passed = 0, 0  # numbers of the newest check begun and passed
         self._check_lock = asyncio.Lock()
 
     async def sync(self, newest: SavedWeights) -> None:
@@ -84,9 +77,12 @@ class Replica(Peer):
     async def _inspect(self) -> None:
         """Read and check the server's facts, and find out whether the server still holds the weights it was sent."""
         try:
-            version, self.was_restarted = await self._weight_version(), False
+            version = await self._weight_version()
+            self.was_restarted = False
         except PeerRestarted:
-            version, self.was_restarted, self._verified = _INITIAL_VERSION, True, None
+            version = _INITIAL_VERSION
+            self.was_restarted = True
+            self._verified = None
 
         if self._sent is not None and self._sent.version != version:
             self._sent = None
@@ -119,7 +115,7 @@ class Replica(Peer):
         """
 
     @abstractmethod
-    async def _ask(self, request: ServerRequest) -> Any:
+    async def _ask(self, request: PeerRequest) -> Any:
         """Send a request to the server, and return the parsed answer."""
 
     async def _weight_version(self) -> str:
@@ -141,8 +137,11 @@ class Replica(Peer):
         return version
 
     async def _check_version(self, expected: SavedWeights) -> None:
-        """Raise PeerLost unless the server reports that it holds the `expected` weights; other errors as
-        `_weight_version`."""
+        """Raise PeerLost unless the server reports that it holds the `expected` weights.
+
+        Raises:
+            PeerRestarted, EngineError: as `_weight_version`.
+        """
         if (version := await self._weight_version()) != expected.version:
             raise PeerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
@@ -152,7 +151,7 @@ class Replica(Peer):
         await self._load(weights)
         self._sent, self._was_updated = weights, True
 
-    async def run(self, request: ServerRequest) -> Any:
+    async def run(self, request: PeerRequest) -> Any:
         """Return the parsed answer to a request, which the weights `self.weights` have made, as `Peer.run` says."""
         assert self.weights is not None  # a peer without them is given no request
         answer = await self._ask(request)

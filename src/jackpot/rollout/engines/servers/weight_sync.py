@@ -143,7 +143,7 @@ def without_rank(key: str) -> str:
     return key.rpartition(":")[2]
 
 
-def other_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
+def unknown_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
     """Return up to 3 norms that a server reports and the model lacks: a sign that the server serves another model.
 
     Norms keep the model's names in a server, unlike fused and packed weights.

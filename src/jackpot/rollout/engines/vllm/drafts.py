@@ -35,17 +35,19 @@ def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: 
         max_num_seqs: most requests in a batch.
         max_model_len: context length of both models, tokens.
     """
+    speculative_config = {
+        "method": "draft_model",
+        "model": folder,
+        "num_speculative_tokens": tokens,
+        # An equal number for every batch size. Without this entry vLLM pads a request of one unread token with
+        # empty drafts, and judges the drafts of the whole batch in another way, also exact, in that step.
+        "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, tokens)],
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": "standard",
+    }
+
     return {
-        "speculative_config": {
-            "method": "draft_model",
-            "model": folder,
-            "num_speculative_tokens": tokens,
-            # An equal number for every batch size. Without this entry vLLM pads a request of one unread token with
-            # empty drafts, and judges the drafts of the whole batch in another way, also exact, in that step.
-            "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, tokens)],
-            "draft_sample_method": "probabilistic",
-            "rejection_sample_method": "standard",
-        },
+        "speculative_config": speculative_config,
         "per_request_spec_decode_metrics": "detailed",
         "max_model_len": max_model_len,
         # A step has room for each request's token, its drafts, and one token that only the draft model reads.
@@ -65,7 +67,8 @@ def repair_sampling(worker: Any) -> None:
     runner = worker.model_runner
     if (drafter := getattr(runner, "drafter", None)) is None:
         return
-    drafter._sample_from_logits, sample = _draw_drafts, runner._sample
+    drafter._sample_from_logits = _draw_drafts
+    sample = runner._sample
 
     def sample_step(logits: Tensor, drafts: Any) -> Any:
         return sample(logits, drafts if any(drafts.num_draft_tokens) else None)
@@ -81,9 +84,12 @@ def _draw_drafts(logits: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
         sampling: vLLM's `SamplingMetadata` of N requests with a temperature above 0 and a generator each.
     """
     probs = logits.div_(sampling.temperature[:, None]).softmax(dim=-1, dtype=torch.float32)
+
+    # The token whose probability divided by exponential noise is largest is a draw from the distribution.
     noise = torch.ones_like(probs)
     for row, generator in sampling.generators.items():
         noise[row].exponential_(generator=generator)
+
     return (probs / noise).argmax(dim=-1), probs
 
 
@@ -114,17 +120,17 @@ def count_drafts(prompt: int, tokens: int, metrics: Any) -> DraftCounts:
             Each of these verifies drafts.
     """
     accepted, drafted = metrics.per_step_accepted, metrics.per_step_drafted
-    most = metrics.num_spec_tokens
+    num_drafts = metrics.num_spec_tokens  # most drafts in a step
 
     return DraftCounts(
         tokens=tokens,
         passes=1 + len(drafted),
         verifications=len(drafted),
         verified=tokens - 1,
-        judged=sum(min(yes + 1, all_) for yes, all_ in zip(accepted, drafted, strict=True)),
+        judged=sum(min(1 + right, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
         read_alone=prompt + tokens - 1,
         read_by_policy=prompt + sum(drafted) + len(drafted),
         # The draft model reads all that the policy has read, rejected tokens too, one token more, and its own drafts.
-        read_by_draft=prompt + most + sum(drafted) + len(drafted) * (1 + most),
+        read_by_draft=prompt + num_drafts + sum(drafted) + len(drafted) * (1 + num_drafts),
     )

@@ -92,10 +92,11 @@ def import_vllm(compiles: bool) -> VLLM:
 def check_device(on_gpu: bool, has_gpu: bool) -> None:
     """Raise EngineError where vLLM would run on another kind of device than the learner."""
     if on_gpu != has_gpu:
-        learner, vllm, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
+        learner, vllm = ("a GPU", "the CPU") if on_gpu else ("the CPU", "a GPU")
         raise EngineError(
             f"training runs on {learner} and vLLM here is for {vllm}, so engine's settings would be meant for the "
-            f"wrong one; set device: {other}, install vLLM for {learner}, or use engine=transformers"
+            f"wrong one; set device: {'cpu' if on_gpu else 'cuda'}, install vLLM for {learner}, or use "
+            f"engine=transformers"
         )
 
 

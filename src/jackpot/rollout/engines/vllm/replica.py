@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 from typing import Any
 
-from jackpot.rollout.engines.pool import PeerLost
-from jackpot.rollout.engines.servers.replica import Replica, ServerRequest
+from jackpot.rollout.engines.pool import PeerLost, PeerRequest
+from jackpot.rollout.engines.servers.replica import Replica
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded
 from jackpot.rollout.engines.vllm.client import VLLMClient
 from jackpot.rollout.engines.vllm.server_info import ExpectedModel, VLLMServerInfo, check_server, parse_server_info
@@ -61,5 +61,5 @@ class VLLMReplica(Replica):
 
         await client.resume()
 
-    async def _ask(self, request: ServerRequest) -> Any:
-        return await self._client.complete({**request.body, "model": self._model_name}, request.parse)
+    async def _ask(self, request: PeerRequest) -> Any:
+        return await self._client.complete({**request.message, "model": self._model_name}, request.parse)

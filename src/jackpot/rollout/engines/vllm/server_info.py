@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import output_layer
 from jackpot.rollout.engines.servers.replica import ServerInfo
-from jackpot.rollout.engines.servers.weight_sync import other_norms, without_rank
+from jackpot.rollout.engines.servers.weight_sync import unknown_norms, without_rank
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FP8_NAMES = ("fp8", "fp8_e4m3")
-_HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"  # vLLM's name of the output layer's weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
         for name, size in expected.sizes.items()
         if info.sizes.get(name, size) != size
     ]
-    differences += other_norms(info.parameters, expected.parameters)
+    differences += unknown_norms(info.parameters, expected.parameters)
     if differences:
         raise EngineError(
             f"{url} serves another model: {'; '.join(differences)}. Start it with the run's rollout model"
