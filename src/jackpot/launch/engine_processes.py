@@ -19,7 +19,6 @@ import torch
 
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
-from jackpot.config.engines import sleeps
 from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
@@ -77,7 +76,6 @@ def engine_pool(
         version,
         chunk=chunk,
         patience=config.placement.timeout,
-        sleeping=[name for name, part in parts.items() if sleeps(part.settings)],
     )
 
 

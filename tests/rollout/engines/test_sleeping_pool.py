@@ -75,7 +75,7 @@ def links(new_folder: Path) -> dict[str, ProcessLink]:
 
 @pytest.fixture
 def pool(links: dict[str, ProcessLink], folder: Path) -> Iterator[EnginePool]:
-    pool = pool_of(links, folder, OLD, sleeping=["engine"])
+    pool = pool_of(links, folder, OLD)
     yield pool
     for engine in pool.engines.values():
         engine.close()
@@ -114,7 +114,7 @@ def test_to_sleep_waits_for_a_process_that_is_being_started(folder: Path, new_fo
         return make_sleepers(setup)
 
     links = {f"fork {one}": ProcessLink(forking(make_slowly), str(new_folder), 20.0) for one in range(2)}
-    pool = pool_of(links, folder, OLD, sleeping=["engine"])
+    pool = pool_of(links, folder, OLD)
     peer = pool.pool.peers[1]
     with closing(pool.engines["engine"]) as engine:
         kill(links["fork 1"])

@@ -66,10 +66,9 @@ class BackgroundEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_awake()
+        for request in requests:
+            self._check(request)
         with self._changed:
-            self._in_flight.check_new(requests)
-            for request in requests:
-                self._check(request)
             self._in_flight.add(requests)
         self._begin(requests)
 
@@ -80,8 +79,6 @@ class BackgroundEngine(Engine):
             EngineError: the engine is closed or has failed, or `n` is negative.
         """
         self._check_open(despite_failure=True)
-        if n < 0:
-            raise EngineError(f"collect takes a number of rollouts, got {n}")
 
         def is_settled() -> bool:
             in_flight = self._in_flight

@@ -145,12 +145,15 @@ class Engine(ABC):
             EngineError: as `submit`, or the reason why the engine failed during generation.
         """
         self.submit(requests)
-        uids, rollouts = {request.uid for request in requests}, {}
+        uids = {request.uid for request in requests}
+        rollouts: dict[str, Rollout] = {}
+
         # Ends for a failed engine too: `collect` returns what had finished, then raises.
         while len(rollouts) < len(requests):
             if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):
                 break
             rollouts |= {rollout.uid: rollout for rollout in finished}
+
         if missing := [request.uid for request in requests if request.uid not in rollouts]:
             raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
         return [rollouts[request.uid] for request in requests]
@@ -164,5 +167,5 @@ def quantized_event(quantization: str, conversion: Conversion, sizes: Mapping[st
         sizes: number of elements of every parameter, by name.
     """
     share = sum(sizes[name] for name in conversion.converted) / sum(sizes.values())
-    kept = dict(Counter(conversion.kept.values()))  # number of tensors that were not quantized, by reason
-    return {"event": "quantized", "to": quantization, "share": share, "kept": kept}
+    reasons = dict(Counter(conversion.kept.values()))  # number of tensors that were not quantized, by reason
+    return {"event": "quantized", "to": quantization, "share": share, "kept": reasons}

@@ -67,9 +67,9 @@ def check_weights(
         codes: parameters that may be sent as codes and scales instead, either all of them or none.
     """
     as_codes = {name: tensor.dtype for name, tensor in sent if tensor.dtype in LARGEST}
-    taken = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
-    if as_codes and as_codes != taken:
-        wrong = sorted(name for name in as_codes | taken if as_codes.get(name) != taken.get(name))
+    expected = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
+    if as_codes and as_codes != expected:
+        wrong = sorted(name for name in as_codes | expected if as_codes.get(name) != expected.get(name))
         raise EngineError(
             f"{len(wrong)} weights were sent as codes that this engine does not take, or not as the codes that it "
             f"takes, such as {wrong[0]}; send those of capabilities.coded_weights, or all weights as numbers"

@@ -12,7 +12,7 @@ an engine sleeps, neither hosts nor this process keep its weights.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from operator import attrgetter, itemgetter
@@ -284,7 +284,6 @@ class EnginePool:
         *,
         chunk: int,
         patience: float,
-        sleeping: Collection[str] = (),
     ) -> None:
         """Start the hosts, and wait until at least one holds the weights and every other host does or is lost.
 
@@ -293,7 +292,6 @@ class EnginePool:
             weights: the first weights of each engine and their dtype, by the setting that describes the engine.
             chunk: number of requests that a host is given at once.
             patience: seconds without any host after which the run stops.
-            sleeping: settings of the engines that release memory when they sleep.
 
         Raises:
             EngineError: no host can be reached, or a host refuses.
@@ -309,7 +307,7 @@ class EnginePool:
             failing_advice="it ends every engine that it is given; their own errors stand above",
         )
 
-        self._numbers, self._sleeping = count(), frozenset(sleeping)
+        self._weight_numbers = count()
         self._shapes: dict[str, dict[str, torch.Size]] = {}  # shape of every parameter of each engine
         self._dtypes: dict[str, torch.dtype] = {}  # dtype of the weights of each engine
         newest = Newest()
@@ -331,7 +329,6 @@ class EnginePool:
             name: PooledEngine(self, name, version, _capabilities(facts["capabilities"]), facts["events"])
             for name, facts in first.engines.items()
         }
-        self._open = set(self.engines)  # names of the engines that are not closed
 
     def replace(
         self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
@@ -353,15 +350,15 @@ class EnginePool:
 
         The call returns once the engine sleeps in all hosts but lost ones, which are started again with new weights.
         """
-        asleep = SentWeights(f"{name} asleep {next(self._numbers)}", self.pool.newest[name].version, None)
+        asleep = SentWeights(f"{name} asleep {next(self._weight_numbers)}", self.pool.newest[name].version, None)
         newest = Newest({**self.pool.newest, name: asleep})
-        newest.is_resting = all(newest[sleeper].memory is None for sleeper in self._sleeping)
+        sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
+        newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
         self.pool.update(newest)
 
-    def release(self, name: str) -> None:
-        """Note that the engine `name` is closed, and close the pool with its last engine."""
-        self._open.discard(name)
-        if not self._open:
+    def release(self) -> None:
+        """Close the pool if all of its engines are closed."""
+        if all(engine._is_closed for engine in self.engines.values()):
             self.pool.close()
 
     def _share(
@@ -379,7 +376,7 @@ class EnginePool:
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "
                 f"generates twice, beside what every engine holds"
             ) from error
-        return SentWeights(f"{name} {next(self._numbers)}", version, memory)
+        return SentWeights(f"{name} {next(self._weight_numbers)}", version, memory)
 
 
 class PooledEngine(BackgroundEngine):
@@ -441,6 +438,7 @@ class PooledEngine(BackgroundEngine):
             )
             for request in chunk
         ]
+
         message = {
             "do": "generate",
             "engine": self._name,
@@ -471,7 +469,7 @@ class PooledEngine(BackgroundEngine):
         return digest
 
     def _end(self) -> None:
-        self._pool.release(self._name)
+        self._pool.release()
 
 
 def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -30,20 +30,21 @@ class InFlightRequests:
         """Return the number of requests whose rollout is not finished."""
         return len(self._uids) - len(self._completed)
 
-    def check_new(self, requests: Sequence[Request]) -> None:
-        """Raise EngineError for a uid that is already in flight, or appears twice in `requests`."""
-        uids = Counter(request.uid for request in requests)
-        if twice := [uid for uid, count in uids.items() if count > 1 or uid in self._uids]:
-            raise EngineError(f"uids already in flight: {twice[:5]}; give every request a uid of its own")
-
     def check_empty(self) -> None:
         """Raise EngineError while a request is in flight: its tokens would come from two sets of weights."""
         if self._uids:
             raise EngineError(f"{len(self._uids)} rollouts are in flight; collect them before the weights are replaced")
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add the uids of new requests."""
-        self._uids.update(request.uid for request in requests)
+        """Add the uids of new requests, all of them or none.
+
+        Raises:
+            EngineError: a uid is already in flight, or appears twice in `requests`.
+        """
+        uids = Counter(request.uid for request in requests)
+        if twice := [uid for uid, count in uids.items() if count > 1 or uid in self._uids]:
+            raise EngineError(f"uids already in flight: {twice[:5]}; give every request a uid of its own")
+        self._uids.update(uids)
 
     def complete(self, rollouts: Iterable[Rollout]) -> None:
         """Store finished rollouts until they are collected; drop those whose uid is not in flight."""
@@ -54,7 +55,13 @@ class InFlightRequests:
         return [rollout for uid, rollout in self._completed.items() if uids is None or uid in uids]
 
     def pop(self, n: int, uids: Container[str] | None) -> list[Rollout]:
-        """Remove and return up to `n` finished rollouts, oldest first, among those that `completed(uids)` returns."""
+        """Remove and return up to `n` finished rollouts, oldest first, among those that `completed(uids)` returns.
+
+        Raises:
+            EngineError: `n` is negative.
+        """
+        if n < 0:
+            raise EngineError(f"collect takes a number of rollouts, got {n}")
         popped = self.completed(uids)[:n]
         for rollout in popped:
             del self._completed[rollout.uid]

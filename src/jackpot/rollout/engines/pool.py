@@ -300,7 +300,8 @@ class Pool(Generic[AnyPeer]):
 
                 try:
                     await peer.sync(newest)
-                    peer.weights, peer.error, peer.lost_since = newest, None, None
+                    peer.weights = newest
+                    peer.error, peer.lost_since = None, None
                     self.check(peer)
                     if was_lost:
                         self._log("restarted" if peer.was_restarted else "back", peer)

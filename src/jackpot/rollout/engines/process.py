@@ -31,7 +31,7 @@ _LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # prefixes of vari
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-# Starts a process that calls `serve` on its end of a socket.
+# A function that starts a process, which calls `serve` on the socket that the function is given.
 Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
@@ -45,11 +45,13 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
     """
 
     async def start(theirs: socket.socket) -> asyncio.subprocess.Process:
-        kept = {name: one for name, one in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
+        }
         paths = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", entry, str(theirs.fileno())),
-            env={**kept, "PYTHONPATH": paths, **(environment or {})},
+            env={**inherited, "PYTHONPATH": paths, **(environment or {})},
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
@@ -67,7 +69,8 @@ class ProcessLink(Link):
     """
 
     def __init__(self, start: Start, setup: Any, silence: float) -> None:
-        self._start, self._setup, self.silence = start, setup, silence
+        self._start, self._setup = start, setup
+        self.silence = silence
         self.child: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -81,19 +84,21 @@ class ProcessLink(Link):
             raise PeerLost(f"its process cannot be started: {error}") from error
         finally:
             theirs.close()
-        self._number = 0  # number of the newest frame
+        self._newest = 0  # number of the newest frame that was sent
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
-        self._number += 1
+        self._newest += 1
         await self._send(message)
+
         try:
             while True:
                 async with asyncio.timeout(self.silence):
-                    number, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+                    frame, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
                     data = await self._reader.readexactly(size)
-                    if size and number == self._number:
+                    if size and frame == self._newest:
                         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
         except TimeoutError:
             raise PeerLost(f"its process gave no sign of life for {self.silence:g} seconds") from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -112,7 +117,7 @@ class ProcessLink(Link):
     async def _send(self, message: Tensor) -> None:
         assert self._writer is not None  # `open` comes first
         try:
-            self._writer.write(_HEAD.pack(self._number, len(message)))
+            self._writer.write(_HEAD.pack(self._newest, len(message)))
             self._writer.write(message.numpy().data)
             async with asyncio.timeout(self.silence):
                 await self._writer.drain()
@@ -151,14 +156,14 @@ def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> N
         nonlocal newest
         while True:
             try:
-                number, size = _HEAD.unpack(stream.read(_HEAD.size))
+                frame, size = _HEAD.unpack(stream.read(_HEAD.size))
                 data = bytearray(size)
             except (struct.error, MemoryError, OverflowError):  # the other side has ended, or this is no length
                 raise EOFError from None
             if stream.readinto(data) < size:
                 raise EOFError
-            if number > newest:
-                newest = number
+            if frame > newest:
+                newest = frame
                 return torch.frombuffer(data, dtype=torch.uint8)
 
     with suppress(EOFError, ConnectionError):

@@ -176,7 +176,7 @@ class ServerEngine(BackgroundEngine):
         self._pool.update(saved)
         self._version = version
         loading = [replica.loading for replica in self._pool.peers if replica.loading is not None]
-        self._files.keep_only([saved, *loading])
+        self._files.remove_except([saved, *loading])
         return saved.digest
 
     def _save(self, sent: Sequence[tuple[str, Tensor]]) -> SavedWeights:

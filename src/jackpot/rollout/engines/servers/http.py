@@ -22,6 +22,10 @@ _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon 
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
+SAME_FOLDER = (
+    "Every server must see engine.weights_folder under the same path as the trainer, and serve the same model. Where "
+    "it is null, the server must run under the same user and in no container of its own"
+)
 _SHORT_SECONDS = 60.0  # limit of a call without generation; vLLM needs seconds to report its configuration at first
 
 
@@ -99,7 +103,9 @@ class HTTPClient(ABC):
             limits: further arguments of `_request`.
         """
         data = await self._request(method, path, body, **limits)
-        return await asyncio.to_thread(_parse, path, data, parse) if len(data) > _LARGE else _parse(path, data, parse)
+        if len(data) > _LARGE:
+            return await asyncio.to_thread(_parse, path, data, parse)
+        return _parse(path, data, parse)
 
     async def _request(
         self,
@@ -142,6 +148,11 @@ class HTTPClient(ABC):
         return data
 
     def _raise_for_status(self, path: str, status: int, data: bytes, advices: Mapping[int, str]) -> None:
+        """Raise the error of a response that is not a success: ServerRefused where another attempt may help.
+
+        Args:
+            advices: ends of the EngineError by HTTP status.
+        """
         reply = f"HTTP {status} to {path}: {_error_message(data)}"
         if status == 429 or status >= 500:
             raise ServerRefused(reply)
@@ -165,17 +176,15 @@ async def _read(response: Any, path: str, most: int) -> bytes:
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
         raise PeerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")
     data = bytearray()
-    if (response.content_length or 0) <= most:
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            data += chunk
-            if len(data) > most:
-                break
-        else:
-            return bytes(data)
-    raise PeerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        data += chunk
+        if max(len(data), response.content_length or 0) > most:
+            raise PeerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
+    return bytes(data)
 
 
 def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
+    """Return what `parse` makes of a body; raise PeerLost if the body cannot be read."""
     try:
         return parse(json.loads(data))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -184,6 +193,7 @@ def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
 
 
 def check_success(body: Any) -> None:
+    """Raise ValueError for an answer that does not report success."""
     if body["success"] is not True:
         raise ValueError("no success")
 

@@ -218,6 +218,7 @@ def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbReque
     text = (*rollout.prompt.token_ids, *tokens)
     prompt_length = len(rollout.prompt.token_ids)
     positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
+
     return [
         LogProbRequest(
             prompt=text[: prompt_length + position],

@@ -6,7 +6,7 @@ Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jackpot.rollout.engines.servers.http import HTTPClient, Result, check_success
+from jackpot.rollout.engines.servers.http import SAME_FOLDER, HTTPClient, Result, check_success
 from jackpot.rollout.engines.servers.protocol import answer_bytes
 
 _VERSION = "this engine was made for SGLang 0.5.23 (docs/vllm.md)"
@@ -44,19 +44,13 @@ class SGLangClient(HTTPClient):
             EngineError: the server refuses, and has its old weights again.
         """
         body = {"model_path": folder, "load_format": "auto", "weight_version": version, "flush_cache": True}
-        refused = (
-            f"it cannot load the weights in {folder}. Every server must see engine.weights_folder under the same path "
-            f"as the trainer, and serve the same model. Where it is null, the server must run under the same user and "
-            f"in no container of its own"
-        )
-
         await self._call(
             "POST",
             "/update_weights_from_disk",
             body,
             parse=check_success,
             seconds=self._long,
-            refused=refused,
+            refused=f"it cannot load the weights in {folder}. {SAME_FOLDER}",
             missing=_VERSION,
         )
 

@@ -116,7 +116,7 @@ class TransformersEngine(Engine):
         if self._draft is not None:
             why = "rows accept different numbers of drafts"
         elif decodes_statically(model):
-            return GraphCapture(model.device.type)
+            return GraphCapture(model.device.type, self._events)
         else:
             why = f"{type(model).__name__} with these settings has no attention for it"
         self._events.append(decoding_event("growing", False, why))
@@ -132,7 +132,6 @@ class TransformersEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._check_awake()
-        self._in_flight.check_new(requests)
         for request in requests:
             check_request(request, self.capabilities)
         self._in_flight.add(requests)
@@ -144,13 +143,13 @@ class TransformersEngine(Engine):
         At least one step is taken before the time is checked, so that polling with `timeout=0` makes progress.
         """
         self._check_open()
-        if n < 0:
-            raise EngineError(f"collect takes a number of rollouts, got {n}")
         deadline = None if timeout is None else time.monotonic() + timeout
+
         while len(self._in_flight.completed(uids)) < n and (self._batch or self._queue):
             self._step()
             if deadline is not None and time.monotonic() >= deadline:
                 break
+
         return self._in_flight.pop(n, uids)
 
     @torch.no_grad()
@@ -159,11 +158,13 @@ class TransformersEngine(Engine):
         check_scores(rollouts, temperature, self.capabilities)
         scores: dict[int, Tensor] = {}
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
+
         for rows in pack(by_length, _SCORE_TOKENS, lambda row: rollout_lengths(rollouts[row])):
             hidden, ids, mask = forward_rollouts(model, [rollouts[row] for row in rows])
             log_probs = token_log_probs(model, hidden[mask], ids[mask], temperature, top_k=0, top_p=1.0).cpu()
             lengths = [len(rollouts[row].token_ids) for row in rows]
-            scores |= zip(rows, (part.clone() for part in log_probs.split(lengths)), strict=True)
+            scores |= zip(rows, (score.clone() for score in log_probs.split(lengths)), strict=True)
+
         return [scores[row] for row in range(len(rollouts))]
 
     @torch.no_grad()
@@ -194,10 +195,8 @@ class TransformersEngine(Engine):
         `quantized` reports what the settings quantize. `decoding` says how tokens are decoded where `enforce_eager` is
         off, and comes once more if a step could not be captured as a CUDA graph.
         """
-        sources = [self._events] if self._capture is None else [self._events, self._capture.events]
-        events = [event for source in sources for event in source]
-        for source in sources:
-            source.clear()
+        events = list(self._events)
+        self._events.clear()  # the list itself stays, because `GraphCapture` adds events to it
         return events
 
     def take_draft_counts(self) -> DraftCounts:
@@ -273,18 +272,18 @@ def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrai
             f"and engine.kv_cache_dtype=null, or engine.quantization=null, or leave evaluation.engine.draft out"
         )
 
-    for role, one in {"policy": model, "rollout model": draft}.items():
-        if not decodes_statically(one):
+    for role, role_model in {"policy": model, "rollout model": draft}.items():
+        if not decodes_statically(role_model):
             raise EngineError(
-                f"the {role} {type(one).__name__} has no attention for rows of different lengths, which drafts need; "
-                f"set engine.attn_implementation=sdpa and engine.kv_cache_dtype=null, or leave engine.draft out"
+                f"the {role} {type(role_model).__name__} has no attention for rows of different lengths, which drafts "
+                f"need; set engine.attn_implementation=sdpa and engine.kv_cache_dtype=null, or leave engine.draft out"
             )
 
-    sizes = output_layer(model).out_features, output_layer(draft).out_features
-    if sizes[0] != sizes[1]:
+    num_ids, num_draft_ids = output_layer(model).out_features, output_layer(draft).out_features
+    if num_ids != num_draft_ids:
         raise EngineError(
-            f"the output layers of policy and rollout model differ in size, {sizes[0]} and {sizes[1]}; drafts need one "
-            f"vocabulary"
+            f"the output layers of policy and rollout model differ in size, {num_ids} and {num_draft_ids}; drafts need "
+            f"one vocabulary"
         )
 
     return draft

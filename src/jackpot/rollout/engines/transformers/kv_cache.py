@@ -34,7 +34,8 @@ class BatchKVLayer(DynamicLayer):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self._max_length, self._length, self._rows = max_length, 0, 0
+        self._max_length = max_length  # most tokens of a row
+        self._length, self._rows = 0, 0  # tokens of a row, and rows, that the buffers hold
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [N, heads, 1, D]; return the layer's, as views that the next call changes."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.servers.http import HTTPClient, Result, ServerRefused, check_success
+from jackpot.rollout.engines.servers.http import SAME_FOLDER, HTTPClient, Result, ServerRefused, check_success
 from jackpot.rollout.engines.servers.protocol import answer_bytes
 
 _DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
@@ -68,11 +68,7 @@ class VLLMClient(HTTPClient):
             await self._call("POST", "/collective_rpc", body, seconds=self._long, missing=_DEV_MODE)
         except ServerRefused as refused:
             await self._request("GET", "/health")
-            raise EngineError(
-                f"{self._url} cannot load the weights in {folder}: {refused}. Every server must see "
-                f"engine.weights_folder under the same path as the trainer, and serve the same model. Where it is "
-                f"null, the server must run under the same user and in no container of its own"
-            ) from refused
+            raise EngineError(f"{self._url} cannot load the weights in {folder}: {refused}. {SAME_FOLDER}") from refused
 
     async def reset_prefix_cache(self) -> None:
         """Drop the cached keys and values of the old weights."""
