@@ -23,54 +23,17 @@ from typing import Any, TypeVar
 
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
-from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_request
 from jackpot.rollout.engines.draft_counts import DraftCounts
-from jackpot.rollout.engines.in_flight import InFlightRequests
+from jackpot.rollout.engines.in_flight import QueuedEngine
 
 Result = TypeVar("Result")
 
 
-class BackgroundEngine(Engine):
+class BackgroundEngine(QueuedEngine):
     """An engine that generates in the background: the caller's side, and the hand-over between the two sides.
 
-    A subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
+    `_begin` starts generating; later `_complete` takes each response, or `_fail` ends all of them.
     """
-
-    _capabilities: Capabilities
-
-    def __init__(self, version: Version) -> None:
-        self._version = version
-        self._in_flight = InFlightRequests()
-        self._changed = threading.Condition()
-        self._failure: EngineError | None = None
-        self._draft_counts = DraftCounts()  # counts since the last `take_draft_counts`
-        self._is_asleep = False
-        self._is_closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> Version:
-        return self._version
-
-    @abstractmethod
-    def _begin(self, requests: Sequence[Request]) -> None:
-        """Start generating and return at once; later `_complete` takes each response, or `_fail` ends all of them."""
-
-    def _check(self, request: Request) -> None:
-        """Raise EngineError for a request that this engine cannot fulfill."""
-        check_request(request, self.capabilities)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._check_awake()
-        for request in requests:
-            self._check(request)
-        with self._changed:
-            self._in_flight.add(requests)
-        self._begin(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
         """Return finished rollouts as `Engine.collect` does; after a failure return what had finished, then raise.
@@ -91,38 +54,6 @@ class BackgroundEngine(Engine):
                 raise self._failure
             return rollouts
 
-    def take_draft_counts(self) -> DraftCounts:
-        with self._changed:
-            counts, self._draft_counts = self._draft_counts, DraftCounts()
-        return counts
-
-    def sleep(self) -> None:
-        """Release memory until the next `update_weights`, if `capabilities` say that the engine sleeps.
-
-        Raises:
-            EngineError: the engine is closed or has failed, or rollouts are in flight.
-        """
-        if self.capabilities.sleeps and not self._is_asleep:
-            self._check_idle()
-            self._release()
-            self._is_asleep = True
-
-    def _release(self) -> None:
-        """Release the memory that `sleep` is for; nothing is in flight."""
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            self._end()
-        finally:
-            self._in_flight.clear()
-
-    @abstractmethod
-    def _end(self) -> None:
-        """End the generating side, and free what it holds; called once."""
-
     def _complete(self, rollouts: Sequence[Rollout], drafts: DraftCounts | None = None) -> None:
         """Hand finished rollouts to the caller; called by the generating side.
 
@@ -140,24 +71,6 @@ class BackgroundEngine(Engine):
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
-
-    def _check_open(self, despite_failure: bool = False) -> None:
-        """Raise EngineError if the engine is closed, or has failed and `despite_failure` is False."""
-        if self._is_closed:
-            raise EngineError("the engine is closed; make a new one")
-        if self._failure is not None and not despite_failure:
-            raise self._failure
-
-    def _check_idle(self) -> None:
-        """Raise EngineError if the engine is closed or has failed, or if rollouts are in flight."""
-        self._check_open()
-        self._in_flight.check_empty()
-
-    def _check_awake(self) -> None:
-        """Raise EngineError if the engine is closed or has failed, or if it sleeps."""
-        self._check_open()
-        if self._is_asleep:
-            raise EngineError(ASLEEP)
 
 
 class ThreadEngine(BackgroundEngine):

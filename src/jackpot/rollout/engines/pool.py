@@ -187,18 +187,9 @@ class Pool(Generic[AnyPeer]):
             EngineError: the pool has failed.
         """
         futures: list[Future] = [Future() for _ in requests]
-        works = [
-            _Work(uid=uid, request=request, finish=future.set_result)
-            for (uid, request), future in zip(requests, futures, strict=True)
-        ]
-
-        def add() -> None:
-            self._futures = set(futures)
-            if self.failure is not None:
-                self._fail(self.failure)
-            self._add(works)
-
-        self._loop.call_soon_threadsafe(add)
+        self._loop.call_soon_threadsafe(self._watch, futures)
+        pairs = zip(requests, futures, strict=True)
+        self.begin([(uid, request, future.set_result) for (uid, request), future in pairs])
         return [future.result() for future in futures]
 
     def update(self, newest: Any) -> None:
@@ -286,6 +277,12 @@ class Pool(Generic[AnyPeer]):
         for task in self._tasks.values():
             task.cancel()
         self._notify()
+
+    def _watch(self, futures: Sequence[Future]) -> None:
+        """Have a failure of the pool, also one that has happened, end the wait for futures."""
+        self._futures = set(futures)
+        if self.failure is not None:
+            self._fail(self.failure)
 
     def _add(self, works: Sequence[_Work]) -> None:
         """Queue requests behind all others."""

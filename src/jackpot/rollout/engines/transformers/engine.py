@@ -25,10 +25,9 @@ from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import forward_rollouts, token_log_probs
-from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores
-from jackpot.rollout.engines.draft_counts import DraftCounts
-from jackpot.rollout.engines.in_flight import InFlightRequests
+from jackpot.rollout.engines.base import Capabilities, Request
+from jackpot.rollout.engines.checks import check_scores
+from jackpot.rollout.engines.in_flight import QueuedEngine
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
 from jackpot.rollout.engines.transformers.decoding import BatchSettings, DecodingBatch, batch_settings
 from jackpot.rollout.engines.transformers.drafting import DraftedBatch
@@ -43,7 +42,7 @@ from jackpot.rollout.engines.transformers.weights import ModelWeights
 _SCORE_TOKENS = 16_384  # most tokens in one forward pass of `score`, padding included
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(QueuedEngine):
     """An engine that decodes with transformers, in batches of requests with equal temperature, filters and top-k lists.
 
     Tokens are generated inside `collect` alone, which returns as soon as it has enough rollouts; unfinished rows
@@ -79,14 +78,14 @@ class TransformersEngine(Engine):
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
 
+        super().__init__(version)
         set_engine_attention(model.eval(), settings)
         self._settings = settings
 
         weights = ModelWeights(model, settings)
-        self._weights: ModelWeights | None = weights  # the model and its weights; None once the engine is closed
+        self._weights = weights
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
-        self._draft_counts = DraftCounts()
         attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
 
         self._capabilities = Capabilities(
@@ -106,8 +105,6 @@ class TransformersEngine(Engine):
         self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
 
         self._eos_token_ids = tuple(eos_token_ids)
-        self._version = version
-        self._in_flight = InFlightRequests()
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None
 
@@ -122,19 +119,7 @@ class TransformersEngine(Engine):
         self._events.append(decoding_event("growing", False, why))
         return None
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> Version:
-        return self._version
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._check_awake()
-        for request in requests:
-            check_request(request, self.capabilities)
-        self._in_flight.add(requests)
+    def _begin(self, requests: Sequence[Request]) -> None:
         self._queue.extend(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
@@ -154,8 +139,9 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        model = self._check_awake().model
+        self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
+        model = self._weights.model
         scores: dict[int, Tensor] = {}
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
 
@@ -170,22 +156,14 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says, under the names of the model's `named_parameters()`."""
-        weights = self._check_open()
-        self._in_flight.check_empty()
-        digest = weights.load(named_tensors)
-        self._version = version
+        self._check_idle()
+        digest = self._weights.load(named_tensors)
+        self._version, self._is_asleep = version, False
         return digest
 
-    def sleep(self) -> None:
-        """Release the memory of the weights until the next `update_weights`, with `enable_sleep_mode`.
-
-        On a GPU that memory is then free for other processes (not run).
-        """
-        weights = self._check_open()
-        if not sleeps(self._settings) or weights.are_released:
-            return
-        self._in_flight.check_empty()
-        weights.release()
+    def _release(self) -> None:
+        """Release the memory of the weights. On a GPU that memory is then free for other processes (not run)."""
+        self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -199,27 +177,10 @@ class TransformersEngine(Engine):
         self._events.clear()  # the list itself stays, because `GraphCapture` adds events to it
         return events
 
-    def take_draft_counts(self) -> DraftCounts:
-        counts, self._draft_counts = self._draft_counts, DraftCounts()
-        return counts
-
-    def close(self) -> None:
-        self._draft = self._weights = self._batch = None
+    def _end(self) -> None:
+        del self._weights, self._draft
+        self._batch = None
         self._queue.clear()
-        self._in_flight.clear()
-
-    def _check_open(self) -> ModelWeights:
-        """Return the model with its weights, or raise EngineError after `close`."""
-        if self._weights is None:
-            raise EngineError("the engine is closed; make a new one")
-        return self._weights
-
-    def _check_awake(self) -> ModelWeights:
-        """Return the model with its weights, or raise EngineError after `close` and while the engine sleeps."""
-        weights = self._check_open()
-        if weights.are_released:
-            raise EngineError(ASLEEP)
-        return weights
 
     def _step(self) -> None:
         """Generate one token in every row of the batch; after an error queue the batch's requests anew."""
@@ -255,7 +216,7 @@ class TransformersEngine(Engine):
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)
 
-        batch = make(self._check_open().model, requests, self._eos_token_ids, max_model_len, self._version)
+        batch = make(self._weights.model, requests, self._eos_token_ids, max_model_len, self._version)
         for _ in requests:
             self._queue.popleft()
         return batch
@@ -263,7 +224,8 @@ class TransformersEngine(Engine):
 
 def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
     """Return the model of the engine `drafter`, or raise EngineError where it cannot draft for `model`."""
-    draft, settings = drafter._check_open().model, drafter._settings
+    drafter._check_open()
+    draft, settings = drafter._weights.model, drafter._settings
 
     if draft.config._attn_implementation in (EXACT, EXACT_FP8):
         raise EngineError(

@@ -32,11 +32,6 @@ class VLLMServerInfo(ServerInfo):
     cache_dtype: str  # dtype of keys and values; auto: the dtype of the weights
     logprobs_mode: str  # kind of log-probs that the server returns
 
-    @property
-    def ties_embeddings(self) -> bool:
-        """Return whether the output layer shares its weight with the input embedding."""
-        return not any(name.endswith(_HEAD) for name in self.parameters)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedModel:
@@ -161,7 +156,8 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
     if info.device != "cpu":
         return
 
-    if info.ties_embeddings:
+    has_output_layer = any(name.endswith(_HEAD) for name in info.parameters)  # False: it is the input embedding
+    if not has_output_layer:
         raise EngineError(
             f"{url} runs on a CPU with tied embeddings, where vLLM keeps the first output layer forever. "
             f"Start it with an untied copy of the model: tie_word_embeddings false in its config.json, and "
