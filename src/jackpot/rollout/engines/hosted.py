@@ -50,7 +50,7 @@ class EngineHost:
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
-        self._held: dict[str, str] = {}  # name of each engine's newest weights; absent for the weights it was made with
+        self._weight_names: dict[str, str] = {}  # by engine; absent while an engine has the weights it was made with
 
     def answer(self, message: Tensor) -> Tensor:
         """Do what a message asks for, and return the answer; `core.messages.pack` makes message and answer."""
@@ -65,31 +65,36 @@ class EngineHost:
             return pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Do what a message asks for, which stands under `do`, and return the content of the answer.
+
+        Messages to generate or score give the names of the weights that the host must hold, under `held`.
+        """
         if message["do"] == "hello":
             described = {name: _describe(engine) for name, engine in self._engines.items()}
-            return {"held": self._held, "engines": described}
+            return {"held": self._weight_names, "engines": described}
 
         engine = self._engines[message["engine"]]
         if message["do"] == "take":
             return self._take(engine, message)
         if message["do"] == "sleep":
             engine.sleep()
-            self._held[message["engine"]] = message["name"]
+            self._weight_names[message["engine"]] = message["name"]
             return {}
 
-        if self._held != message["held"]:
-            return {"stale": self._held}
+        if self._weight_names != message["held"]:
+            return {"stale": self._weight_names}
         if message["do"] == "generate":
             return _generate(engine, message, self._sign)
         return {"log_probs": engine.score(message["rollouts"], message["temperature"])}
 
     def _take(self, engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
-        self._held.pop(message["engine"], None)
+        """Have an engine take the weights that a message names, and answer with the digest of what was read."""
+        self._weight_names.pop(message["engine"], None)
         try:
             digest = engine.update_weights(read_weights(message["path"]), Version(*message["version"]))
         except OSError as error:  # newer weights have replaced these
             return {"lost": f"cannot read the weights {message['name']}: {error}"}
-        self._held[message["engine"]] = message["name"]
+        self._weight_names[message["engine"]] = message["name"]
         return {"digest": digest}
 
 
@@ -181,7 +186,7 @@ class HostPeer(Peer):
     def __init__(self, name: str, link: Link) -> None:
         super().__init__(name, capacity=1)
         self._link = link
-        self._held: dict[str, str] = {}  # name of the weights that each engine of the host holds
+        self._weight_names: dict[str, str] = {}  # name of the weights that each engine of the host holds
         self._is_open = False
         self._is_starting = False  # True while `sync` starts or reaches the host
         self.engines: dict[str, Any] = {}  # last report of the host about each of its engines
@@ -203,7 +208,7 @@ class HostPeer(Peer):
             if self._is_starting:
                 await self._meet()
             for engine, weights in newest.items():
-                if self._held.get(engine) != weights.name:
+                if self._weight_names.get(engine) != weights.name:
                     await self._send(engine, weights)
         finally:
             self._is_starting = False
@@ -232,8 +237,8 @@ class HostPeer(Peer):
             await self._link.open()
         self._is_open = True
         answer = await self._ask({"do": "hello"})
-        self.was_restarted = not self._held.items() <= answer["held"].items()
-        self._held, self.engines = answer["held"], answer["engines"]
+        self.was_restarted = not self._weight_names.items() <= answer["held"].items()
+        self._weight_names, self.engines = answer["held"], answer["engines"]
 
     async def _send(self, engine: str, weights: SentWeights) -> None:
         """Have an engine of the host take new weights, or sleep.
@@ -246,11 +251,11 @@ class HostPeer(Peer):
 
         if memory is None:
             await self._ask(message | {"do": "sleep"})
-            self._held[engine] = weights.name
+            self._weight_names[engine] = weights.name
             return
 
         answer = await self._ask(message | {"path": str(memory.path)})
-        self._held[engine] = weights.name
+        self._weight_names[engine] = weights.name
 
         digest: str = answer["digest"]
         weights.digest = weights.digest or digest
@@ -331,19 +336,19 @@ class EnginePool:
         }
 
     def replace(
-        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
+        self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
     ) -> str:
         """Replace the newest weights of one engine; return the digest of the weights that hosts hold then.
 
         Args:
             codes: as in `Capabilities`.
         """
-        check_weights(sent, self._shapes[name], codes)
-        as_codes = codes is not None and codes.are_in(sent)
-        weights = self._share(name, sent, version, None if as_codes else self._dtypes[name])
-        self.pool.update(Newest({**self.pool.newest, name: weights}))
-        assert weights.digest is not None  # a host has taken them
-        return weights.digest
+        check_weights(weights, self._shapes[name], codes)
+        as_codes = codes is not None and codes.are_in(weights)
+        sent = self._share(name, weights, version, None if as_codes else self._dtypes[name])
+        self.pool.update(Newest({**self.pool.newest, name: sent}))
+        assert sent.digest is not None  # a host has taken the weights
+        return sent.digest
 
     def sleep(self, name: str) -> None:
         """Have one engine sleep in all hosts, and free its weights in this process too.
@@ -362,7 +367,7 @@ class EnginePool:
             self.pool.close()
 
     def _share(
-        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
+        self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
         """Copy the weights of an engine into shared memory, under a new name.
 
@@ -370,7 +375,7 @@ class EnginePool:
             dtype: dtype that the weights are cast to; None: each keeps its dtype.
         """
         try:
-            memory = SharedWeights(sent, dtype)
+            memory = SharedWeights(weights, dtype)
         except OSError as error:
             raise EngineError(
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "

@@ -130,7 +130,7 @@ class _Work:
     uid: str  # name of the request, for errors
     request: Any
     finish: Callable[[Any], None]  # called with the result, on the event loop's thread
-    failed_at: list[str] = field(default_factory=list)  # "PEER: ERROR" of each failed attempt
+    failures: list[str] = field(default_factory=list)  # "PEER: ERROR" of each failed attempt
 
 
 class Pool(Generic[AnyPeer]):
@@ -204,13 +204,13 @@ class Pool(Generic[AnyPeer]):
         """Return and forget the events since the last call: a peer was lost, came back, or was restarted."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def close(self, *last: Callable[[], Awaitable[None]]) -> None:
-        """Abandon all requests, close the peers, await the functions `last`, and end the thread; once."""
+    def close(self, *final_steps: Callable[[], Awaitable[None]]) -> None:
+        """Abandon all requests, close the peers, await the functions `final_steps`, and end the thread; once."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self.call(self._stop(last))
+            self.call(self._stop(final_steps))
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -242,15 +242,16 @@ class Pool(Generic[AnyPeer]):
             await self._state_changed.wait()
         raise self.failure
 
-    async def _stop(self, last: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    async def _stop(self, final_steps: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Cancel all work, close the peers, and await the functions `final_steps`."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._tasks.clear()  # the frames of the tasks hold weights
 
         await asyncio.gather(*(peer.close() for peer in self.peers), return_exceptions=True)
-        for finish in last:
-            await finish()
+        for step in final_steps:
+            await step()
 
     async def _update(self, newest: Any) -> None:
         self.newest = newest
@@ -397,16 +398,16 @@ class Pool(Generic[AnyPeer]):
 
     def _requeue(self, peer: Peer, work: _Work, lost: PeerLost) -> None:
         """Put a request back at the front of the queue, or fail the pool if the request has failed too often."""
-        work.failed_at.append(f"{peer.name}: {lost}")
+        work.failures.append(f"{peer.name}: {lost}")
         peer.num_resent += 1
-        if len(work.failed_at) < self._limits.attempts:
+        if len(work.failures) < self._limits.attempts:
             self._queue.appendleft(work)
             return
 
-        attempts = "; ".join(work.failed_at)
+        attempts = "; ".join(work.failures)
         self._fail(
             EngineError(
-                f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failed_at)} times ({attempts}); "
+                f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failures)} times ({attempts}); "
                 f"{self._limits.failing_advice}"
             )
         )

@@ -169,19 +169,19 @@ class ServerEngine(BackgroundEngine):
         before its next request.
         """
         self._check_idle()
-        sent = [(name, tensor.detach()) for name, tensor in named_tensors]
-        check_weights(sent, self._shapes)
+        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
+        check_weights(weights, self._shapes)
 
-        saved = self._save(sent)
+        saved = self._save(weights)
         self._pool.update(saved)
         self._version = version
         loading = [replica.loading for replica in self._pool.peers if replica.loading is not None]
         self._files.remove_except([saved, *loading])
         return saved.digest
 
-    def _save(self, sent: Sequence[tuple[str, Tensor]]) -> SavedWeights:
+    def _save(self, weights: Sequence[tuple[str, Tensor]]) -> SavedWeights:
         """Write weights to a new folder, whose name is the name of the weights."""
-        return self._files.save(sent, f"{self._id}-{next(self._weight_numbers)}")
+        return self._files.save(weights, f"{self._id}-{next(self._weight_numbers)}")
 
     def _end(self) -> None:
         try:

@@ -35,7 +35,7 @@ class Replica(Peer):
     """
 
     kind = "server"
-    made_for: ClassVar[str]  # program and version whose reports can be read, for errors
+    program: ClassVar[str]  # program and version whose reports can be read, for errors
     weights: SavedWeights | None
 
     def __init__(self, url: str, client: HTTPClient, version_prefix: str, capacity: int) -> None:
@@ -48,11 +48,11 @@ class Replica(Peer):
         super().__init__(url, capacity)
         self._client, self._version_prefix = client, version_prefix
         self.info: ServerInfo | None = None  # facts in the newest report of the server
-        self.loading: SavedWeights | None = None  # weights being sent, whose file must stay
+        self.loading: SavedWeights | None = None  # weights that the server reads now, whose file must stay
         self._was_updated = False  # True once this engine has sent weights to the server
-        self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
-        # The newest weights that the server was found to hold, and the checksums that it reported then
-        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None
+        self._sent_weights: SavedWeights | None = None  # weights that the server should hold; None: unknown
+        # The newest weights that the server was found to hold, and the checksums that it reported then.
+        self._last_check: tuple[SavedWeights, Mapping[str, str]] | None = None
         self._checks_begun, self._checks_passed = 0, 0  # numbers of the newest check begun and passed
         self._check_lock = asyncio.Lock()
 
@@ -65,11 +65,11 @@ class Replica(Peer):
         """
         self.loading = newest
         try:
-            if self.error is None and self._sent is not None:
-                await self._check_version(self._sent)
+            if self.error is None and self._sent_weights is not None:
+                await self._check_version(self._sent_weights)
             else:
                 await self._inspect()
-            if self._sent is not newest:
+            if self._sent_weights is not newest:
                 await self._update(newest)
         finally:
             self.loading = None
@@ -82,10 +82,10 @@ class Replica(Peer):
         except PeerRestarted:
             version = _INITIAL_VERSION
             self.was_restarted = True
-            self._verified = None
+            self._last_check = None
 
-        if self._sent is not None and self._sent.version != version:
-            self._sent = None
+        if self._sent_weights is not None and self._sent_weights.version != version:
+            self._sent_weights = None
         self.info = await self._read_facts()
 
     @abstractmethod
@@ -104,14 +104,14 @@ class Replica(Peer):
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self.name} has settings that cannot be read ({type(error).__name__}: {error}); this engine was made "
-                f"for {self.made_for}, see docs/vllm.md"
+                f"for {self.program}, see docs/vllm.md"
             ) from error
 
     @abstractmethod
     async def _load(self, weights: SavedWeights) -> None:
         """Replace the server's weights, drop cached keys and values, and tell the server the name of the weights.
 
-        Sets `_verified` as soon as `check_loaded` finds that the server holds the weights.
+        Sets `_last_check` as soon as `check_loaded` finds that the server holds the weights.
         """
 
     @abstractmethod
@@ -147,9 +147,9 @@ class Replica(Peer):
 
     async def _update(self, weights: SavedWeights) -> None:
         """Replace the server's weights; until that is done, the server counts as one without weights."""
-        self.weights = self._sent = None
+        self.weights = self._sent_weights = None
         await self._load(weights)
-        self._sent, self._was_updated = weights, True
+        self._sent_weights, self._was_updated = weights, True
 
     async def run(self, request: PeerRequest) -> Any:
         """Return the parsed answer to a request, which the weights `self.weights` have made, as `Peer.run` says."""

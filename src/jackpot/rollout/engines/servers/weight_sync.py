@@ -69,14 +69,14 @@ class WeightsFolder:
         self._dtype, self._format = dtype, weight_format
         self._aliases = aliases
 
-    def save(self, sent: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
+    def save(self, named_tensors: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
         """Write weights to a folder named `version`, completely or not at all.
 
         Raises:
             EngineError: the folder cannot be written.
         """
         folder, partial_folder = self._folder / version, self._folder / f"{version}.part"
-        weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in sent}
+        weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in named_tensors}
         tensors = dict(self._format.convert(weights.items()))
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
 

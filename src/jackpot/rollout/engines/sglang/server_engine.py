@@ -27,7 +27,7 @@ _PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
 class SGLangReplica(Replica):
     """The peer of one SGLang server: its checks, its weights and its requests."""
 
-    made_for = "SGLang 0.5.23"
+    program = "SGLang 0.5.23"
     _client: SGLangClient
 
     def __init__(
@@ -106,9 +106,9 @@ class SGLangReplica(Replica):
         checksums = await self._client.checksums()
         # On a GPU SGLang computes checksums with a function of its own.
         comparable = self.info is not None and self.info.device == "cpu"
-        check_loaded(self.name, weights, checksums, self._verified, comparable)
+        check_loaded(self.name, weights, checksums, self._last_check, comparable)
         await self._check_version(weights)
-        self._verified = (weights, checksums)
+        self._last_check = (weights, checksums)
 
     async def _ask(self, request: PeerRequest) -> Any:
         return await self._client.generate(request.message, request.parse)

@@ -86,9 +86,9 @@ class ModelWeights:
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
-        sent = list(named_tensors)
-        check_weights(sent, self._shapes, self.coded_weights)
-        as_codes = self.coded_weights is not None and self.coded_weights.are_in(sent)
+        weights = list(named_tensors)
+        check_weights(weights, self._shapes, self.coded_weights)
+        as_codes = self.coded_weights is not None and self.coded_weights.are_in(weights)
 
         tensors = self._parameters | self._buffers
         for name, shape in self._released.items():
@@ -98,7 +98,7 @@ class ModelWeights:
         targets = tensors if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
 
-        for name, tensor in sent:
+        for name, tensor in weights:
             if name in targets:
                 targets[name].copy_(tensor)
                 digest.add(name, targets[name])

@@ -26,11 +26,11 @@ from jackpot.rollout.engines.draft_counts import DraftCounts
 _STEP_TOKENS = 2048  # smallest limit on the tokens that vLLM reads in a step, vLLM's default
 
 
-def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
+def draft_arguments(num_drafts: int, folder: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """Return the keywords of vLLM's `EngineArgs` with which the model in `folder` drafts.
 
     Args:
-        tokens: number of tokens that are drafted at once.
+        num_drafts: number of tokens that are drafted at once.
         folder: model folder of the draft model.
         max_num_seqs: most requests in a batch.
         max_model_len: context length of both models, tokens.
@@ -38,10 +38,10 @@ def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: 
     speculative_config = {
         "method": "draft_model",
         "model": folder,
-        "num_speculative_tokens": tokens,
+        "num_speculative_tokens": num_drafts,
         # An equal number for every batch size. Without this entry vLLM pads a request of one unread token with
         # empty drafts, and judges the drafts of the whole batch in another way, also exact, in that step.
-        "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, tokens)],
+        "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, num_drafts)],
         "draft_sample_method": "probabilistic",
         "rejection_sample_method": "standard",
     }
@@ -51,7 +51,7 @@ def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: 
         "per_request_spec_decode_metrics": "detailed",
         "max_model_len": max_model_len,
         # A step has room for each request's token, its drafts, and one token that only the draft model reads.
-        "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_num_seqs * (2 + tokens)),
+        "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_num_seqs * (2 + num_drafts)),
     }
 
 
@@ -110,12 +110,11 @@ def expand(
     output.copy_(torch.where(values == replace_from, replace_to, values).repeat_interleave(counts))
 
 
-def count_drafts(prompt: int, tokens: int, metrics: Any) -> DraftCounts:
+def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> DraftCounts:
     """Return the counts of the drafts of one response.
 
     Args:
-        prompt: number of tokens of the prompt.
-        tokens: number of tokens of the response.
+        prompt_length, response_length: numbers of tokens.
         metrics: vLLM's `RequestSpecDecodeMetrics` of the response, which counts the policy's passes after the prompt's.
             Each of these verifies drafts.
     """
@@ -123,14 +122,14 @@ def count_drafts(prompt: int, tokens: int, metrics: Any) -> DraftCounts:
     num_drafts = metrics.num_spec_tokens  # most drafts in a step
 
     return DraftCounts(
-        tokens=tokens,
+        tokens=response_length,
         passes=1 + len(drafted),
         verifications=len(drafted),
-        verified=tokens - 1,
+        verified=response_length - 1,
         judged=sum(min(1 + right, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
-        read_alone=prompt + tokens - 1,
-        read_by_policy=prompt + sum(drafted) + len(drafted),
+        read_alone=prompt_length + response_length - 1,
+        read_by_policy=prompt_length + sum(drafted) + len(drafted),
         # The draft model reads all that the policy has read, rejected tokens too, one token more, and its own drafts.
-        read_by_draft=prompt + num_drafts + sum(drafted) + len(drafted) * (1 + num_drafts),
+        read_by_draft=prompt_length + num_drafts + sum(drafted) + len(drafted) * (1 + num_drafts),
     )

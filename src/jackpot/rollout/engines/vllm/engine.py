@@ -168,13 +168,13 @@ class VLLMEngine(ThreadEngine):
         followers = [engine for engine in self._followers if not engine._is_closed]
         for engine in (self, *followers):
             engine._check_idle()
-        sent = [(name, tensor.detach()) for name, tensor in named_tensors]
-        check_weights(sent, self._shapes, self.capabilities.coded_weights)
+        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
+        check_weights(weights, self._shapes, self.capabilities.coded_weights)
 
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
-        digest = self._call(lambda: self._replace_weights(sent))
+        digest = self._call(lambda: self._replace_weights(weights))
         for engine in followers:
-            engine._update_draft(sent)
+            engine._update_draft(weights)
         self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
 
         self._version = version
@@ -184,10 +184,10 @@ class VLLMEngine(ThreadEngine):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _update_draft(self, sent: Sequence[tuple[str, Tensor]]) -> None:
+    def _update_draft(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Replace the weights of vLLM's copy of the draft model; raise EngineError if not all of them arrived."""
-        digest = self._call(lambda: self._replace_draft_weights(sent))
-        expected = weights_digest(sent, self._dtype)
+        digest = self._call(lambda: self._replace_draft_weights(weights))
+        expected = weights_digest(weights, self._dtype)
         if digest != expected:
             raise EngineError(
                 f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
@@ -328,21 +328,21 @@ class VLLMEngine(ThreadEngine):
 
         return handle
 
-    def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+    def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of the tensors as sent, codes and scales included, before any quantization here.
+        The digest is that of the tensors as weights, codes and scales included, before any quantization here.
         """
         if self._is_asleep:
             self._llm.wake_up(["weights"])
 
         codes = self._weight_format.coded_weights
-        if codes and codes.are_in(sent):
+        if codes and codes.are_in(weights):
             digest = WeightsDigest(None)
-            converted = digest.watch(sent)
+            converted = digest.watch(weights)
         else:
             digest = WeightsDigest(self._dtype)
-            converted = self._weight_format.convert(digest.watch(self._cast(sent)))
+            converted = self._weight_format.convert(digest.watch(self._cast(weights)))
 
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
         self._llm.apply_model(pack_tied_head)
@@ -354,15 +354,15 @@ class VLLMEngine(ThreadEngine):
 
         return digest.hexdigest()
 
-    def _replace_draft_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+    def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM's draft model load new weights; return the digest of the tensors that the model has taken."""
         digest = WeightsDigest(self._dtype)
-        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(sent)),))
+        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(weights)),))
         self._forget_states()
         return digest.hexdigest()
 
-    def _cast(self, sent: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor.to(self._dtype)) for name, tensor in sent)
+    def _cast(self, weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
     def _forget_states(self) -> None:
         """Empty the prefix cache, whose keys and values are those of old weights."""

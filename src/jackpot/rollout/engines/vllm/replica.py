@@ -16,7 +16,7 @@ _RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed upda
 class VLLMReplica(Replica):
     """The peer of one vLLM server: its checks, its weights and its requests."""
 
-    made_for = "vLLM 0.32"
+    program = "vLLM 0.32"
     _client: VLLMClient
 
     def __init__(
@@ -50,10 +50,10 @@ class VLLMReplica(Replica):
             await client.reload_weights(str(weights.folder))
             await client.reset_prefix_cache()
             checksums = await client.checksums()
-            check_loaded(self.name, weights, checksums, self._verified)
+            check_loaded(self.name, weights, checksums, self._last_check)
             await client.set_weight_version(weights.version)
             await self._check_version(weights)
-            self._verified = (weights, checksums)
+            self._last_check = (weights, checksums)
         except BaseException:
             with contextlib.suppress(PeerLost, TimeoutError):  # the first error says why
                 await asyncio.wait_for(client.resume(), _RESUME_SECONDS)
