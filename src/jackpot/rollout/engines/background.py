@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundEngine(QueuedEngine):
-    """An engine that generates in the background: the caller's side, and the hand-over between the two sides.
+    """An engine that generates in the background, on another thread or in other processes, while its caller works.
 
     `_begin` starts generating; later `_complete` takes each response, or `_fail` ends all of them.
     """
@@ -55,7 +55,7 @@ class BackgroundEngine(QueuedEngine):
             return rollouts
 
     def _complete(self, rollouts: Sequence[Rollout], drafts: DraftCounts | None = None) -> None:
-        """Hand finished rollouts to the caller; called by the generating side.
+        """Hand finished rollouts to the caller, from the side that generates.
 
         Args:
             drafts: counts of the drafts of these rollouts; None: nothing was drafted.
@@ -67,7 +67,7 @@ class BackgroundEngine(QueuedEngine):
             self._changed.notify_all()
 
     def _fail(self, failure: EngineError) -> None:
-        """Record that generation cannot go on, so that every later call raises an error; for the generating side."""
+        """Record that generation cannot go on, from the side that generates; every later call raises `failure`."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
@@ -77,7 +77,7 @@ class ThreadEngine(BackgroundEngine):
     """An engine that generates on a thread of this process, which alone touches the model and its state."""
 
     def __init__(self, version: Version, thread_name: str) -> None:
-        """Start the thread; a subclass first sets the attributes that its `_step` reads.
+        """Start the thread that generates; a subclass first sets the attributes that `_step` reads.
 
         Args:
             thread_name: name of the thread, which errors mention.
@@ -115,14 +115,14 @@ class ThreadEngine(BackgroundEngine):
     @property
     @abstractmethod
     def _is_busy(self) -> bool:
-        """Return whether a request is unfinished, so that a step has something to generate."""
+        """Return whether a request is unfinished, so that `_step` has something to generate."""
 
     @abstractmethod
     def _step(self) -> None:
-        """Generate for a short time, and hand over with `_complete` the rollouts that finished."""
+        """Generate for a short time, and hand over the finished rollouts with `_complete`."""
 
     def _shut_down(self) -> None:
-        """Free what the thread owns; the thread calls this last."""
+        """Free what the thread owns, such as a model; this is the thread's last call."""
 
     def _run(self) -> None:
         """Serve calls and take steps until `close` or a failure."""
@@ -143,7 +143,7 @@ class ThreadEngine(BackgroundEngine):
             self._shut_down()
 
     def _serve(self, function: Callable[[], Any], future: Future) -> None:
-        """Call a function and set its future. An EngineError goes to the future alone; other errors end the thread."""
+        """Call a function, and store the result or the error in a future. An error but EngineError ends the thread."""
         try:
             future.set_result(function())
         except EngineError as error:

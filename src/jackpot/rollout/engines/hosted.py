@@ -40,20 +40,20 @@ _ATTEMPTS = 5  # attempts at one chunk before the run stops
 
 
 class EngineHost:
-    """The host in a process with engines, which answers the messages of a `HostPeer`. One thread makes all calls."""
+    """The answering side of a process with engines, for the messages of a `HostPeer`. One thread makes all calls."""
 
     def __init__(self, engines: Mapping[str, Engine], sign: Callable[[], None] = lambda: None) -> None:
-        """Take over engines.
+        """Take over engines that this process has made.
 
         Args:
-            engines: by the setting that describes each engine.
+            engines: engines by the setting that describes each engine.
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
         self._weight_names: dict[str, str] = {}  # by engine; absent while an engine has the weights it was made with
 
     def answer(self, message: Tensor) -> Tensor:
-        """Do what a message asks for, and return the answer; `core.messages.pack` makes message and answer."""
+        """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`."""
         try:
             return pack(self._do(unpack(message)))
         except MessageError as error:
@@ -179,7 +179,7 @@ class Newest(dict[str, SentWeights]):
 
 
 class HostPeer(Peer):
-    """The pool's side of one host: it asks the host, and brings it to the newest weights."""
+    """The asking side of one host, which sends requests to the host and brings the host to the newest weights."""
 
     weights: Newest | None
 
@@ -232,7 +232,7 @@ class HostPeer(Peer):
         await self._link.close()
 
     async def _meet(self) -> None:
-        """Reach the host, and ask which engines and weights it holds."""
+        """Reach the host, and ask the host which engines and weights it holds."""
         if not self._is_open or not isinstance(self.error, PeerRestarted):
             await self._link.open()
         self._is_open = True

@@ -76,7 +76,7 @@ class InFlightRequests:
 
 
 class QueuedEngine(Engine):
-    """An engine with a queue of requests, wherever and whenever it generates.
+    """The state of an engine, and the checks before its calls, that do not depend on where and when it generates.
 
     A subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
     """

@@ -34,11 +34,11 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach 
 
 
 class PeerLost(Exception):
-    """A peer did not do what it was asked; another attempt, there or at another peer, may succeed."""
+    """The failure of a peer to do what it was asked; another attempt, there or at another peer, may succeed."""
 
 
 class PeerRestarted(PeerLost):
-    """A peer was restarted, so it has lost the weights that it was sent, and can be reached."""
+    """The loss of a peer's weights by a restart; the peer itself can be reached."""
 
 
 class PeerRequest(NamedTuple):

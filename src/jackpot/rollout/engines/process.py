@@ -36,10 +36,10 @@ Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
 def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
-    """Return a function that starts a Python program, with the number of the socket's descriptor as its argument.
+    """Return a function that starts a Python program and hands a socket over to it.
 
     Args:
-        entry: text of the program.
+        entry: text of the program, whose one argument is the number of the socket's descriptor.
         environment: environment variables that differ from those of this process. Variables that make a process a rank
             are left out.
     """
@@ -61,7 +61,7 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
 
 
 class ProcessLink(Link):
-    """A link to a host in a process, which it starts, kills, and replaces by a new process.
+    """A link to a host in a process of this machine; the link starts, kills and replaces the process.
 
     Args:
         setup: first message to every process, from which the process makes its engines.
@@ -125,7 +125,7 @@ class ProcessLink(Link):
             raise PeerLost(await self._end()) from error
 
     async def _end(self) -> str:
-        """Wait shortly for the process to end, and return in words how it ended, or that it does not."""
+        """Wait shortly for the process to end; return in words how the process ended, or that it did not."""
         assert self.child is not None  # `open` comes first
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):

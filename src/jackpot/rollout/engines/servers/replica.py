@@ -20,7 +20,7 @@ _INITIAL_VERSION = "default"  # name that a server gives the weights it started 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """Facts that one server reports, of which an engine makes its `Capabilities`."""
+    """The facts that one server reports, of which an engine makes its `Capabilities`."""
 
     device: str  # kind of device, such as cpu or cuda
     max_model_len: int  # largest length of a prompt and its response together, tokens
@@ -29,7 +29,7 @@ class ServerInfo:
 
 
 class Replica(Peer):
-    """The peer of one server: it tracks the server's weights, updates them, and sends requests.
+    """The engine's side of one server, which tracks and updates the server's weights, and sends requests.
 
     A subclass knows the routes of the server's program.
     """
@@ -39,7 +39,7 @@ class Replica(Peer):
     weights: SavedWeights | None
 
     def __init__(self, url: str, client: HTTPClient, version_prefix: str, capacity: int) -> None:
-        """Track a server; nothing is sent before the first `sync`.
+        """Describe a server; nothing is sent before the first `sync`.
 
         Args:
             version_prefix: prefix of the names of all weights of this engine, which no other engine uses.
@@ -159,7 +159,7 @@ class Replica(Peer):
         return answer
 
     async def _confirm(self, weights: SavedWeights) -> None:
-        """Wait for a check, begun after this call, which finds that the server holds `weights`.
+        """Wait until a check that begins after this call has found that the server holds `weights`.
 
         All calls that wait at the same time share one check.
         """

@@ -25,7 +25,7 @@ _PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
 
 
 class SGLangReplica(Replica):
-    """The peer of one SGLang server: its checks, its weights and its requests."""
+    """The engine's side of one SGLang server, with the routes by which SGLang reports facts and loads weights."""
 
     program = "SGLang 0.5.23"
     _client: SGLangClient
@@ -41,7 +41,7 @@ class SGLangReplica(Replica):
         vocab_size: int,
         parameters: frozenset[str],
     ) -> None:
-        """Track a server, as `Replica` says.
+        """Describe a server, as `Replica` does.
 
         Args:
             dtype: dtype of the weights.

@@ -220,7 +220,7 @@ class DraftedBatch(DecodingBatch):
         return torch.cat(judged).unflatten(0, drafts.shape)
 
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
-        """Decide as `_verify` on some columns of some rows, flattened: returns [M, 3 + 2K] for M columns."""
+        """Decide as `_verify` does, on M columns of some rows, flattened; return [M, 3 + 2K]."""
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
         tokens = torch.where(verdict.accepted, drafts, verdict.others)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
@@ -268,7 +268,7 @@ class DraftedBatch(DecodingBatch):
         return finished
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
-        """Count one pass of the policy. All arguments are [N]: drafts, accepted drafts, and new tokens of a row."""
+        """Add one pass of the policy to the counts. Arguments are [N]: drafts, accepted drafts, new tokens of a row."""
         counts, verifies = self._counts, drafted > 0
         counts.tokens += int(num_new.sum())
         counts.passes += len(num_new)

@@ -73,6 +73,7 @@ class BatchKVLayer(DynamicLayer):
         self.values = self._grown(self.values[:, :, :length], rows)
 
     def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return a larger buffer that begins with some rows of keys or values, [N, heads, S, D]."""
         _, heads, length, size = states.shape
         count = len(rows) if isinstance(rows, Tensor) else len(states[rows])
         buffer = states.new_empty(count, heads, grown_length(length, self._max_length), size)

@@ -103,7 +103,11 @@ class GraphCapture:
         events.append(decoding_event("static", self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that does what `step` does, at equal addresses; `step` must have run once before."""
+        """Return a function that repeats `step`, with all reads and writes at the same addresses.
+
+        Args:
+            step: step of decoding, which has run once before.
+        """
         if not self._captures:
             return step
 

@@ -14,7 +14,7 @@ _RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed upda
 
 
 class VLLMReplica(Replica):
-    """The peer of one vLLM server: its checks, its weights and its requests."""
+    """The engine's side of one vLLM server, with the routes by which vLLM reports facts and loads weights."""
 
     program = "vLLM 0.32"
     _client: VLLMClient
@@ -22,7 +22,7 @@ class VLLMReplica(Replica):
     def __init__(
         self, url: str, client: VLLMClient, expected: ExpectedModel, version_prefix: str, capacity: int
     ) -> None:
-        """Track a server, as `Replica` says.
+        """Describe a server, as `Replica` does.
 
         Args:
             expected: model that the server has to serve.
@@ -36,6 +36,7 @@ class VLLMReplica(Replica):
         self._model_name = await client.model_name()
         vllm_config = await client.vllm_config()
         inspection, checksums = await client.model_inspection(), await client.checksums()
+
         with self._reading_facts():
             info = parse_server_info(vllm_config, inspection, checksums)
         check_server(info, self.name, self._expected)

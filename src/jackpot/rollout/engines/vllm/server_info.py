@@ -20,7 +20,7 @@ _HEAD = "lm_head.weight"  # vLLM's name of the output layer's weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMServerInfo(ServerInfo):
-    """Facts that one vLLM server reports about its model and limits."""
+    """The facts that one vLLM server reports about its model and limits."""
 
     sizes: Mapping[str, int]  # reported sizes of the model, by Hugging Face's config names
     parameters: frozenset[str]  # vLLM's names of the parameters
@@ -119,6 +119,7 @@ def check_server(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
 
 
 def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
+    """Raise EngineError for a server with another model, other dtypes or another kind of log-probs than `expected`."""
     if info.logprobs_mode != "processed_logprobs":
         raise EngineError(
             f"{url} returns {info.logprobs_mode}, which are not those of what it samples from; start it "
@@ -176,6 +177,7 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
 
 
 def _check_quantization(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
+    """Raise EngineError for a server that holds weights, keys or values in another form than `expected`."""
     method, kv_cache_dtype = expected.quant_method, expected.kv_cache_dtype
 
     if method and info.quantization != method:
