@@ -41,7 +41,7 @@ class Capabilities:
     # True where the engine does not sample from the distribution of the weights that it was sent, because it computes
     # with quantized numbers, or accepts drafts with lam below 1
     quantized: bool
-    # Name of the number formats of linear layers and cache. Training in the same formats (`precision: fp8`) computes the
+    # Name of the number formats of linear layers and cache. Training in these formats (`precision: fp8`) computes the
     # same bits on a CPU, but for rounding in the output layer. None: no training computes the same bits.
     number_formats: str | None = None
     coded_weights: CodedWeights | None = None  # weights that are sent as codes and scales; None: no weights are

@@ -22,10 +22,6 @@ class InFlightRequests:
         self._uids: set[str] = set()
         self._completed: dict[str, Rollout] = {}
 
-    def __len__(self) -> int:
-        """Return the number of requests whose rollout has not been collected."""
-        return len(self._uids)
-
     @property
     def num_unfinished(self) -> int:
         """Return the number of requests whose rollout is not finished."""

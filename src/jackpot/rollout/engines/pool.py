@@ -20,7 +20,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -136,12 +136,15 @@ class _Work:
 class Pool(Generic[AnyPeer]):
     """A pool of peers, which gives each request exactly one result, while peers are lost and come back."""
 
-    def __init__(self, limits: PoolLimits, newest: Any, thread_name: str) -> None:
+    def __init__(
+        self, limits: PoolLimits, newest: Any, thread_name: str, events: Iterable[dict[str, Any]] = ()
+    ) -> None:
         """Start the thread of a pool without peers.
 
         Args:
             newest: weights that peers must hold to be given requests. The pool hands the object to `Peer.sync`, and
                 compares it by identity alone.
+            events: events that `take_events` returns first.
         """
         self.newest: Any = newest
         self.peers: list[AnyPeer] = []
@@ -152,7 +155,7 @@ class Pool(Generic[AnyPeer]):
         self._limits = limits
         self._queue: deque[_Work] = deque()
         self._futures: set[Future] = set()  # futures for which `results` waits
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(events, maxlen=_MAX_EVENTS)
         self._tasks: dict[AnyPeer, asyncio.Task] = {}
         self._is_closed = False
 
@@ -196,12 +199,11 @@ class Pool(Generic[AnyPeer]):
         """Replace the newest weights, and wait until a peer holds them and every other peer does or is lost."""
         self.call(self._update(newest))
 
-    def log_event(self, event: dict[str, Any]) -> None:
-        """Add an event for `take_events`; the oldest events are dropped when there are too many."""
-        self._events.append(event)
-
     def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: a peer was lost, came back, or was restarted."""
+        """Return and forget the events since the last call: a peer was lost, came back, or was restarted.
+
+        The oldest events are dropped when there are too many.
+        """
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self, *final_steps: Callable[[], Awaitable[None]]) -> None:

@@ -81,11 +81,9 @@ class ServerEngine(BackgroundEngine):
             attempts_setting="engine.max_retries",
             failing_advice="look at the servers' logs",
         )
-        self._pool: Pool[Replica] = Pool(limits, self._save(list(named.items())), thread_name="the servers' thread")
+        first_weights = self._save(list(named.items()))
+        self._pool: Pool[Replica] = Pool(limits, first_weights, "the servers' thread", weight_format.events)
         self._pool.on_failure.append(self._fail)
-
-        for event in weight_format.events:
-            self._pool.log_event(event)
         try:
             self._pool.call(self._start())
         except BaseException:
@@ -107,7 +105,7 @@ class ServerEngine(BackgroundEngine):
     def _replica(self, url: str, client: Any) -> Replica:
         """Return the `Replica` of the server at `url`, with the `client` that calls the server."""
 
-    # What they share
+    # What servers share
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call.

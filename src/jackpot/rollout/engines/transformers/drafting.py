@@ -20,14 +20,14 @@ from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Rollout
 from jackpot.models.device import upload
 from jackpot.models.drafts import verify
-from jackpot.models.forward import backbone, head_logits, output_layer
-from jackpot.models.packed_attention import AttentionSet, layer_windows
+from jackpot.models.forward import head_logits, output_layer
+from jackpot.models.packed_attention import layer_windows
 from jackpot.models.sampling import Draw, sample_tokens, sampling_log_probs
 from jackpot.objectives.kernels.topk import top_k as largest
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRunner, pack_draw, threads_for
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer
-from jackpot.rollout.engines.transformers.static_decoding import STATIC, layer_masks
+from jackpot.rollout.engines.transformers.static_decoding import layer_masks, masked_forward
 
 _FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # drafts of a row at first and at most, where their number follows acceptance
 _MAX_PROBS = 2**26  # most numbers in the distributions [.., V] that are verified at once
@@ -67,14 +67,8 @@ class RaggedRunner:
             layer.write_at(positions, length)
 
         first = torch.zeros_like(positions[:, :1])
-        with AttentionSet(self._model.config.get_text_config(), STATIC):
-            return backbone(self._model)(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                static_masks=layer_masks(first, positions, length, self._windows, self._model.dtype),
-            ).last_hidden_state
+        masks = layer_masks(first, positions, length, self._windows, self._model.dtype)
+        return masked_forward(self._model, tokens, positions, self._cache, masks)
 
     def reorder(self, order: Tensor) -> None:
         """Replace row i by the old row `order[i]`; rows not in `order` leave the batch."""

@@ -110,13 +110,13 @@ class TransformersEngine(QueuedEngine):
 
     def _make_capture(self, model: PreTrainedModel) -> GraphCapture | None:
         """Return the object that captures decoding steps; if none can be captured, add an event and return None."""
-        if self._draft is not None:
-            why = "rows accept different numbers of drafts"
-        elif decodes_statically(model):
+        if self._draft is None and decodes_statically(model):
             return GraphCapture(model.device.type, self._events)
-        else:
-            why = f"{type(model).__name__} with these settings has no attention for it"
-        self._events.append(decoding_event("growing", False, why))
+
+        obstacle = f"{type(model).__name__} with these settings has no attention for it"
+        if self._draft is not None:
+            obstacle = "rows accept different numbers of drafts"
+        self._events.append(decoding_event("growing", False, obstacle))
         return None
 
     def _begin(self, requests: Sequence[Request]) -> None:

@@ -79,14 +79,36 @@ def layer_masks(
     return [by_window[window] for window in windows]
 
 
+def masked_forward(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: BatchKVCache, masks: list[Tensor]
+) -> Tensor:
+    """Run tokens through a model whose attention adds `masks` to its scores; return the last hidden states, [N, T, H].
+
+    Args:
+        tokens, positions: [N, T].
+        masks: the masks of all layers, from `layer_masks`.
+    """
+    with AttentionSet(model.config.get_text_config(), STATIC):
+        return backbone(model)(
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, static_masks=masks
+        ).last_hidden_state
+
+
 def decodes_statically(model: PreTrainedModel) -> bool:
     """Return whether `StaticBatch` can decode a model: all layers keep plain keys and attend by `grouped_attention`."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
-def decoding_event(shapes: Literal["static", "growing"], cuda_graphs: bool, why: str | None = None) -> dict[str, Any]:
-    """Return the event that reports how an engine decodes; `why` is the reason against a faster way."""
-    return {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs} | ({"why": why} if why else {})
+def decoding_event(
+    shapes: Literal["static", "growing"], cuda_graphs: bool, obstacle: str | None = None
+) -> dict[str, Any]:
+    """Return the event that reports how an engine decodes.
+
+    Args:
+        obstacle: why the engine does not decode in a faster way; None: it does.
+    """
+    event = {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs}
+    return event | ({"why": obstacle} if obstacle else {})
 
 
 class GraphCapture:
@@ -111,17 +133,17 @@ class GraphCapture:
         if not self._captures:
             return step
 
+        pool = None
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
             stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave another set
-            try:
-                with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-                    step()
-            except RuntimeError:
+            with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                step()
+
+        except RuntimeError as error:
+            if pool is not None:
                 with suppress(RuntimeError):  # before torch 2.12 nothing else ends it (pytorch/pytorch#180395)
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
-                raise
-        except RuntimeError as error:
             self._captures = False
             self._events.append(decoding_event("static", False, str(error).split("\n")[0]))
             return step
@@ -238,14 +260,8 @@ class StaticBatch(DecodingBatch):
         column, model = self._column, self._model
         positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the context's end
 
-        with AttentionSet(model.config.get_text_config(), STATIC):
-            states = backbone(model)(
-                input_ids=self._last_tokens[:, None],
-                position_ids=positions[:, None],
-                past_key_values=self._cache,
-                use_cache=True,
-                static_masks=layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype),
-            ).last_hidden_state
+        masks = layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype)
+        states = masked_forward(model, self._last_tokens[:, None], positions[:, None], self._cache, masks)
 
         random = uniforms(self._keys, column + (1 - self._prompt_length))
         draw = draw_tokens(head_logits(model, states[:, -1]), random, **self._settings._asdict())

@@ -331,7 +331,7 @@ class VLLMEngine(ThreadEngine):
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of the tensors as weights, codes and scales included, before any quantization here.
+        The digest is that of the tensors as they were sent, codes and scales included, before any quantization here.
         """
         if self._is_asleep:
             self._llm.wake_up(["weights"])
