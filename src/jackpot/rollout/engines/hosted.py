@@ -404,7 +404,7 @@ class PooledEngine(BackgroundEngine):
         super().__init__(version)
         self._pool, self._name = pool, name
         self._capabilities = capabilities
-        self._events = list(events)
+        self._events += events
         pool.pool.on_failure.append(self._fail)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -414,8 +414,7 @@ class PooledEngine(BackgroundEngine):
         `peer_restarted` name the host as `peer`; all engines of the pool share them, and the first engine that is
         asked returns them.
         """
-        events, self._events = self._events, []
-        return events + self._pool.pool.take_events()
+        return super().take_events() + self._pool.pool.take_events()
 
     def _release(self) -> None:
         self._pool.sleep(self._name)

@@ -4,6 +4,7 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
@@ -82,6 +83,7 @@ class QueuedEngine(Engine):
     def __init__(self, version: Version) -> None:
         self._version = version
         self._in_flight = InFlightRequests()
+        self._events: list[dict[str, Any]] = []  # events since the last `take_events`
         self._draft_counts = DraftCounts()  # counts since the last `take_draft_counts`
         self._changed = threading.Condition()  # guards `_in_flight`, `_draft_counts` and `_failure`
         self._failure: EngineError | None = None  # reason why generation cannot go on
@@ -111,6 +113,11 @@ class QueuedEngine(Engine):
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
         """Queue requests, which are checked and in flight, and return at once."""
+
+    def take_events(self) -> list[dict[str, Any]]:
+        events = list(self._events)
+        self._events.clear()  # the list itself stays, because others add events to it
+        return events
 
     def take_draft_counts(self) -> DraftCounts:
         with self._changed:

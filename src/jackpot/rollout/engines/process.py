@@ -35,7 +35,7 @@ _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
-def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
+def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> Start:
     """Return a function that starts a Python program and hands a socket over to it.
 
     Args:
@@ -44,16 +44,16 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
             are left out.
     """
 
-    async def start(theirs: socket.socket) -> asyncio.subprocess.Process:
+    async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
         }
         paths = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", entry, str(theirs.fileno())),
+            *(sys.executable, "-c", entry, str(far_end.fileno())),
             env={**inherited, "PYTHONPATH": paths, **(environment or {})},
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[far_end.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
         )
 
@@ -76,14 +76,14 @@ class ProcessLink(Link):
 
     async def open(self) -> None:
         await self.close()
-        ours, theirs = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
-            self.child = await self._start(theirs)
+            self._reader, self._writer = await asyncio.open_connection(sock=near_end, limit=_BUFFER)
+            self.child = await self._start(far_end)
         except OSError as error:
             raise PeerLost(f"its process cannot be started: {error}") from error
         finally:
-            theirs.close()
+            far_end.close()
         self._newest = 0  # number of the newest frame that was sent
         await self._send(pack(self._setup))
 
@@ -136,14 +136,14 @@ class ProcessLink(Link):
         return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with status {code}"
 
 
-def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> None:
+def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> None:
     """Answer messages until the other side ends: the main function of a process behind a `ProcessLink`.
 
     Args:
-        ours: this process's end of the socket.
+        connection: this process's end of the socket.
         make: makes the engines from the setup, keyed by the setting that describes each engine.
     """
-    stream = ours.makefile("rwb")
+    stream = connection.makefile("rwb")
     newest = -1  # number of the newest frame that was received
 
     def send(message: Tensor | None) -> None:

@@ -5,7 +5,7 @@ Shapes: `T` response tokens, `K` top log-probs.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,8 +90,9 @@ def checked_rollout(
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
-    ids = np.array([[token for token, _ in row] for row in rows], dtype=np.int64).reshape(shape)
-    log_probs = np.array([[value for _, value in row] for row in rows], dtype=np.float64).reshape(shape)
+    entries = list(chain.from_iterable(rows))
+    ids = np.array([token for token, _ in entries], dtype=np.int64).reshape(shape)
+    log_probs = np.array([log_prob for _, log_prob in entries], dtype=np.float64).reshape(shape)
 
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise EngineError(
@@ -242,11 +243,13 @@ def score_by_requests(
             it is given the requests of all rollouts in order, each with the uid of its rollout.
     """
     by_rollout = [log_prob_requests(rollout, temperature) for rollout in rollouts]
-    pairs = zip(rollouts, by_rollout, strict=True)
-    values = iter(answers([(rollout.uid, request) for rollout, requests in pairs for request in requests]))
+    named_requests: list[tuple[str, LogProbRequest]] = []
+    for rollout, requests in zip(rollouts, by_rollout, strict=True):
+        named_requests += [(rollout.uid, request) for request in requests]
 
+    results = iter(answers(named_requests))
     scores = []
     for requests in by_rollout:
-        log_probs = chain.from_iterable(next(values) for _ in requests)
+        log_probs = chain.from_iterable(islice(results, len(requests)))
         scores.append(torch.tensor(list(log_probs), dtype=torch.float32))
     return scores

@@ -28,8 +28,10 @@ class SGLangClient(HTTPClient):
 
         def parse(body: Any) -> dict[str, str]:
             check_success(body)
-            ranks = enumerate(body["ranks"])
-            return {f"{rank}:{name}": value for rank, info in ranks for name, value in dict(info["checksums"]).items()}
+            checksums: dict[str, str] = {}
+            for rank, info in enumerate(body["ranks"]):
+                checksums |= {f"{rank}:{name}": value for name, value in dict(info["checksums"]).items()}
+            return checksums
 
         body = {"action": "checksum"}
         return await self._call("POST", "/weights_checker", body, parse=parse, seconds=self._long_seconds)

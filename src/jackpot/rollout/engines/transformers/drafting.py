@@ -100,9 +100,12 @@ class DraftedBatch(DecodingBatch):
         self._num_drafts = torch.full_like(self._limits, num_drafts)  # [R], number of drafts in the next step
 
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
-        seeds = [request.seed for request in self._all_requests]
-        keys = [key_tensor([fold_in(use, seed) for seed in seeds]) for use in ("draft", "accept draft", "token")]
-        self._streams = torch.stack(keys, dim=1)  # [R, 3], keys of the three streams of uniforms
+
+        def keys(use: str) -> Tensor:
+            return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
+
+        # [R, 3], keys of the three streams of uniforms
+        self._streams = torch.stack([keys("draft"), keys("accept draft"), keys("token")], dim=1)
         self._is_started = False
 
     @torch.no_grad()

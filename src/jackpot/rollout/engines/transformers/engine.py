@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import groupby, islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +46,9 @@ class TransformersEngine(QueuedEngine):
 
     Tokens are generated inside `collect` alone, which returns as soon as it has enough rollouts; unfinished rows
     continue at the next call.
+
+    Its events are `quantized`, where the settings quantize, and `decoding`, where `enforce_eager` is off. `decoding`
+    says how tokens are decoded, and comes once more if a step could not be captured as a CUDA graph.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class TransformersEngine(QueuedEngine):
             sleeps=sleeps(settings),
         )
 
-        self._events = weights.events
+        self._events += weights.events
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
         self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
 
@@ -166,16 +168,6 @@ class TransformersEngine(QueuedEngine):
         self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
-
-    def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: `quantized` and `decoding`.
-
-        `quantized` reports what the settings quantize. `decoding` says how tokens are decoded where `enforce_eager` is
-        off, and comes once more if a step could not be captured as a CUDA graph.
-        """
-        events = list(self._events)
-        self._events.clear()  # the list itself stays, because `GraphCapture` adds events to it
-        return events
 
     def _end(self) -> None:
         del self._weights, self._draft

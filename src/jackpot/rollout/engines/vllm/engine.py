@@ -59,7 +59,10 @@ _CPU_CACHE_BYTES = 2**30  # size of the KV cache on a CPU if `kv_cache_memory_by
 
 
 class VLLMEngine(ThreadEngine):
-    """An engine that decodes with vLLM in this process; vLLM owns a copy of the model."""
+    """An engine that decodes with vLLM in this process; vLLM owns a copy of the model.
+
+    Its one event is `quantized`, where the settings quantize.
+    """
 
     def __init__(
         self,
@@ -100,12 +103,12 @@ class VLLMEngine(ThreadEngine):
         self._followers: list[VLLMEngine] = []  # engines for which this engine's model drafts
 
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
-        self._events = list(self._weight_format.events)
         self._llm: Any = None
         self._handlers: dict[str, Callable[[Any], None]] = {}  # takes vLLM's output, by vLLM's request id
         self._request_ids = count()
 
         super().__init__(version, thread_name="vLLM")
+        self._events += self._weight_format.events
         weights = [(name, weight.detach()) for name, weight in model.named_parameters() if settings.quantization]
         try:
             with warnings.catch_warnings():
@@ -193,11 +196,6 @@ class VLLMEngine(ThreadEngine):
                 f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
                 f"{expected[:12]}. Leave engine.draft out, or use engine=transformers"
             )
-
-    def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the event `quantized`, which exists where the settings quantize."""
-        events, self._events = self._events, []
-        return events
 
     def _release(self) -> None:
         """Release the memory of weights and cache."""
