@@ -172,7 +172,7 @@ class SentWeights:
     digest: str | None = None  # digest that the first host has computed; None before a host has taken the weights
 
 
-class Newest(dict[str, SentWeights]):
+class NewestWeights(dict[str, SentWeights]):
     """The newest weights of every engine, by the setting that describes the engine."""
 
     is_resting = False  # True while all engines that can sleep do so, so that training uses their memory
@@ -181,7 +181,7 @@ class Newest(dict[str, SentWeights]):
 class HostPeer(Peer):
     """The asking side of one host, which sends requests to the host and brings the host to the newest weights."""
 
-    weights: Newest | None
+    weights: NewestWeights | None
 
     def __init__(self, name: str, link: Link) -> None:
         super().__init__(name, capacity=1)
@@ -191,7 +191,7 @@ class HostPeer(Peer):
         self._is_starting = False  # True while `sync` starts or reaches the host
         self.engines: dict[str, Any] = {}  # last report of the host about each of its engines
 
-    async def sync(self, newest: Newest) -> None:
+    async def sync(self, newest: NewestWeights) -> None:
         """Make sure that the host holds the newest weights, as `Peer.sync` says.
 
         A host that was lost is not started while engines sleep, since the engines of a new host are awake, but when
@@ -213,7 +213,7 @@ class HostPeer(Peer):
         finally:
             self._is_starting = False
 
-    def is_awaited(self, newest: Newest) -> bool:
+    def is_awaited(self, newest: NewestWeights) -> bool:
         """Return whether an update waits for the host.
 
         A host that is being started is also waited for when engines go to sleep, because its engines are awake.
@@ -315,7 +315,7 @@ class EnginePool:
         self._weight_numbers = count()
         self._shapes: dict[str, dict[str, torch.Size]] = {}  # shape of every parameter of each engine
         self._dtypes: dict[str, torch.dtype] = {}  # dtype of the weights of each engine
-        newest = Newest()
+        newest = NewestWeights()
         for name, (named, dtype) in weights.items():
             self._shapes[name] = {key: tensor.shape for key, tensor in named}
             self._dtypes[name] = dtype
@@ -346,7 +346,7 @@ class EnginePool:
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
         sent = self._share(name, weights, version, None if as_codes else self._dtypes[name])
-        self.pool.update(Newest({**self.pool.newest, name: sent}))
+        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
 
@@ -356,7 +356,7 @@ class EnginePool:
         The call returns once the engine sleeps in all hosts but lost ones, which are started again with new weights.
         """
         asleep = SentWeights(f"{name} asleep {next(self._weight_numbers)}", self.pool.newest[name].version, None)
-        newest = Newest({**self.pool.newest, name: asleep})
+        newest = NewestWeights({**self.pool.newest, name: asleep})
         sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
         newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
         self.pool.update(newest)
