@@ -113,7 +113,8 @@ class RaggedKVLayer(BatchKVLayer):
     def __init__(self, keys: Tensor, values: Tensor, max_length: int) -> None:
         """Take over keys and values, [N, heads, S, D] each."""
         super().__init__(max_length)
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys, self.values = keys, values
+        self.is_initialized = True
         self._rows, self._length = len(keys), keys.shape[2]
 
     def write_at(self, columns: Tensor, length: int) -> None:

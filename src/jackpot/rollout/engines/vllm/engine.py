@@ -125,13 +125,7 @@ class VLLMEngine(ThreadEngine):
         check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        version, threads = self._version, torch.get_num_threads()
-
-        def add_all() -> None:
-            torch.set_num_threads(threads)  # torch keeps this setting for each thread: use as many as the learner
-            self._add_all(requests, version)
-
-        self._post(add_all)
+        self._post(partial(self._add_all, requests, self._version, torch.get_num_threads()))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says; at temperatures other than 1 each token takes one vLLM request.
@@ -289,8 +283,13 @@ class VLLMEngine(ThreadEngine):
             **self._arguments,
         )
 
-    def _add_all(self, requests: Sequence[Request], version: Version) -> None:
-        """Give vLLM requests for responses, and collect their log-probs in place of vLLM's own processor."""
+    def _add_all(self, requests: Sequence[Request], version: Version, num_threads: int) -> None:
+        """Give vLLM requests for responses, and collect their log-probs in place of vLLM's own processor.
+
+        Args:
+            num_threads: number of torch's threads that the learner uses, since torch keeps it for each thread.
+        """
+        torch.set_num_threads(num_threads)
         for request in requests:
             sampling_params = to_sampling_params(request, self._eos_token_ids, self.capabilities.max_model_len)
             top = _TopLogProbs()
