@@ -25,7 +25,7 @@ from jackpot.launch.engine_processes import own_gpu
 from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EngineHost
-from jackpot.rollout.engines.process import ProcessLink, starting
+from jackpot.rollout.engines.process import ProcessLink, make_starter
 from jackpot.training.joint_learner import JointLearner
 
 
@@ -198,7 +198,7 @@ def test_a_process_that_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch
     async def given() -> dict[str, str]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            child = await starting(entry, {"CUDA_VISIBLE_DEVICES": "3"})(theirs)
+            child = await make_starter(entry, {"CUDA_VISIBLE_DEVICES": "3"})(theirs)
             assert await child.wait() == 0
             return json.loads(ours.recv(2**20))
 

@@ -141,7 +141,7 @@ def use_process(tap: Tap, folder: Path) -> list:
         return child
 
     links = {"host": ProcessLink(noted, str(folder.parent / "model"), silence=1.5)}
-    pool = pool_of(links, folder.parent / "model", OLD, chunk=3, patience=6.0, sleeping=["engine"])
+    pool = pool_of(links, folder.parent / "model", OLD, chunk=3, patience=6.0)
     with closing(pool.engines["engine"]) as engine:
         return used(engine, whole=True)
 

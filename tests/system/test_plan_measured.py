@@ -30,10 +30,10 @@ def test_a_run_at_known_speeds_takes_as_long_as_is_counted(
     lengths: dict[str, list[int]] = defaultdict(list)
     complete, train = BackgroundEngine._complete, JointLearner.train
 
-    def noted(engine, rollouts):
+    def noted(engine, rollouts, drafts=None):
         for rollout in rollouts:
             lengths[rollout.uid.split("/")[0]].append(len(rollout.token_ids))  # by iteration, or "eval"
-        complete(engine, rollouts)
+        complete(engine, rollouts, drafts)
 
     def slow_train(self, *arguments, **named):
         end = time.monotonic() + TRAINING
@@ -41,8 +41,8 @@ def test_a_run_at_known_speeds_takes_as_long_as_is_counted(
         time.sleep(max(0.0, end - time.monotonic()))
         return result
 
-    starting = lambda *_: forking(partial(make_paced, period=STEP))  # noqa: E731
-    monkeypatch.setattr("jackpot.launch.engine_processes.starting", starting)
+    starter = lambda *_: forking(partial(make_paced, period=STEP))  # noqa: E731
+    monkeypatch.setattr("jackpot.launch.engine_processes.make_starter", starter)
     monkeypatch.setattr(BackgroundEngine, "_complete", noted)
     monkeypatch.setattr(JointLearner, "train", slow_train)
     config = small_config(

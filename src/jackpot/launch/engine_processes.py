@@ -19,7 +19,6 @@ import torch
 
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
-from jackpot.config.engines import sleeps
 from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
@@ -28,7 +27,7 @@ from jackpot.launch.engines import EnginePart, engine_parts, make_each
 from jackpot.models.load import DTYPES, load_model
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.hosted import EnginePool, Link
-from jackpot.rollout.engines.process import ProcessLink, serve, starting
+from jackpot.rollout.engines.process import ProcessLink, make_starter, serve
 
 ENTRY = "from jackpot.launch.engine_processes import main; main()"
 _GPUS = "CUDA_VISIBLE_DEVICES"
@@ -77,7 +76,6 @@ def engine_pool(
         version,
         chunk=chunk,
         patience=config.placement.timeout,
-        sleeping=[name for name, part in parts.items() if sleeps(part.settings)],
     )
 
 
@@ -85,7 +83,7 @@ def process_links(config: Config, setup: dict[str, Any]) -> dict[str, ProcessLin
     """Return connections to processes of this machine, which are started when they are opened."""
     links = {}
     for number in range(config.placement.engine_processes):
-        start = starting(ENTRY, own_gpu(number, config.shares_gpus) if setup["device"] == "cuda" else {})
+        start = make_starter(ENTRY, own_gpu(number, config.shares_gpus) if setup["device"] == "cuda" else {})
         links[f"engine process {number + 1}"] = ProcessLink(start, setup, config.placement.timeout)
     return links
 

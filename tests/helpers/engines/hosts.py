@@ -73,7 +73,7 @@ class Fork:
 
 
 def forking(make: Make) -> Callable[[socket.socket], Any]:
-    """Return what starts a fork that serves engines, in place of `process.starting`."""
+    """Return what starts a fork that serves engines, in place of `process.make_starter`."""
 
     async def start(theirs: socket.socket) -> Fork:
         pid = os.fork()
@@ -95,7 +95,7 @@ def forking(make: Make) -> Callable[[socket.socket], Any]:
 def fork_engines(monkeypatch: pytest.MonkeyPatch) -> list[ProcessLink]:
     """Have the engine processes of runs be forks; return a list to which the connections to them are added."""
     links: list[ProcessLink] = []
-    monkeypatch.setattr("jackpot.launch.engine_processes.starting", lambda *_: forking(make_hosted))
+    monkeypatch.setattr("jackpot.launch.engine_processes.make_starter", lambda *_: forking(make_hosted))
     init = ProcessLink.__init__
 
     def noted(link: ProcessLink, *arguments: object) -> None:

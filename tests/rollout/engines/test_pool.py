@@ -132,10 +132,10 @@ def test_an_engine_that_lost_its_weights_waits_for_them(pool: EnginePool) -> Non
     first.restart()
     generated = pool.engines["engine"].generate(requests(20))
     assert {tuple(one.versions[0].tolist()) for one in generated} == {OLD}
-    assert first.opened == 1 and first.host is not before and first.host._held
+    assert first.opened == 1 and first.host is not before and first.host._weight_names
     assert [event["event"] for event in pool.engines["engine"].take_events()] == ["peer_lost", "peer_restarted"]
     late = pack({"do": "generate", "engine": "engine", "held": {"engine": "others"}, "samplings": [], "requests": []})
-    assert unpack(first.host.answer(late)) == {"stale": first.host._held}
+    assert unpack(first.host.answer(late)) == {"stale": first.host._weight_names}
 
 
 def test_without_any_engine_the_pool_waits_and_gives_up(new_folder, folder) -> None:
@@ -215,7 +215,12 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Counting, 
     """Gives a peer so many requests at once, and returns them in the order in which they were done."""
     monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
     limits = PoolLimits(
-        patience=60.0, patience_setting="", unreachable="", attempts=9, attempts_setting="", failing="no luck"
+        patience=60.0,
+        patience_setting="",
+        unreachable_advice="",
+        attempts=9,
+        attempts_setting="",
+        failing_advice="no luck",
     )
     pool: Pool[Counting] = Pool(limits, object(), "counting")
     done: list[int] = []

@@ -18,7 +18,7 @@ from jackpot.core.messages import pack, unpack
 from jackpot.core.types import Version
 from jackpot.models.quantization.convert import quantize_named, scales_suffix
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES
-from jackpot.rollout.engines.hosted import _capabilities, _described
+from jackpot.rollout.engines.hosted import _capabilities, _describe
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from rollout.engines.transformers.test_decoding import make_engine, make_model
 from rollout.engines.transformers.test_engine import make
@@ -224,5 +224,5 @@ def test_an_fp8_cache_is_what_every_pass_sees(name, attention):
 
 def test_another_process_says_of_its_engine_what_this_one_would(folder):
     engine = make(folder, torch.bfloat16, quantization="int8_w8a8")
-    told = unpack(pack(_described(engine)))
+    told = unpack(pack(_describe(engine)))
     assert _capabilities(told["capabilities"]) == engine.capabilities

@@ -75,7 +75,7 @@ def links(new_folder: Path) -> dict[str, ProcessLink]:
 
 @pytest.fixture
 def pool(links: dict[str, ProcessLink], folder: Path) -> Iterator[EnginePool]:
-    pool = pool_of(links, folder, OLD, sleeping=["engine"])
+    pool = pool_of(links, folder, OLD)
     yield pool
     for engine in pool.engines.values():
         engine.close()
@@ -86,7 +86,8 @@ def test_an_engine_that_died_asleep_is_started_at_the_waking(pool, links) -> Non
     assert engine.capabilities.sleeps
     expected, path = tokens(engine.generate(WANTED)), pool.pool.newest["engine"].memory.path
     engine.sleep()
-    assert not path.exists() and all(peer._held["engine"].startswith("engine asleep") for peer in pool.pool.peers)
+    assert not path.exists()
+    assert all(peer._weight_names["engine"].startswith("engine asleep") for peer in pool.pool.peers)
     with pytest.raises(EngineError, match="the engine sleeps"):
         engine.submit(WANTED)
     with pytest.raises(EngineError, match="the engine sleeps"):
@@ -114,7 +115,7 @@ def test_to_sleep_waits_for_a_process_that_is_being_started(folder: Path, new_fo
         return make_sleepers(setup)
 
     links = {f"fork {one}": ProcessLink(forking(make_slowly), str(new_folder), 20.0) for one in range(2)}
-    pool = pool_of(links, folder, OLD, sleeping=["engine"])
+    pool = pool_of(links, folder, OLD)
     peer = pool.pool.peers[1]
     with closing(pool.engines["engine"]) as engine:
         kill(links["fork 1"])
@@ -123,4 +124,4 @@ def test_to_sleep_waits_for_a_process_that_is_being_started(folder: Path, new_fo
         while not peer._is_starting and time.monotonic() < deadline:
             time.sleep(0.01)
         engine.sleep()
-        assert peer._held["engine"].startswith("engine asleep") and links["fork 1"].child is not None
+        assert peer._weight_names["engine"].startswith("engine asleep") and links["fork 1"].child is not None

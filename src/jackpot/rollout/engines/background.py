@@ -23,52 +23,17 @@ from typing import Any, TypeVar
 
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
-from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_request
-from jackpot.rollout.engines.in_flight import InFlightRequests
+from jackpot.rollout.engines.draft_counts import DraftCounts
+from jackpot.rollout.engines.in_flight import QueuedEngine
 
 Result = TypeVar("Result")
 
 
-class BackgroundEngine(Engine):
-    """An engine that generates in the background: `submit` and `collect`, and the hand-over between the two sides.
+class BackgroundEngine(QueuedEngine):
+    """An engine that generates in the background, on another thread or in other processes, while its caller works.
 
-    A subclass sets `_capabilities` before the first request.
+    `_begin` starts generating; later `_complete` takes each response, or `_fail` ends all of them.
     """
-
-    _capabilities: Capabilities
-
-    def __init__(self, version: Version) -> None:
-        self._version = version
-        self._in_flight = InFlightRequests()
-        self._changed = threading.Condition()
-        self._failure: EngineError | None = None
-        self._is_closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> Version:
-        return self._version
-
-    @abstractmethod
-    def _begin(self, requests: Sequence[Request]) -> None:
-        """Start generating and return at once; later `_complete` takes each response, or `_fail` ends all of them."""
-
-    def _check(self, request: Request) -> None:
-        """Raise EngineError for a request that this engine cannot fulfill."""
-        check_request(request, self.capabilities)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._check_open()
-        with self._changed:
-            self._in_flight.check_new(requests)
-            for request in requests:
-                self._check(request)
-            self._in_flight.add(requests)
-        self._begin(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
         """Return finished rollouts as `Engine.collect` does; after a failure return what had finished, then raise.
@@ -77,8 +42,6 @@ class BackgroundEngine(Engine):
             EngineError: the engine is closed or has failed, or `n` is negative.
         """
         self._check_open(despite_failure=True)
-        if n < 0:
-            raise EngineError(f"collect takes a number of rollouts, got {n}")
 
         def is_settled() -> bool:
             in_flight = self._in_flight
@@ -91,31 +54,30 @@ class BackgroundEngine(Engine):
                 raise self._failure
             return rollouts
 
-    def _complete(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand finished rollouts to the caller; called by the generating side."""
+    def _complete(self, rollouts: Sequence[Rollout], drafts: DraftCounts | None = None) -> None:
+        """Hand finished rollouts to the caller, from the side that generates.
+
+        Args:
+            drafts: counts of the drafts of these rollouts; None: nothing was drafted.
+        """
         with self._changed:
+            if drafts is not None:
+                self._draft_counts += drafts
             self._in_flight.complete(rollouts)
             self._changed.notify_all()
 
     def _fail(self, failure: EngineError) -> None:
-        """Record that generation cannot go on: every later call raises `failure`. Called by the generating side."""
+        """Record that generation cannot go on, from the side that generates; every later call raises `failure`."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
-
-    def _check_open(self, despite_failure: bool = False) -> None:
-        """Raise EngineError if the engine is closed, or has failed and `despite_failure` is False."""
-        if self._is_closed:
-            raise EngineError("the engine is closed; make a new one")
-        if self._failure is not None and not despite_failure:
-            raise self._failure
 
 
 class ThreadEngine(BackgroundEngine):
     """An engine that generates on a thread of this process, which alone touches the model and its state."""
 
     def __init__(self, version: Version, thread_name: str) -> None:
-        """Start the thread; a subclass first sets the attributes that its `_step` reads.
+        """Start the thread that generates; a subclass first sets the attributes that `_step` reads.
 
         Args:
             thread_name: name of the thread, which errors mention.
@@ -125,12 +87,9 @@ class ThreadEngine(BackgroundEngine):
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._calls.put(None)
-            self._thread.join()
-            self._in_flight.clear()
+    def _end(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
 
     def _post(self, function: Callable[[], Result]) -> "Future[Result]":
         """Have the thread call a function between two steps; return a future of the function's result."""
@@ -156,14 +115,14 @@ class ThreadEngine(BackgroundEngine):
     @property
     @abstractmethod
     def _is_busy(self) -> bool:
-        """Return whether a request is unfinished, so that a step has something to generate."""
+        """Return whether a request is unfinished, so that `_step` has something to generate."""
 
     @abstractmethod
     def _step(self) -> None:
-        """Generate for a short time, and hand over with `_complete` the rollouts that finished."""
+        """Generate for a short time, and hand over the finished rollouts with `_complete`."""
 
     def _shut_down(self) -> None:
-        """Free what the thread owns; the thread calls this last."""
+        """Free what the thread owns, such as a model; this is the thread's last call."""
 
     def _run(self) -> None:
         """Serve calls and take steps until `close` or a failure."""
@@ -184,7 +143,7 @@ class ThreadEngine(BackgroundEngine):
             self._shut_down()
 
     def _serve(self, function: Callable[[], Any], future: Future) -> None:
-        """Call a function and set its future. An EngineError goes to the future alone; other errors end the thread."""
+        """Call a function, and store the result or the error in a future. An error but EngineError ends the thread."""
         try:
             future.set_result(function())
         except EngineError as error:

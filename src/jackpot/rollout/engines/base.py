@@ -41,8 +41,8 @@ class Capabilities:
     # True where the engine does not sample from the distribution of the weights that it was sent, because it computes
     # with quantized numbers, or accepts drafts with lam below 1
     quantized: bool
-    # Number formats of linear layers and cache, where training in equal formats (`precision: fp8`) gives equal bits on
-    # a CPU, but for rounding in the output layer; None: no training does
+    # Name of the number formats of linear layers and cache. Training in these formats (`precision: fp8`) computes the
+    # same bits on a CPU, but for rounding in the output layer. None: no training computes the same bits.
     number_formats: str | None = None
     coded_weights: CodedWeights | None = None  # weights that are sent as codes and scales; None: no weights are
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
@@ -51,7 +51,7 @@ class Capabilities:
 
 
 class Engine(ABC):
-    """An engine generates rollouts, and scores given text, with one model. One thread makes all calls."""
+    """A generator of rollouts with one model, which also scores given text. One thread makes all calls."""
 
     @property
     @abstractmethod
@@ -145,24 +145,27 @@ class Engine(ABC):
             EngineError: as `submit`, or the reason why the engine failed during generation.
         """
         self.submit(requests)
-        uids, rollouts = {request.uid for request in requests}, {}
+        uids = {request.uid for request in requests}
+        rollouts: dict[str, Rollout] = {}
+
         # Ends for a failed engine too: `collect` returns what had finished, then raises.
         while len(rollouts) < len(requests):
             if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):
                 break
             rollouts |= {rollout.uid: rollout for rollout in finished}
+
         if missing := [request.uid for request in requests if request.uid not in rollouts]:
             raise EngineError(f"the engine returned {len(rollouts)} of {len(requests)} rollouts; missing {missing[:5]}")
         return [rollouts[request.uid] for request in requests]
 
 
 def quantized_event(quantization: str, conversion: Conversion, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the event that reports which share of the weights an engine quantized, and how many tensors it left.
+    """Return the event that reports the share of weights that an engine quantized, and how many tensors it did not.
 
     Args:
         quantization: key of `SCHEMES`.
         sizes: number of elements of every parameter, by name.
     """
     share = sum(sizes[name] for name in conversion.converted) / sum(sizes.values())
-    kept = dict(Counter(conversion.kept.values()))  # number of tensors that were not quantized, by reason
-    return {"event": "quantized", "to": quantization, "share": share, "kept": kept}
+    reasons = dict(Counter(conversion.kept.values()))  # number of tensors that were not quantized, by reason
+    return {"event": "quantized", "to": quantization, "share": share, "kept": reasons}

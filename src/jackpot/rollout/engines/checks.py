@@ -59,17 +59,17 @@ def check_scores(rollouts: Sequence[Rollout], temperature: float, capabilities: 
 
 
 def check_weights(
-    sent: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size], codes: CodedWeights | None = None
+    weights: Sequence[tuple[str, Tensor]], shapes: Mapping[str, Size], codes: CodedWeights | None = None
 ) -> None:
     """Raise EngineError unless every parameter is sent exactly once and in its shape.
 
     Args:
         codes: parameters that may be sent as codes and scales instead, either all of them or none.
     """
-    as_codes = {name: tensor.dtype for name, tensor in sent if tensor.dtype in LARGEST}
-    taken = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
-    if as_codes and as_codes != taken:
-        wrong = sorted(name for name in as_codes | taken if as_codes.get(name) != taken.get(name))
+    as_codes = {name: tensor.dtype for name, tensor in weights if tensor.dtype in LARGEST}
+    expected = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
+    if as_codes and as_codes != expected:
+        wrong = sorted(name for name in as_codes | expected if as_codes.get(name) != expected.get(name))
         raise EngineError(
             f"{len(wrong)} weights were sent as codes that this engine does not take, or not as the codes that it "
             f"takes, such as {wrong[0]}; send those of capabilities.coded_weights, or all weights as numbers"
@@ -78,14 +78,14 @@ def check_weights(
     if as_codes and codes:
         shapes = {**shapes, **codes.shapes(shapes)}
 
-    names = Counter(name for name, _ in sent)
+    names = Counter(name for name, _ in weights)
     problems = {
         "missing": sorted(shapes.keys() - names.keys()),
         "unknown": sorted(names.keys() - shapes.keys()),
         "sent twice": sorted(name for name, count in names.items() if count > 1),
         "of another shape": [
             f"{name} {tuple(tensor.shape)}, needed {tuple(shapes[name])}"
-            for name, tensor in sent
+            for name, tensor in weights
             if name in shapes and tensor.shape != shapes[name]
         ],
     }

@@ -4,7 +4,6 @@ Drafts are tokens that one model proposes and the model of the engine accepts or
 """
 
 import math
-from collections import deque
 from dataclasses import dataclass, fields
 
 
@@ -22,9 +21,9 @@ class DraftCounts:
     read_by_policy: int = 0  # tokens that the policy read
     read_by_draft: int = 0  # tokens that the draft model read
 
-    def __iadd__(self, other: "DraftCounts") -> "DraftCounts":
+    def __iadd__(self, counts: "DraftCounts") -> "DraftCounts":
         for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+            setattr(self, count.name, getattr(self, count.name) + getattr(counts, count.name))
         return self
 
     def metrics(self) -> dict[str, float]:
@@ -38,11 +37,3 @@ class DraftCounts:
             "draft/policy_reads": self.read_by_policy / self.read_alone,
             "draft/draft_reads": self.read_by_draft / self.read_alone,
         }
-
-
-def take_all(waiting: deque[DraftCounts]) -> DraftCounts:
-    """Remove all counts from a queue and return their sum; another thread may append to the queue meanwhile."""
-    total = DraftCounts()
-    while waiting:
-        total += waiting.popleft()
-    return total

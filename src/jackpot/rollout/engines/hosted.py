@@ -1,4 +1,4 @@
-"""Engines in other processes: the host that answers there, the peer that asks a host, and the engines that users see.
+"""Engines in other processes: the host that answers there, the peer that asks a host, and the engines that callers use.
 
     PooledEngine ──chunks, weights──► Pool ──► HostPeer ──Link──► EngineHost ──► Engine
      (one a model)                          (one a process)       (there)       (one a model)
@@ -12,11 +12,11 @@ an engine sleeps, neither hosts nor this process keep its weights.
 
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
-from typing import Any, NamedTuple
+from itertools import chain, count
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
 from jackpot.models.quantization.convert import CodedWeights
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_scores, check_weights
-from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
-from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted, Pool, PoolLimits
+from jackpot.rollout.engines.checks import check_scores, check_weights
+from jackpot.rollout.engines.draft_counts import DraftCounts
+from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRequest, PeerRestarted, Pool, PoolLimits
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 _log = logging.getLogger(__name__)
@@ -40,20 +40,20 @@ _ATTEMPTS = 5  # attempts at one chunk before the run stops
 
 
 class EngineHost:
-    """The host in a process with engines, which answers the messages of a `HostPeer`. One thread makes all calls."""
+    """The answering side of a process with engines, for the messages of a `HostPeer`. One thread makes all calls."""
 
     def __init__(self, engines: Mapping[str, Engine], sign: Callable[[], None] = lambda: None) -> None:
-        """Take over engines.
+        """Take over engines that this process has made.
 
         Args:
-            engines: by the setting that describes each engine.
+            engines: engines by the setting that describes each engine.
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
-        self._held: dict[str, str] = {}  # name of each engine's weights; absent while it has those it was made with
+        self._weight_names: dict[str, str] = {}  # by engine; absent while an engine has the weights it was made with
 
     def answer(self, message: Tensor) -> Tensor:
-        """Do what a message asks for, and return the answer; `core.messages.pack` makes message and answer."""
+        """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`."""
         try:
             return pack(self._do(unpack(message)))
         except MessageError as error:
@@ -64,40 +64,56 @@ class EngineHost:
             _log.exception("a message could not be answered")
             return pack({"refused": f"{type(error).__name__}: {error}"})
 
-    def _do(self, ask: dict[str, Any]) -> dict[str, Any]:
-        if ask["do"] == "hello":
-            return {"held": self._held, "engines": {name: _described(one) for name, one in self._engines.items()}}
-        engine = self._engines[ask["engine"]]
-        if ask["do"] == "take":
-            return self._take(engine, ask)
-        if ask["do"] == "sleep":
-            engine.sleep()
-            self._held[ask["engine"]] = ask["name"]
-            return {}
-        if self._held != ask["held"]:
-            return {"stale": self._held}
-        return _generated(engine, ask, self._sign) if ask["do"] == "generate" else _scored(engine, ask)
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Do what a message asks for, which stands under `do`, and return the content of the answer.
 
-    def _take(self, engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
-        self._held.pop(ask["engine"], None)
+        Messages to generate or score give the names of the weights that the host must hold, under `held`.
+        """
+        if message["do"] == "hello":
+            described = {name: _describe(engine) for name, engine in self._engines.items()}
+            return {"held": self._weight_names, "engines": described}
+
+        engine = self._engines[message["engine"]]
+        if message["do"] == "take":
+            return self._take(engine, message)
+        if message["do"] == "sleep":
+            engine.sleep()
+            self._weight_names[message["engine"]] = message["name"]
+            return {}
+
+        if self._weight_names != message["held"]:
+            return {"stale": self._weight_names}
+        if message["do"] == "generate":
+            return _generate(engine, message, self._sign)
+        return {"log_probs": engine.score(message["rollouts"], message["temperature"])}
+
+    def _take(self, engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
+        """Have an engine take the weights that a message names, and answer with the digest of what was read."""
+        self._weight_names.pop(message["engine"], None)
         try:
-            digest = engine.update_weights(read_weights(ask["path"]), Version(*ask["version"]))
+            digest = engine.update_weights(read_weights(message["path"]), Version(*message["version"]))
         except OSError as error:  # newer weights have replaced these
-            return {"lost": f"cannot read the weights {ask['name']}: {error}"}
-        self._held[ask["engine"]] = ask["name"]
+            return {"lost": f"cannot read the weights {message['name']}: {error}"}
+        self._weight_names[message["engine"]] = message["name"]
         return {"digest": digest}
 
 
-def _described(engine: Engine) -> dict[str, Any]:
+def _describe(engine: Engine) -> dict[str, Any]:
+    """Return the capabilities and events of an engine as a message carries them; `_capabilities` reads the former."""
     capabilities = engine.capabilities
-    names = {"dtype": str(capabilities.dtype).removeprefix("torch.")}
-    names |= {"coded_weights": capabilities.coded_weights and tuple(capabilities.coded_weights)}
-    facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__} | names
+    facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__}
+    facts["dtype"] = str(capabilities.dtype).removeprefix("torch.")
+    facts["coded_weights"] = capabilities.coded_weights and tuple(capabilities.coded_weights)
     return {"capabilities": facts, "events": engine.take_events()}
 
 
-def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) -> dict[str, Any]:
-    samplings = [Sampling(**one) for one in ask["samplings"]]
+def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None]) -> dict[str, Any]:
+    """Generate the responses of a message from `PooledEngine`, and return them as `_parse_generated` reads them.
+
+    Args:
+        sign: called every `SIGN_SECONDS` until all responses are finished.
+    """
+    samplings = [Sampling(**fields) for fields in message["samplings"]]
     requests = [
         Request(
             uid=uid,
@@ -106,22 +122,19 @@ def _generated(engine: Engine, ask: dict[str, Any], sign: Callable[[], None]) ->
             sampling=samplings[index],
             exact_drafts=exact,
         )
-        for uid, ids, seed, index, exact in ask["requests"]
+        for uid, ids, seed, index, exact in message["requests"]
     ]
     engine.submit(requests)
 
     rollouts: dict[str, Rollout] = {}
     while len(rollouts) < len(requests):
-        rollouts |= {one.uid: one for one in engine.collect(len(requests) - len(rollouts), timeout=SIGN_SECONDS)}
+        finished = engine.collect(len(requests) - len(rollouts), timeout=SIGN_SECONDS)
+        rollouts |= {rollout.uid: rollout for rollout in finished}
         sign()
 
-    in_order = [rollouts[request.uid] for request in requests]
-    rows = [(rollout.finish, *(getattr(rollout, name) for name in TOKEN_COLUMNS)) for rollout in in_order]
+    read_columns = attrgetter("finish", *TOKEN_COLUMNS)
+    rows = [read_columns(rollouts[request.uid]) for request in requests]
     return {"rollouts": rows, "drafts": asdict(engine.take_draft_counts())}
-
-
-def _scored(engine: Engine, ask: dict[str, Any]) -> dict[str, Any]:
-    return {"log_probs": engine.score(ask["rollouts"], ask["temperature"])}
 
 
 class Link(ABC):
@@ -156,35 +169,29 @@ class SentWeights:
     name: str  # name of these weights, which no other weights have
     version: Version
     memory: SharedWeights | None  # None while the engine sleeps
-    digest: str | None = None  # digest that the first host computed which took the weights
+    digest: str | None = None  # digest that the first host has computed; None before a host has taken the weights
 
 
-class Newest(dict[str, SentWeights]):
+class NewestWeights(dict[str, SentWeights]):
     """The newest weights of every engine, by the setting that describes the engine."""
 
     is_resting = False  # True while all engines that can sleep do so, so that training uses their memory
 
 
-class HostRequest(NamedTuple):
-    """A request to a host: a chunk of responses to generate, or rollouts to score."""
-
-    message: dict[str, Any]
-    parse: Callable[[dict[str, Any]], Any]  # converts the answer to the result
-
-
 class HostPeer(Peer):
-    """The pool's side of one host: it asks the host, and brings it to the newest weights."""
+    """The asking side of one host, which sends requests to the host and brings the host to the newest weights."""
 
-    weights: Newest | None
+    weights: NewestWeights | None
 
     def __init__(self, name: str, link: Link) -> None:
         super().__init__(name, capacity=1)
         self._link = link
-        self._held: dict[str, str] = {}
-        self._is_open = self._is_starting = False
+        self._weight_names: dict[str, str] = {}  # name of the weights that each engine of the host holds
+        self._is_open = False
+        self._is_starting = False  # True while `sync` starts or reaches the host
         self.engines: dict[str, Any] = {}  # last report of the host about each of its engines
 
-    async def sync(self, newest: Newest) -> None:
+    async def sync(self, newest: NewestWeights) -> None:
         """Make sure that the host holds the newest weights, as `Peer.sync` says.
 
         A host that was lost is not started while engines sleep, since the engines of a new host are awake, but when
@@ -201,22 +208,22 @@ class HostPeer(Peer):
             if self._is_starting:
                 await self._meet()
             for engine, weights in newest.items():
-                if self._held.get(engine) != weights.name:
+                if self._weight_names.get(engine) != weights.name:
                     await self._send(engine, weights)
         finally:
             self._is_starting = False
 
-    def is_awaited(self, newest: Newest) -> bool:
+    def is_awaited(self, newest: NewestWeights) -> bool:
         """Return whether an update waits for the host.
 
         A host that is being started is also waited for when engines go to sleep, because its engines are awake.
         """
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
-    async def run(self, request: HostRequest) -> Any:
+    async def run(self, request: PeerRequest) -> Any:
         assert self.weights is not None  # a peer without them is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
-        answer = await self._ask(request.message | {"held": held})
+        answer = await self._ask({**request.message, "held": held})
         if "stale" in answer:
             raise PeerRestarted(f"it holds {answer['stale'] or 'no weights'} and not {held}")
         return request.parse(answer)
@@ -225,36 +232,41 @@ class HostPeer(Peer):
         await self._link.close()
 
     async def _meet(self) -> None:
-        """Reach the host, and ask which engines and weights it holds."""
+        """Reach the host, and ask the host which engines and weights it holds."""
         if not self._is_open or not isinstance(self.error, PeerRestarted):
             await self._link.open()
         self._is_open = True
         answer = await self._ask({"do": "hello"})
-        self.was_restarted = not self._held.items() <= answer["held"].items()
-        self._held, self.engines = answer["held"], answer["engines"]
+        self.was_restarted = not self._weight_names.items() <= answer["held"].items()
+        self._weight_names, self.engines = answer["held"], answer["engines"]
 
     async def _send(self, engine: str, weights: SentWeights) -> None:
+        """Have an engine of the host take new weights, or sleep.
+
+        Raises:
+            EngineError: the host has read other numbers than the first host that took these weights.
+        """
         message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
         memory = weights.memory
 
         if memory is None:
             await self._ask(message | {"do": "sleep"})
-            self._held[engine] = weights.name
+            self._weight_names[engine] = weights.name
             return
 
         answer = await self._ask(message | {"path": str(memory.path)})
-        self._held[engine] = weights.name
-        digest: str = answer["digest"]
-        expected = weights.digest or digest
-        weights.digest = expected
+        self._weight_names[engine] = weights.name
 
-        if digest != expected:
+        digest: str = answer["digest"]
+        weights.digest = weights.digest or digest
+        if digest != weights.digest:
             raise EngineError(
                 f"{self.name} read the weights {weights.name} and holds digest {digest[:12]}, another one "
-                f"{expected[:12]}; its memory or its version of this program differs. Take it out of the run"
+                f"{weights.digest[:12]}; its memory or its version of this program differs. Take it out of the run"
             )
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message to the host and return the answer; raise PeerLost or EngineError if the host says so."""
         try:
             answer = unpack(await self._link.ask(pack(message)))
         except MessageError as error:
@@ -267,13 +279,7 @@ class HostPeer(Peer):
 
 
 class EnginePool:
-    """A pool of hosts with an engine for each model that generates; the hosts do the engines' work.
-
-    Args:
-        weights: the first weights of each engine and their dtype, by the setting that describes the engine.
-        chunk: number of requests that a host is given at once.
-        patience: seconds without any host after which the run stops.
-    """
+    """A pool of hosts with an engine for each model that generates; the hosts do the engines' work."""
 
     def __init__(
         self,
@@ -283,13 +289,14 @@ class EnginePool:
         *,
         chunk: int,
         patience: float,
-        sleeping: Collection[str] = (),
     ) -> None:
         """Start the hosts, and wait until at least one holds the weights and every other host does or is lost.
 
         Args:
             links: connections to the hosts, by the name of the host.
-            sleeping: settings of the engines that release memory when they sleep.
+            weights: the first weights of each engine and their dtype, by the setting that describes the engine.
+            chunk: number of requests that a host is given at once.
+            patience: seconds without any host after which the run stops.
 
         Raises:
             EngineError: no host can be reached, or a host refuses.
@@ -298,83 +305,83 @@ class EnginePool:
         limits = PoolLimits(
             patience=patience,
             patience_setting="placement.timeout",
-            unreachable="Their own errors stand above. Start the same command again once it is clear why; with fewer "
-            "placement.engines each has more memory",
+            unreachable_advice="Their own errors stand above. Start the same command again once it is clear why; "
+            "with fewer placement.engines each has more memory",
             attempts=_ATTEMPTS,
             attempts_setting="the most attempts",
-            failing="it ends every engine that it is given; their own errors stand above",
+            failing_advice="it ends every engine that it is given; their own errors stand above",
         )
 
-        self._numbers, self._sleeping = count(), frozenset(sleeping)
-        self._shapes = {name: {key: one.shape for key, one in named} for name, (named, _) in weights.items()}
-        self._dtypes = {name: dtype for name, (_, dtype) in weights.items()}
-        newest = {name: self._shared(name, named, version, dtype) for name, (named, dtype) in weights.items()}
+        self._weight_numbers = count()
+        self._shapes: dict[str, dict[str, torch.Size]] = {}  # shape of every parameter of each engine
+        self._dtypes: dict[str, torch.dtype] = {}  # dtype of the weights of each engine
+        newest = NewestWeights()
+        for name, (named, dtype) in weights.items():
+            self._shapes[name] = {key: tensor.shape for key, tensor in named}
+            self._dtypes[name] = dtype
+            newest[name] = self._share(name, named, version, dtype)
 
-        self.pool: Pool[HostPeer] = Pool(limits, Newest(newest), thread_name="the engines' thread")
+        self.pool: Pool[HostPeer] = Pool(limits, newest, thread_name="the engines' thread")
         try:
-            self.pool.call(self._start([HostPeer(name, link) for name, link in links.items()]))
+            self.pool.call(self.pool.join(*(HostPeer(name, link) for name, link in links.items())))
         except BaseException:
             self.pool.close()
             raise
 
         first = next(peer for peer in self.pool.peers if peer.engines)
-        self._engines = {
+        # The engines by the setting that describes each; the pool closes when its last engine is closed.
+        self.engines = {
             name: PooledEngine(self, name, version, _capabilities(facts["capabilities"]), facts["events"])
             for name, facts in first.engines.items()
         }
-        self._open = set(self._engines)
-
-    async def _start(self, peers: Sequence[HostPeer]) -> None:
-        await self.pool.join(*peers)
-        await self.pool.until_synced()
-
-    @property
-    def engines(self) -> "dict[str, PooledEngine]":
-        """Return the engines by the setting that describes each. The pool closes when its last engine is closed."""
-        return dict(self._engines)
 
     def replace(
-        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
+        self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
     ) -> str:
         """Replace the newest weights of one engine; return the digest of the weights that hosts hold then.
 
         Args:
             codes: as in `Capabilities`.
         """
-        check_weights(sent, self._shapes[name], codes)
-        as_codes = codes is not None and codes.are_in(sent)
-        weights = self._shared(name, sent, version, None if as_codes else self._dtypes[name])
-        self.pool.update(Newest({**self.pool.newest, name: weights}))
-        assert weights.digest is not None  # a host has taken them
-        return weights.digest
+        check_weights(weights, self._shapes[name], codes)
+        as_codes = codes is not None and codes.are_in(weights)
+        sent = self._share(name, weights, version, None if as_codes else self._dtypes[name])
+        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
+        assert sent.digest is not None  # a host has taken the weights
+        return sent.digest
 
     def sleep(self, name: str) -> None:
         """Have one engine sleep in all hosts, and free its weights in this process too.
 
         The call returns once the engine sleeps in all hosts but lost ones, which are started again with new weights.
         """
-        asleep = SentWeights(f"{name} asleep {next(self._numbers)}", self.pool.newest[name].version, None)
-        newest = Newest({**self.pool.newest, name: asleep})
-        newest.is_resting = all(newest[one].memory is None for one in self._sleeping)
+        asleep = SentWeights(f"{name} asleep {next(self._weight_numbers)}", self.pool.newest[name].version, None)
+        newest = NewestWeights({**self.pool.newest, name: asleep})
+        sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
+        newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
         self.pool.update(newest)
 
-    def release(self, name: str) -> None:
-        """Note that the engine `name` is closed, and close the pool with its last engine."""
-        self._open.discard(name)
-        if not self._open:
+    def release(self) -> None:
+        """Close the pool if all of its engines are closed."""
+        if all(engine._is_closed for engine in self.engines.values()):
             self.pool.close()
 
-    def _shared(
-        self, name: str, sent: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
+    def _share(
+        self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
+        """Copy the weights of an engine into shared memory, under a new name.
+
+        Args:
+            dtype: dtype that the weights are cast to; None: each keeps its dtype.
+        """
         try:
-            memory = SharedWeights(sent, dtype)
+            memory = SharedWeights(weights, dtype)
         except OSError as error:
             raise EngineError(
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "
                 f"generates twice, beside what every engine holds"
             ) from error
-        return SentWeights(f"{name} {next(self._numbers)}", version, memory)
+        return SentWeights(f"{name} {next(self._weight_numbers)}", version, memory)
 
 
 class PooledEngine(BackgroundEngine):
@@ -395,9 +402,9 @@ class PooledEngine(BackgroundEngine):
             events: events of a host's engine at its start, which `take_events` returns once.
         """
         super().__init__(version)
-        self._pool, self._name, self._capabilities, self._events = pool, name, capabilities, list(events)
-        self._draft_counts: deque[DraftCounts] = deque()  # counts of finished chunks
-        self._is_asleep = False
+        self._pool, self._name = pool, name
+        self._capabilities = capabilities
+        self._events += events
         pool.pool.on_failure.append(self._fail)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -407,61 +414,52 @@ class PooledEngine(BackgroundEngine):
         `peer_restarted` name the host as `peer`; all engines of the pool share them, and the first engine that is
         asked returns them.
         """
-        events, self._events = self._events, []
-        return events + self._pool.pool.take_events()
+        return super().take_events() + self._pool.pool.take_events()
 
-    def take_draft_counts(self) -> DraftCounts:
-        return take_all(self._draft_counts)
-
-    def sleep(self) -> None:
-        """Release the engine's memory in all hosts until the next `update_weights`, if the engine can sleep."""
-        self._check_open()
-        if self.capabilities.sleeps and not self._is_asleep:
-            self._in_flight.check_empty()
-            self._pool.sleep(self._name)
-            self._is_asleep = True
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._check_awake()
-        super().submit(requests)
-
-    def _check_awake(self) -> None:
-        self._check_open()
-        if self._is_asleep:
-            raise EngineError(ASLEEP)
+    def _release(self) -> None:
+        self._pool.sleep(self._name)
 
     def _begin(self, requests: Sequence[Request]) -> None:
         chunks = _chunks(requests, self._pool.chunk)
-        self._pool.pool.begin([(chunk[0].uid, self._host_request(chunk), self._finish) for chunk in chunks])
+        self._pool.pool.begin(
+            [(chunk[0].uid, self._chunk_request(chunk), lambda result: self._complete(*result)) for chunk in chunks]
+        )
 
-    def _host_request(self, chunk: Sequence[Request]) -> HostRequest:
-        samplings = list({id(one.sampling): one.sampling for one in chunk}.values())
-        indices = {id(one): index for index, one in enumerate(samplings)}
+    def _chunk_request(self, chunk: Sequence[Request]) -> PeerRequest:
+        """Return the request to a host for the responses of a chunk.
+
+        The message has each `Sampling` once, and for each response the index of its `Sampling`.
+        """
+        samplings = list({id(request.sampling): request.sampling for request in chunk}.values())
+        indices = {id(sampling): index for index, sampling in enumerate(samplings)}
+        rows = [
+            (
+                request.uid,
+                torch.tensor(request.prompt.token_ids),
+                request.seed,
+                indices[id(request.sampling)],
+                request.exact_drafts,
+            )
+            for request in chunk
+        ]
+
         message = {
             "do": "generate",
             "engine": self._name,
-            "samplings": [one.model_dump() for one in samplings],
-            "requests": [
-                (one.uid, torch.tensor(one.prompt.token_ids), one.seed, indices[id(one.sampling)], one.exact_drafts)
-                for one in chunk
-            ],
+            "samplings": [sampling.model_dump() for sampling in samplings],
+            "requests": rows,
         }
-        return HostRequest(message, lambda answer: _parsed(chunk, answer))
-
-    def _finish(self, result: tuple[list[Rollout], DraftCounts]) -> None:
-        rollouts, counts = result
-        self._draft_counts.append(counts)
-        self._complete(rollouts)
+        return PeerRequest(message, lambda answer: _parse_generated(chunk, answer))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}
         requests = [
-            (chunk[0].uid, HostRequest(message | {"rollouts": list(chunk)}, lambda answer: answer["log_probs"]))
+            (chunk[0].uid, PeerRequest(message | {"rollouts": list(chunk)}, itemgetter("log_probs")))
             for chunk in _chunks(rollouts, self._pool.chunk)
         ]
-        return [one for scores in self._pool.pool.results(requests) for one in scores]
+        return list(chain.from_iterable(self._pool.pool.results(requests)))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the weights that a host read.
@@ -469,31 +467,29 @@ class PooledEngine(BackgroundEngine):
         The call returns once all hosts in reach, at least one, hold the new weights. A host out of reach gets them
         before its next chunk.
         """
-        self._check_open()
-        self._in_flight.check_empty()
+        self._check_idle()
         digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.coded_weights)
         self._version, self._is_asleep = version, False
         return digest
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._pool.release(self._name)
-            self._in_flight.clear()
+    def _end(self) -> None:
+        self._pool.release()
 
 
 def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _parsed(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[list[Rollout], DraftCounts]:
-    rollouts = [
-        Rollout(uid=one.uid, prompt=one.prompt, finish=finish, **dict(zip(TOKEN_COLUMNS, columns, strict=True)))
-        for one, (finish, *columns) in zip(chunk, answer["rollouts"], strict=True)
-    ]
+def _parse_generated(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[list[Rollout], DraftCounts]:
+    """Return the rollouts of a chunk, and the counts of their drafts, from a host's answer (`_generate`)."""
+    rollouts = []
+    for request, (finish, *columns) in zip(chunk, answer["rollouts"], strict=True):
+        tokens = dict(zip(TOKEN_COLUMNS, columns, strict=True))
+        rollouts.append(Rollout(uid=request.uid, prompt=request.prompt, finish=finish, **tokens))
     return rollouts, DraftCounts(**answer["drafts"])
 
 
 def _capabilities(facts: dict[str, Any]) -> Capabilities:
+    """Return the capabilities of an engine of a host, from what `_describe` made of them."""
     coded = facts["coded_weights"] and CodedWeights(tuple(facts["coded_weights"][0]), facts["coded_weights"][1])
     return Capabilities(**facts | {"dtype": getattr(torch, facts["dtype"]), "coded_weights": coded})

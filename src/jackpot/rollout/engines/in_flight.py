@@ -1,14 +1,16 @@
-"""Bookkeeping of requests between `submit` and `collect`, for engines of every kind.
+"""The part that engines of every kind share: the requests in flight, and the checks before each call."""
 
-It refuses uids that appear twice, and keeps finished rollouts until the caller collects them.
-"""
-
+import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Rollout
-from jackpot.rollout.engines.base import Request
+from jackpot.core.types import Rollout, Version
+from jackpot.rollout.engines.base import Capabilities, Engine, Request
+from jackpot.rollout.engines.checks import ASLEEP, check_request
+from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
 class InFlightRequests:
@@ -21,20 +23,10 @@ class InFlightRequests:
         self._uids: set[str] = set()
         self._completed: dict[str, Rollout] = {}
 
-    def __len__(self) -> int:
-        """Return the number of requests whose rollout has not been collected."""
-        return len(self._uids)
-
     @property
     def num_unfinished(self) -> int:
         """Return the number of requests whose rollout is not finished."""
         return len(self._uids) - len(self._completed)
-
-    def check_new(self, requests: Sequence[Request]) -> None:
-        """Raise EngineError for a uid that is already in flight, or appears twice in `requests`."""
-        uids = Counter(request.uid for request in requests)
-        if twice := [uid for uid, count in uids.items() if count > 1 or uid in self._uids]:
-            raise EngineError(f"uids already in flight: {twice[:5]}; give every request a uid of its own")
 
     def check_empty(self) -> None:
         """Raise EngineError while a request is in flight: its tokens would come from two sets of weights."""
@@ -42,8 +34,15 @@ class InFlightRequests:
             raise EngineError(f"{len(self._uids)} rollouts are in flight; collect them before the weights are replaced")
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add the uids of new requests."""
-        self._uids.update(request.uid for request in requests)
+        """Add the uids of new requests, all of them or none.
+
+        Raises:
+            EngineError: a uid is already in flight, or appears twice in `requests`.
+        """
+        uids = Counter(request.uid for request in requests)
+        if twice := [uid for uid, count in uids.items() if count > 1 or uid in self._uids]:
+            raise EngineError(f"uids already in flight: {twice[:5]}; give every request a uid of its own")
+        self._uids.update(uids)
 
     def complete(self, rollouts: Iterable[Rollout]) -> None:
         """Store finished rollouts until they are collected; drop those whose uid is not in flight."""
@@ -54,7 +53,13 @@ class InFlightRequests:
         return [rollout for uid, rollout in self._completed.items() if uids is None or uid in uids]
 
     def pop(self, n: int, uids: Container[str] | None) -> list[Rollout]:
-        """Remove and return up to `n` finished rollouts, oldest first, among those that `completed(uids)` returns."""
+        """Remove and return up to `n` finished rollouts, oldest first, among those that `completed(uids)` returns.
+
+        Raises:
+            EngineError: `n` is negative.
+        """
+        if n < 0:
+            raise EngineError(f"collect takes a number of rollouts, got {n}")
         popped = self.completed(uids)[:n]
         for rollout in popped:
             del self._completed[rollout.uid]
@@ -65,3 +70,101 @@ class InFlightRequests:
         """Forget all requests and rollouts."""
         self._uids.clear()
         self._completed.clear()
+
+
+class QueuedEngine(Engine):
+    """The state of an engine, and the checks before its calls, that do not depend on where and when it generates.
+
+    A subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
+    """
+
+    _capabilities: Capabilities
+
+    def __init__(self, version: Version) -> None:
+        self._version = version
+        self._in_flight = InFlightRequests()
+        self._events: list[dict[str, Any]] = []  # events since the last `take_events`
+        self._draft_counts = DraftCounts()  # counts since the last `take_draft_counts`
+        self._changed = threading.Condition()  # guards `_in_flight`, `_draft_counts` and `_failure`
+        self._failure: EngineError | None = None  # reason why generation cannot go on
+        self._is_asleep = False
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._check_awake()
+        for request in requests:
+            self._check(request)
+        with self._changed:
+            self._in_flight.add(requests)
+        self._begin(requests)
+
+    def _check(self, request: Request) -> None:
+        """Raise EngineError for a request that this engine cannot fulfill."""
+        check_request(request, self.capabilities)
+
+    @abstractmethod
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """Queue requests, which are checked and in flight, and return at once."""
+
+    def take_events(self) -> list[dict[str, Any]]:
+        events = list(self._events)
+        self._events.clear()  # the list itself stays, because others add events to it
+        return events
+
+    def take_draft_counts(self) -> DraftCounts:
+        with self._changed:
+            counts, self._draft_counts = self._draft_counts, DraftCounts()
+        return counts
+
+    def sleep(self) -> None:
+        """Release memory until the next `update_weights`, if `capabilities` say that the engine sleeps.
+
+        Raises:
+            EngineError: the engine is closed or has failed, or rollouts are in flight.
+        """
+        if self.capabilities.sleeps and not self._is_asleep:
+            self._check_idle()
+            self._release()
+            self._is_asleep = True
+
+    def _release(self) -> None:
+        """Release the memory that `sleep` is for; nothing is in flight."""
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._end()
+        finally:
+            self._in_flight.clear()
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Stop generating, and free what the engine holds; called once."""
+
+    def _check_open(self, despite_failure: bool = False) -> None:
+        """Raise EngineError if the engine is closed, or has failed and `despite_failure` is False."""
+        if self._is_closed:
+            raise EngineError("the engine is closed; make a new one")
+        if self._failure is not None and not despite_failure:
+            raise self._failure
+
+    def _check_idle(self) -> None:
+        """Raise EngineError if the engine is closed or has failed, or if rollouts are in flight."""
+        self._check_open()
+        self._in_flight.check_empty()
+
+    def _check_awake(self) -> None:
+        """Raise EngineError if the engine is closed or has failed, or if it sleeps."""
+        self._check_open()
+        if self._is_asleep:
+            raise EngineError(ASLEEP)

@@ -20,24 +20,32 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from jackpot.core.errors import EngineError
 
 Result = TypeVar("Result")
+
 _MAX_EVENTS = 1000  # events that are kept between two calls of `take_events`
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach a peer
 
 
 class PeerLost(Exception):
-    """A peer did not do what it was asked; another attempt, there or at another peer, may succeed."""
+    """The failure of a peer to do what it was asked; another attempt, there or at another peer, may succeed."""
 
 
 class PeerRestarted(PeerLost):
-    """A peer was restarted, so it has lost the weights that it was sent, and can be reached."""
+    """The loss of a peer's weights by a restart; the peer itself can be reached."""
+
+
+class PeerRequest(NamedTuple):
+    """A message to a peer, and the function that converts the peer's answer to the result."""
+
+    message: Mapping[str, Any]
+    parse: Callable[[Any], Any]
 
 
 class Peer(ABC):
@@ -72,9 +80,12 @@ class Peer(ABC):
 
     @abstractmethod
     async def sync(self, newest: Any) -> None:
-        """Make sure that the peer holds the newest weights, `newest` of `Pool.update`. No request runs meanwhile.
+        """Make sure that the peer holds the newest weights. No request runs meanwhile.
 
-        `error` says why the peer was lost; it is None if the peer was not lost.
+        The attribute `error` says why the peer was lost; it is None if the peer was not lost.
+
+        Args:
+            newest: the weights that `Pool.update` was given last.
 
         Raises:
             PeerLost: the peer cannot be reached or updated now; `sync` is called again later.
@@ -83,7 +94,9 @@ class Peer(ABC):
 
     @abstractmethod
     async def run(self, request: Any) -> Any:
-        """Do a request with the weights `weights`, and return the result. Other requests may run, but no `sync`.
+        """Do a request with the weights that the peer holds, and return the result.
+
+        Other requests may run meanwhile, but no `sync`.
 
         Raises:
             PeerLost: there is no result, or other weights may have made the result.
@@ -104,10 +117,10 @@ class PoolLimits:
 
     patience: float  # seconds without a peer that can be reached
     patience_setting: str  # name of the setting of `patience`
-    unreachable: str  # advice where no peer can be reached
+    unreachable_advice: str  # end of the error where no peer can be reached
     attempts: int  # attempts at one request
     attempts_setting: str  # name of the setting of `attempts`
-    failing: str  # advice where a request fails that often
+    failing_advice: str  # end of the error where a request fails that often
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,18 +130,21 @@ class _Work:
     uid: str  # name of the request, for errors
     request: Any
     finish: Callable[[Any], None]  # called with the result, on the event loop's thread
-    failed_at: list[str] = field(default_factory=list)  # "PEER: ERROR" of each failed attempt
+    failures: list[str] = field(default_factory=list)  # "PEER: ERROR" of each failed attempt
 
 
 class Pool(Generic[AnyPeer]):
     """A pool of peers, which gives each request exactly one result, while peers are lost and come back."""
 
-    def __init__(self, limits: PoolLimits, newest: Any, thread_name: str) -> None:
+    def __init__(
+        self, limits: PoolLimits, newest: Any, thread_name: str, events: Iterable[dict[str, Any]] = ()
+    ) -> None:
         """Start the thread of a pool without peers.
 
         Args:
             newest: weights that peers must hold to be given requests. The pool hands the object to `Peer.sync`, and
                 compares it by identity alone.
+            events: events that `take_events` returns first.
         """
         self.newest: Any = newest
         self.peers: list[AnyPeer] = []
@@ -139,7 +155,7 @@ class Pool(Generic[AnyPeer]):
         self._limits = limits
         self._queue: deque[_Work] = deque()
         self._futures: set[Future] = set()  # futures for which `results` waits
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[dict[str, Any]] = deque(events, maxlen=_MAX_EVENTS)
         self._tasks: dict[AnyPeer, asyncio.Task] = {}
         self._is_closed = False
 
@@ -151,7 +167,7 @@ class Pool(Generic[AnyPeer]):
     # From other threads
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the event loop and wait for its result."""
+        """Run a coroutine on the event loop, wait for the coroutine's result and return it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def begin(self, requests: Sequence[tuple[str, Any, Callable[[Any], None]]]) -> None:
@@ -174,83 +190,75 @@ class Pool(Generic[AnyPeer]):
             EngineError: the pool has failed.
         """
         futures: list[Future] = [Future() for _ in requests]
-        works = [
-            _Work(uid=uid, request=request, finish=future.set_result)
-            for (uid, request), future in zip(requests, futures, strict=True)
-        ]
-
-        def add() -> None:
-            self._futures = set(futures)
-            if self.failure is not None:
-                self._fail(self.failure)
-            self._add(works)
-
-        self._loop.call_soon_threadsafe(add)
+        self._loop.call_soon_threadsafe(self._watch, futures)
+        pairs = zip(requests, futures, strict=True)
+        self.begin([(uid, request, future.set_result) for (uid, request), future in pairs])
         return [future.result() for future in futures]
 
     def update(self, newest: Any) -> None:
         """Replace the newest weights, and wait until a peer holds them and every other peer does or is lost."""
         self.call(self._update(newest))
 
-    def log_event(self, event: dict[str, Any]) -> None:
-        """Add an event for `take_events`; the oldest events are dropped when there are too many."""
-        self._events.append(event)
-
     def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: a peer was lost, came back, or was restarted."""
+        """Return and forget the events since the last call: a peer was lost, came back, or was restarted.
+
+        The oldest events are dropped when there are too many.
+        """
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def close(self, *last: Callable[[], Awaitable[None]]) -> None:
-        """Abandon all requests, close the peers, await the functions `last`, and end the thread; once."""
+    def close(self, *final_steps: Callable[[], Awaitable[None]]) -> None:
+        """Abandon all requests, close the peers, await the functions `final_steps`, and end the thread; once."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self.call(self._stop(last))
+            self.call(self._stop(final_steps))
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            self.newest = None  # frees their memory
+            self.newest = None  # frees the memory of the weights
             for peer in self.peers:
                 peer.weights = None
 
     # On the event loop's thread
 
     async def join(self, *peers: AnyPeer) -> None:
-        """Let peers join the pool, which gives a peer requests once the peer holds the newest weights."""
-        for peer in peers:
-            self.peers.append(peer)
-            self._tasks[peer] = asyncio.create_task(self._serve(peer))
-
-    async def until_synced(self) -> None:
-        """Wait until at least one peer holds the newest weights, and every other peer does or is lost.
+        """Add peers to the pool, and wait until at least one holds the newest weights and every other does or is lost.
 
         Raises:
             EngineError: the pool has failed.
         """
-        while True:
-            if self.failure is not None:
-                raise self.failure
-            is_synced = [peer.weights is self.newest for peer in self.peers]
-            pairs = zip(is_synced, self.peers, strict=True)
-            if any(is_synced) and not any(not synced and peer.is_awaited(self.newest) for synced, peer in pairs):
+        for peer in peers:
+            self.peers.append(peer)
+            self._tasks[peer] = asyncio.create_task(self._serve(peer))
+        await self._until_synced()
+
+    async def _until_synced(self) -> None:
+        """Wait until at least one peer holds the newest weights, and every other peer does or is lost."""
+        while self.failure is None:
+            behind = [peer for peer in self.peers if peer.weights is not self.newest]
+            is_any_synced = len(behind) < len(self.peers)
+            if is_any_synced and not any(peer.is_awaited(self.newest) for peer in behind):
                 return
             await self._state_changed.wait()
+        raise self.failure
 
-    async def _stop(self, last: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    async def _stop(self, final_steps: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Cancel all work, close the peers, and await the functions `final_steps`."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tasks.clear()  # their frames hold weights
+        self._tasks.clear()  # the frames of the tasks hold weights
+
         await asyncio.gather(*(peer.close() for peer in self.peers), return_exceptions=True)
-        for one in last:
-            await one()
+        for step in final_steps:
+            await step()
 
     async def _update(self, newest: Any) -> None:
         self.newest = newest
         self._notify()
-        await self.until_synced()
+        await self._until_synced()
 
     def _notify(self) -> None:
         """Unblock all tasks that wait for `_state_changed`."""
@@ -258,18 +266,29 @@ class Pool(Generic[AnyPeer]):
         self._state_changed = asyncio.Event()
 
     def _fail(self, failure: EngineError) -> None:
-        is_first, self.failure = self.failure is None, self.failure or failure
+        """Fail all results that callers wait for, now and later; the first failure is the one that they are given."""
+        is_first = self.failure is None
+        self.failure = self.failure or failure
+
         for future in self._futures:
             if not future.done():
                 future.set_exception(self.failure)
         if is_first:
             for listener in self.on_failure:
                 listener(failure)
+
         for task in self._tasks.values():
             task.cancel()
         self._notify()
 
+    def _watch(self, futures: Sequence[Future]) -> None:
+        """Have a failure of the pool, also one that has happened, end the wait for futures."""
+        self._futures = set(futures)
+        if self.failure is not None:
+            self._fail(self.failure)
+
     def _add(self, works: Sequence[_Work]) -> None:
+        """Queue requests behind all others."""
         self._queue.extend(works)
         self._notify()
 
@@ -281,7 +300,8 @@ class Pool(Generic[AnyPeer]):
 
                 try:
                     await peer.sync(newest)
-                    peer.weights, peer.error, peer.lost_since = newest, None, None
+                    peer.weights = newest
+                    peer.error, peer.lost_since = None, None
                     self.check(peer)
                     if was_lost:
                         self._log("restarted" if peer.was_restarted else "back", peer)
@@ -310,16 +330,15 @@ class Pool(Generic[AnyPeer]):
 
         limits = self._limits
         timeout = limits.patience
-        lost_since = [other.lost_since for other in self.peers if other.lost_since is not None]
+        lost_since = [member.lost_since for member in self.peers if member.lost_since is not None]
         if lost_since and len(lost_since) == len(self.peers):
-            left = timeout - (time.monotonic() - max(lost_since))
-            if left <= 0.0:
-                reasons = "; ".join(f"{other.name}: {other.error}" for other in self.peers)
+            timeout -= time.monotonic() - max(lost_since)
+            if timeout <= 0.0:
+                reasons = "; ".join(f"{member.name}: {member.error}" for member in self.peers)
                 raise EngineError(
-                    f"no {peer.kind} could be used for {limits.patience_setting} = {timeout:g} seconds ({reasons}). "
-                    f"{limits.unreachable}"
+                    f"no {peer.kind} could be used for {limits.patience_setting} = {limits.patience:g} seconds "
+                    f"({reasons}). {limits.unreachable_advice}"
                 )
-            timeout = left
 
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
@@ -357,8 +376,8 @@ class Pool(Generic[AnyPeer]):
 
     def _is_next(self, peer: Peer) -> bool:
         """Return whether the peer has room for a request, and works on the fewest requests of all ready peers."""
-        ready = [one for one in self.peers if one.error is None and one.weights is self.newest]
-        return peer.num_running == min(one.num_running for one in ready) < peer.capacity
+        loads = [ready.num_running for ready in self.peers if ready.error is None and ready.weights is self.newest]
+        return peer.num_running == min(loads) < peer.capacity
 
     async def _do(self, peer: Peer, work: _Work) -> None:
         """Have a peer do a request and hand over the result; queue the request again if the peer is lost."""
@@ -374,23 +393,27 @@ class Pool(Generic[AnyPeer]):
         else:
             peer.num_failures = 0
             work.finish(result)
+
         finally:
             peer.num_running -= 1
             self._notify()
 
     def _requeue(self, peer: Peer, work: _Work, lost: PeerLost) -> None:
-        work.failed_at.append(f"{peer.name}: {lost}")
+        """Put a request back at the front of the queue, or fail the pool if the request has failed too often."""
+        work.failures.append(f"{peer.name}: {lost}")
         peer.num_resent += 1
-        if len(work.failed_at) < self._limits.attempts:
+        if len(work.failures) < self._limits.attempts:
             self._queue.appendleft(work)
-        else:
-            attempts = "; ".join(work.failed_at)
-            self._fail(
-                EngineError(
-                    f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failed_at)} times ({attempts}); "
-                    f"{self._limits.failing}"
-                )
+            return
+
+        attempts = "; ".join(work.failures)
+        self._fail(
+            EngineError(
+                f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failures)} times ({attempts}); "
+                f"{self._limits.failing_advice}"
             )
+        )
 
     def _log(self, event: str, peer: Peer, **details: Any) -> None:
+        """Add an event about a peer, such as `server_lost`, for `take_events`."""
         self._events.append({"event": f"{peer.kind}_{event}", peer.kind: peer.name, **details})

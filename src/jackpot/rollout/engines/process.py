@@ -31,27 +31,29 @@ _LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # prefixes of vari
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-# Starts a process that calls `serve` on its end of a socket.
+# A function that starts a process, which calls `serve` on the socket that the function is given.
 Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
-def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
-    """Return a function that starts a Python program, with the number of the socket's descriptor as its argument.
+def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> Start:
+    """Return a function that starts a Python program and hands a socket over to it.
 
     Args:
-        entry: text of the program.
+        entry: text of the program, whose one argument is the number of the socket's descriptor.
         environment: environment variables that differ from those of this process. Variables that make a process a rank
             are left out.
     """
 
-    async def start(theirs: socket.socket) -> asyncio.subprocess.Process:
-        kept = {name: one for name, one in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK}
+    async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
+        }
         paths = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", entry, str(theirs.fileno())),
-            env={**kept, "PYTHONPATH": paths, **(environment or {})},
+            *(sys.executable, "-c", entry, str(far_end.fileno())),
+            env={**inherited, "PYTHONPATH": paths, **(environment or {})},
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[far_end.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts
         )
 
@@ -59,7 +61,7 @@ def starting(entry: str, environment: Mapping[str, str] | None = None) -> Start:
 
 
 class ProcessLink(Link):
-    """A link to a host in a process, which it starts, kills, and replaces by a new process.
+    """A link to a host in a process of this machine; the link starts, kills and replaces the process.
 
     Args:
         setup: first message to every process, from which the process makes its engines.
@@ -67,33 +69,36 @@ class ProcessLink(Link):
     """
 
     def __init__(self, start: Start, setup: Any, silence: float) -> None:
-        self._start, self._setup, self.silence = start, setup, silence
+        self._start, self._setup = start, setup
+        self.silence = silence
         self.child: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
         await self.close()
-        ours, theirs = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
-            self.child = await self._start(theirs)
+            self._reader, self._writer = await asyncio.open_connection(sock=near_end, limit=_BUFFER)
+            self.child = await self._start(far_end)
         except OSError as error:
             raise PeerLost(f"its process cannot be started: {error}") from error
         finally:
-            theirs.close()
-        self._number = 0  # number of the newest frame
+            far_end.close()
+        self._newest = 0  # number of the newest frame that was sent
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
-        self._number += 1
+        self._newest += 1
         await self._send(message)
+
         try:
             while True:
                 async with asyncio.timeout(self.silence):
-                    number, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+                    frame, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
                     data = await self._reader.readexactly(size)
-                    if size and number == self._number:
+                    if size and frame == self._newest:
                         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
         except TimeoutError:
             raise PeerLost(f"its process gave no sign of life for {self.silence:g} seconds") from None
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -112,7 +117,7 @@ class ProcessLink(Link):
     async def _send(self, message: Tensor) -> None:
         assert self._writer is not None  # `open` comes first
         try:
-            self._writer.write(_HEAD.pack(self._number, len(message)))
+            self._writer.write(_HEAD.pack(self._newest, len(message)))
             self._writer.write(message.numpy().data)
             async with asyncio.timeout(self.silence):
                 await self._writer.drain()
@@ -120,7 +125,7 @@ class ProcessLink(Link):
             raise PeerLost(await self._end()) from error
 
     async def _end(self) -> str:
-        """Wait shortly for the process to end, and return in words how it ended, or that it does not."""
+        """Wait shortly for the process to end; return in words how the process ended, or that it did not."""
         assert self.child is not None  # `open` comes first
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
@@ -131,14 +136,14 @@ class ProcessLink(Link):
         return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with status {code}"
 
 
-def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> None:
+def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> None:
     """Answer messages until the other side ends: the main function of a process behind a `ProcessLink`.
 
     Args:
-        ours: this process's end of the socket.
+        connection: this process's end of the socket.
         make: makes the engines from the setup, keyed by the setting that describes each engine.
     """
-    stream = ours.makefile("rwb")
+    stream = connection.makefile("rwb")
     newest = -1  # number of the newest frame that was received
 
     def send(message: Tensor | None) -> None:
@@ -151,14 +156,14 @@ def serve(ours: socket.socket, make: Callable[[Any], Mapping[str, Engine]]) -> N
         nonlocal newest
         while True:
             try:
-                number, size = _HEAD.unpack(stream.read(_HEAD.size))
+                frame, size = _HEAD.unpack(stream.read(_HEAD.size))
                 data = bytearray(size)
             except (struct.error, MemoryError, OverflowError):  # the other side has ended, or this is no length
                 raise EOFError from None
             if stream.readinto(data) < size:
                 raise EOFError
-            if number > newest:
-                newest = number
+            if frame > newest:
+                newest = frame
                 return torch.frombuffer(data, dtype=torch.uint8)
 
     with suppress(EOFError, ConnectionError):

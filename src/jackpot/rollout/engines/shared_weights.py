@@ -30,8 +30,8 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 Head = dict[str, dict[str, Any]]  # by name: `dtype`, `shape` and `data_offsets` of a tensor, as safetensors has them
 
 
-def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Head, int]:
-    """Lay out tensors in one piece of memory; return where each tensor stands, and the size of the memory in bytes.
+def _lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Head, int]:
+    """Lay out tensors one behind the other; return the place of each tensor, and the size of all in bytes.
 
     Args:
         dtype: dtype that the tensors are cast to; None: each keeps its dtype.
@@ -39,9 +39,9 @@ def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[H
     head: Head = {}
     end = 0
     for name, tensor in tensors.items():
-        kind = dtype or tensor.dtype
-        begin, end = end, end + tensor.numel() * kind.itemsize
-        head[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        stored_dtype = dtype or tensor.dtype
+        begin, end = end, end + tensor.numel() * stored_dtype.itemsize
+        head[name] = {"dtype": _NAMES[stored_dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     return head, end
 
 
@@ -61,18 +61,19 @@ class SharedWeights:
             OSError: there is no room for them.
         """
         tensors = dict(named_tensors)
-        head, end = lay_out(tensors, dtype)
+        head, size = _lay_out(tensors, dtype)
+
+        # A safetensors file: the length of the head in 8 bytes, the head as JSON, and the tensors.
         text = json.dumps({"__metadata__": {"format": "pt"}} | head).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNED)
-        data = 8 + len(text)
+        start = 8 + len(text)  # offset of the first tensor
 
         descriptor = self._open()
         weakref.finalize(self, _close, descriptor, os.getpid())
-
-        os.ftruncate(descriptor, data + end)
+        os.ftruncate(descriptor, start + size)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
-        memory = torch.frombuffer(mmap.mmap(descriptor, data + end), dtype=torch.uint8)[data:]
 
+        memory = torch.frombuffer(mmap.mmap(descriptor, start + size), dtype=torch.uint8)[start:]
         for name, tensor in tensors.items():
             first, last = head[name]["data_offsets"]
             memory[first:last].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
@@ -107,11 +108,12 @@ def read_weights(path: str | Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with open(path, "rb") as file:
             memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        data = 8 + int(memory[:8].view(torch.int64))
-        head = json.loads(memory[8:data].numpy().tobytes())
+        start = 8 + int(memory[:8].view(torch.int64))  # offset of the first tensor
+        head = json.loads(memory[8:start].numpy().tobytes())
         head.pop("__metadata__", None)
+
         for name, layout in head.items():
             first, last = layout["data_offsets"]
-            yield name, memory[data:][first:last].view(_DTYPES[layout["dtype"]]).view(layout["shape"])
+            yield name, memory[start:][first:last].view(_DTYPES[layout["dtype"]]).view(layout["shape"])
     except (ValueError, LookupError, RuntimeError) as error:
         raise OSError(f"{path} is no whole file of safetensors: {type(error).__name__}: {error}") from error

@@ -186,7 +186,7 @@ def test_a_pass_waits_for_its_draws_alone():
     for _ in range(2):
         engine._step()
     batch = engine._batch
-    of_host = ("rows", "stops", "limits", "records", "wanted", "prompt_lengths", "streams", "lengths", "tail")
+    of_host = ("rows", "stops", "limits", "records", "num_drafts", "prompt_lengths", "streams", "lengths", "tail")
     with waits(on_host=[getattr(batch, f"_{name}") for name in of_host]) as found:
         engine._step()
     assert set(batch._lengths.tolist()) == {11} and len(found) == 1, found

@@ -15,7 +15,7 @@ from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Version
 from jackpot.launch.engines import make_engine
 from jackpot.rollout.engines.background import BackgroundEngine
-from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_requests, make_rollout
+from jackpot.rollout.engines.servers.protocol import LogProbRequest, log_prob_requests, make_rollout, score_by_requests
 from jackpot.rollout.engines.vllm.engine import VLLMEngine
 from jackpot.rollout.engines.vllm.library import import_vllm
 from jackpot.rollout.engines.vllm.protocol import log_prob_params, to_sampling_params
@@ -83,20 +83,31 @@ def test_only_stop_and_length_are_whole_responses(word, finish):
 
 def test_a_score_at_temperature_one_is_one_request():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
-    [request] = logprob_requests(rollout, 1.0)
+    [request] = log_prob_requests(rollout, 1.0)
     assert request.prompt == (*rollout.prompt.token_ids, 5, 6) and request.token == 7
     assert log_prob_params(request)["prompt_logprobs"] == 0 and log_prob_params(request)["logprob_token_ids"] == [7]
-    assert join_log_probs([[-0.5, -1.0, -2.0]]).tolist() == [-0.5, -1.0, -2.0]
 
 
 def test_a_score_at_another_temperature_asks_for_every_token():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
-    requests = list(logprob_requests(rollout, 0.7))
+    requests = log_prob_requests(rollout, 0.7)
     assert [request.prompt[3:] for request in requests] == [(), (5,), (5, 6)]
     assert [request.token for request in requests] == [5, 6, 7]
     assert all(log_prob_params(request)["temperature"] == 0.7 for request in requests)
     assert not any("prompt_logprobs" in log_prob_params(request) for request in requests)
-    assert join_log_probs([[-0.5], [-1.0], [-2.0]]).tolist() == [-0.5, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_are_joined_from_the_answers_to_all_requests(temperature):
+    """Each token is given minus its id as its log-prob."""
+
+    def answers(requests: list[tuple[str, LogProbRequest]]) -> list[list[float]]:
+        tokens = [(*request.prompt, request.token)[-1 - request.num_prompt_log_probs :] for _, request in requests]
+        return [[-float(token) for token in ids] for ids in tokens]
+
+    rollouts = [rollout_of(tiny_prompt(3), [5, 6, 7]), rollout_of(tiny_prompt(2), [4])]
+    scores = score_by_requests(rollouts, temperature, answers)
+    assert [score.tolist() for score in scores] == [[-5.0, -6.0, -7.0], [-4.0]]
 
 
 @pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"device": 1}])

@@ -8,7 +8,9 @@ import math
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import count
+from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -22,17 +24,20 @@ from jackpot.models.load import DTYPES
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
-from jackpot.rollout.engines.pool import Pool, PoolLimits
+from jackpot.rollout.engines.pool import PeerRequest, Pool, PoolLimits
 from jackpot.rollout.engines.servers.http import HTTPClient, open_session
-from jackpot.rollout.engines.servers.protocol import LogProbRequest, join_log_probs, logprob_requests
-from jackpot.rollout.engines.servers.replica import Replica, ServerRequest
+from jackpot.rollout.engines.servers.protocol import LogProbRequest, score_by_requests
+from jackpot.rollout.engines.servers.replica import Replica
 from jackpot.rollout.engines.servers.weight_sync import Format, SavedWeights, WeightsFolder
 
 
 class ServerEngine(BackgroundEngine):
-    """An engine of servers that the user has started with one model. A subclass knows the protocol of the servers."""
+    """An engine of servers that the user has started with one model. A subclass knows the program of the servers."""
 
     client_class: ClassVar[type[HTTPClient]]
+    # The module that translates requests and answers: `check_temperature`, `generate_body`, `parse_answer`,
+    # `log_prob_body` and `parse_log_probs` of vllm/protocol.py and sglang/protocol.py.
+    protocol: ClassVar[ModuleType]
 
     def __init__(
         self,
@@ -58,11 +63,11 @@ class ServerEngine(BackgroundEngine):
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         # Every name of every parameter (a tied one has several), with the name under which the parameter is sent.
-        all_names = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        every_parameter = model.named_parameters(remove_duplicate=False)
+        all_names = {name: names[id(parameter)] for name, parameter in every_parameter}
         self._shapes = {name: parameter.shape for name, parameter in named.items()}
         weight_format = self._expect(model, frozenset(all_names))
 
-        self._replicas: list[Replica] = []
         self._id = f"jackpot-{secrets.token_hex(6)}"  # unique name of this engine
         aliases = {alias: name for alias, name in all_names.items() if alias != name}
         self._files = WeightsFolder(settings.weights_folder, self._id, self._dtype, aliases, weight_format)
@@ -71,16 +76,14 @@ class ServerEngine(BackgroundEngine):
         limits = PoolLimits(
             patience=settings.connect_timeout or math.inf,
             patience_setting="engine.connect_timeout",
-            unreachable="Are they running, and is engine.urls right?",
+            unreachable_advice="Are they running, and is engine.urls right?",
             attempts=settings.max_retries,
             attempts_setting="engine.max_retries",
-            failing="look at the servers' logs",
+            failing_advice="look at the servers' logs",
         )
-        self._pool: Pool[Replica] = Pool(limits, self._save(list(named.items())), thread_name="the servers' thread")
+        first_weights = self._save(list(named.items()))
+        self._pool: Pool[Replica] = Pool(limits, first_weights, "the servers' thread", weight_format.events)
         self._pool.on_failure.append(self._fail)
-
-        for event in weight_format.events:
-            self._pool.log_event(event)
         try:
             self._pool.call(self._start())
         except BaseException:
@@ -102,17 +105,7 @@ class ServerEngine(BackgroundEngine):
     def _replica(self, url: str, client: Any) -> Replica:
         """Return the `Replica` of the server at `url`, with the `client` that calls the server."""
 
-    @abstractmethod
-    def _server_request(self, request: Request) -> ServerRequest:
-        """Return the call of a server that generates the response to a request."""
-
-    @abstractmethod
-    def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
-        """Return the call of a server whose result is the list of log-probs of a request, for the rollout `uid`."""
-
-    @abstractmethod
-    def _check_temperature(self, temperature: float, what: str) -> None:
-        """Raise EngineError for a temperature that the servers cannot sample with; `what` is the error's subject."""
+    # What servers share
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call.
@@ -124,14 +117,29 @@ class ServerEngine(BackgroundEngine):
 
     def _check(self, request: Request) -> None:
         check_request(request, self.capabilities)
-        self._check_temperature(request.sampling.temperature, request.uid)
+        self.protocol.check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
         self._pool.begin(
             [
-                (request.uid, self._server_request(request), lambda rollout: self._complete([rollout]))
+                (request.uid, self._generate_request(request), lambda rollout: self._complete([rollout]))
                 for request in requests
             ]
+        )
+
+    def _generate_request(self, request: Request) -> PeerRequest:
+        """Return the call of a server that generates the response to a request."""
+        capabilities = self.capabilities
+        body = self.protocol.generate_body(request, self._eos_token_ids, capabilities.max_model_len)
+        return PeerRequest(
+            body,
+            partial(
+                self.protocol.parse_answer,
+                request=request,
+                body=body,
+                vocab_size=capabilities.vocab_size,
+                version=self._version,
+            ),
         )
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
@@ -139,15 +147,18 @@ class ServerEngine(BackgroundEngine):
         self._check_open()
         check_scores(rollouts, temperature, self.capabilities)
         for rollout in rollouts:
-            self._check_temperature(temperature, f"the score of {rollout.uid}")
-        by_rollout = [list(logprob_requests(rollout, temperature)) for rollout in rollouts]
-        asked = [
-            (rollout.uid, self._score_request(one, rollout.uid))
-            for rollout, requests in zip(rollouts, by_rollout, strict=True)
-            for one in requests
-        ]
-        results = iter(self._pool.results(asked))
-        return [join_log_probs([next(results) for _ in requests]) for requests in by_rollout]
+            self.protocol.check_temperature(temperature, f"the score of {rollout.uid}")
+
+        def answers(requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
+            parse = self.protocol.parse_log_probs
+            return self._pool.results(
+                [
+                    (uid, PeerRequest(self.protocol.log_prob_body(request), partial(parse, request=request, uid=uid)))
+                    for uid, request in requests
+                ]
+            )
+
+        return score_by_requests(rollouts, temperature, answers)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the file that the servers read.
@@ -155,41 +166,40 @@ class ServerEngine(BackgroundEngine):
         The call returns once all servers in reach, at least one, hold the new weights. A server out of reach gets them
         before its next request.
         """
-        self._check_open()
-        self._in_flight.check_empty()
-        sent = [(name, tensor.detach()) for name, tensor in named_tensors]
-        check_weights(sent, self._shapes)
-        saved = self._save(sent)
+        self._check_idle()
+        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
+        check_weights(weights, self._shapes)
+
+        saved = self._save(weights)
         self._pool.update(saved)
         self._version = version
-        self._files.keep_only([saved, *(one.loading for one in self._replicas if one.loading is not None)])
+        loading = [replica.loading for replica in self._pool.peers if replica.loading is not None]
+        self._files.remove_except([saved, *loading])
         return saved.digest
 
-    def _save(self, sent: Sequence[tuple[str, Tensor]]) -> SavedWeights:
-        return self._files.save(sent, f"{self._id}-{next(self._weight_numbers)}")
+    def _save(self, weights: Sequence[tuple[str, Tensor]]) -> SavedWeights:
+        """Write weights to a new folder, whose name is the name of the weights."""
+        return self._files.save(weights, f"{self._id}-{next(self._weight_numbers)}")
 
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            try:
-                self._pool.close(*([self._session.close] if hasattr(self, "_session") else []))
-            finally:
-                self._files.remove()
-                self._in_flight.clear()
+    def _end(self) -> None:
+        try:
+            self._pool.close(*([self._session.close] if hasattr(self, "_session") else []))
+        finally:
+            self._files.remove()
 
     async def _start(self) -> None:
+        """Open the connections to all servers, wait for the servers, and find the engine's capabilities."""
         settings = self._settings
         self._session = open_session(settings.urls, self.client_class.api_key_var)
-        for url in settings.urls:
-            client = self.client_class(url, self._session, timeout=settings.timeout or math.inf)
-            self._replicas.append(self._replica(url, client))
-        await self._pool.join(*self._replicas)
-        await self._pool.until_synced()
+        timeout = settings.timeout or math.inf
+        clients = [(url, self.client_class(url, self._session, timeout=timeout)) for url in settings.urls]
+        await self._pool.join(*(self._replica(url, client) for url, client in clients))
+
         self._capabilities = self._find_capabilities()
         self._pool.check = self._check_limits
 
     def _find_capabilities(self) -> Capabilities:
-        infos = [replica.info for replica in self._replicas if replica.info is not None]
+        infos = [replica.info for replica in self._pool.peers if replica.info is not None]
         return Capabilities(
             vocab_size=self._vocab_size,
             num_top_log_probs=min(info.num_top_log_probs for info in infos),
@@ -204,10 +214,10 @@ class ServerEngine(BackgroundEngine):
         info = replica.info
         assert info is not None  # `sync` has read it
         for name in ("max_model_len", "num_top_log_probs"):
-            has, promised = getattr(info, name), getattr(self._capabilities, name)
-            if has < promised:
+            limit, promised = getattr(info, name), getattr(self._capabilities, name)
+            if limit < promised:
                 raise EngineError(
-                    f"{replica.name} has {name} {has}, and the others {promised}; start it as the others are"
+                    f"{replica.name} has {name} {limit}, and the others {promised}; start it as the others are"
                 )
         if info.quantized and not self._capabilities.quantized:
             raise EngineError(f"{replica.name} is quantized, and the others are not; start it as the others are")

@@ -22,6 +22,11 @@ _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon 
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0
+URLS_ADVICE = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000"
+FOLDER_ADVICE = (
+    "Every server must see engine.weights_folder under the same path as the trainer, and serve the same model. Where "
+    "it is null, the server must run under the same user and in no container of its own"
+)
 _SHORT_SECONDS = 60.0  # limit of a call without generation; vLLM needs seconds to report its configuration at first
 
 
@@ -67,6 +72,7 @@ class HTTPClient(ABC):
     """A client of one server. A subclass has a method for each HTTP route."""
 
     api_key_var: ClassVar[str]  # environment variable that holds the servers' key
+    missing_route_advice: ClassVar[str]  # end of the error where a server does not have a route
 
     def __init__(self, url: str, session: Any, *, timeout: float) -> None:
         """Prepare calls of one server; nothing is sent yet.
@@ -77,7 +83,7 @@ class HTTPClient(ABC):
         """
         self._aiohttp = _import_aiohttp()
         self._url, self._session = url.rstrip("/"), session
-        self._long, self._short = timeout, min(timeout, _SHORT_SECONDS)
+        self._long_seconds, self._short_seconds = timeout, min(timeout, _SHORT_SECONDS)
 
     @abstractmethod
     async def weight_version(self) -> str:
@@ -99,7 +105,9 @@ class HTTPClient(ABC):
             limits: further arguments of `_request`.
         """
         data = await self._request(method, path, body, **limits)
-        return await asyncio.to_thread(_parse, path, data, parse) if len(data) > _LARGE else _parse(path, data, parse)
+        if len(data) > _LARGE:
+            return await asyncio.to_thread(_parse, path, data, parse)
+        return _parse(path, data, parse)
 
     async def _request(
         self,
@@ -108,40 +116,46 @@ class HTTPClient(ABC):
         body: Mapping[str, Any] | None = None,
         *,
         seconds: float | None = None,
-        most: int = _ANSWER_BYTES,
-        refused: str = "",
-        missing: str = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000",
+        max_bytes: int = _ANSWER_BYTES,
+        bad_request_advice: str = "",
+        missing_route_advice: str | None = None,
     ) -> bytes:
         """Send a request and return the body of the response.
 
         Args:
-            most: largest size of the response, bytes.
             seconds: time limit; None: that of a call without generation.
-            refused: advice for the error if the server answers 400, bad request.
-            missing: advice for the error if the route does not exist.
+            max_bytes: largest size of the response.
+            bad_request_advice: end of the error if the server answers 400, bad request.
+            missing_route_advice: end of the error if the route does not exist; None: the client's.
 
         Raises:
             PeerLost: the server was not reached, took too long or failed.
             EngineError: the server refuses for a reason that only the user can mend.
         """
-        seconds = seconds or self._short
+        seconds = seconds or self._short_seconds
         limits = self._aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
 
         try:
             async with self._session.request(
                 method, self._url + path, json=body, timeout=limits, allow_redirects=False
             ) as response:
-                status, data = response.status, await _read(response, path, most)
+                status, data = response.status, await _read(response, path, max_bytes)
         except TimeoutError:
             raise PeerLost(f"{path} took longer than {seconds:g} seconds") from None
         except (self._aiohttp.ClientError, OSError) as error:
             raise PeerLost(f"{type(error).__name__}: {error}") from error
 
         if status != 200:
-            self._raise_for_status(path, status, data, {400: refused, 404: missing, 405: missing})
+            no_route = missing_route_advice or self.missing_route_advice
+            self._raise_for_status(path, status, data, {400: bad_request_advice, 404: no_route, 405: no_route})
         return data
 
     def _raise_for_status(self, path: str, status: int, data: bytes, advices: Mapping[int, str]) -> None:
+        """Raise the error of a response that is not a success: ServerRefused where another attempt may help.
+
+        Args:
+            advices: ends of the EngineError by HTTP status.
+        """
         reply = f"HTTP {status} to {path}: {_error_message(data)}"
         if status == 429 or status >= 500:
             raise ServerRefused(reply)
@@ -156,26 +170,24 @@ class HTTPClient(ABC):
         raise EngineError(f"{self._url} answered {reply}" + (f"; {advice}" if advice else ""))
 
 
-async def _read(response: Any, path: str, most: int) -> bytes:
+async def _read(response: Any, path: str, max_bytes: int) -> bytes:
     """Read the body of a response.
 
     Raises:
-        PeerLost: the body has more than `most` bytes, or is compressed, which no request asks for.
+        PeerLost: the body has more than `max_bytes` bytes, or is compressed, which no request asks for.
     """
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
         raise PeerLost(f"an answer to {path} in the encoding {encoding[:20]!r}, which was not asked for")
     data = bytearray()
-    if (response.content_length or 0) <= most:
-        async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            data += chunk
-            if len(data) > most:
-                break
-        else:
-            return bytes(data)
-    raise PeerLost(f"an answer to {path} of more than {most:,} bytes, the most that it can have")
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        data += chunk
+        if max(len(data), response.content_length or 0) > max_bytes:
+            raise PeerLost(f"an answer to {path} of more than {max_bytes:,} bytes, the most that it can have")
+    return bytes(data)
 
 
 def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
+    """Return what `parse` makes of a body; raise PeerLost if the body cannot be read."""
     try:
         return parse(json.loads(data))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -184,6 +196,7 @@ def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
 
 
 def check_success(body: Any) -> None:
+    """Raise ValueError for an answer that does not report success."""
     if body["success"] is not True:
         raise ValueError("no success")
 

@@ -1,10 +1,11 @@
-"""The parts of requests and answers that vLLM and SGLang share: how rollouts are made of answers, checked and scored.
+"""The parts of requests and answers that vLLM and SGLang share: how answers are checked and become rollouts or scores.
 
 Shapes: `T` response tokens, `K` top log-probs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,15 +24,16 @@ NEUTRAL: Mapping[str, float] = {  # every sampling parameter is sent, so that no
 }
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # any other finish_reason: the response was aborted
 _LARGEST_MASS = 1.0 + 1e-3  # largest sum of a token's top probabilities, with room for rounding
+_LARGEST_LOG_PROB = 1e-3  # largest log-prob, with room for rounding
 _SAME = 1e-4  # largest difference of a sampled token's log-prob from its entry among the top log-probs
 
 
 class Remedies(NamedTuple):
     """The advice in errors about a server's answers: with which arguments to start the server."""
 
-    ends: str  # advice where a response ends at another token or length than was asked for
-    few: str  # advice where a server returns too few top log-probs
-    log_probs: str  # advice where log-probs are not those of a distribution
+    wrong_end: str  # advice where a response ends at another token or length than was asked for
+    few_log_probs: str  # advice where a server returns too few top log-probs
+    wrong_log_probs: str  # advice where log-probs are not those of a distribution
 
 
 def make_rollout(
@@ -50,6 +52,7 @@ def make_rollout(
     """
     length = len(token_ids)
     values = torch.from_numpy(log_probs.astype(np.float32))
+
     return Rollout(
         uid=request.uid,
         prompt=request.prompt,
@@ -74,7 +77,7 @@ def checked_rollout(
     version: Version,
     remedies: Remedies,
 ) -> Rollout:
-    """Check that a server's response is what was asked for, and return its rollout.
+    """Check that a server's response is what was asked for, and return the response as a rollout.
 
     Args:
         rows: for each token of the response, (token, log-prob) of the token and then of the top tokens, as
@@ -84,11 +87,12 @@ def checked_rollout(
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
     """
     token_ids = [row[0][0] for row in rows]
-    _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.ends)
+    _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
-    ids = np.array([[token for token, _ in row] for row in rows], dtype=np.int64).reshape(shape)
-    log_probs = np.array([[value for _, value in row] for row in rows], dtype=np.float64).reshape(shape)
+    entries = list(chain.from_iterable(rows))
+    ids = np.array([token for token, _ in entries], dtype=np.int64).reshape(shape)
+    log_probs = np.array([log_prob for _, log_prob in entries], dtype=np.float64).reshape(shape)
 
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise EngineError(
@@ -96,24 +100,35 @@ def checked_rollout(
             f"{vocab_size - 1}: the server has another vocabulary. Start it with the run's model"
         )
 
-    if not (log_probs <= 1e-3).all() or not np.isfinite(log_probs[:, 0]).all():
+    if not (log_probs <= _LARGEST_LOG_PROB).all() or not np.isfinite(log_probs[:, 0]).all():
         raise EngineError(f"{request.uid} came back with numbers that are not log-probs, the largest {log_probs.max()}")
+
     if (mass := float(np.exp(log_probs[:, 1:]).sum(axis=1).max())) > _LARGEST_MASS:
         raise EngineError(
             f"{request.uid} came back with top log-probs of a token whose probabilities sum to {mass:.6g}; "
-            f"{remedies.log_probs}"
+            f"{remedies.wrong_log_probs}"
         )
     return make_rollout(request, token_ids, ids, log_probs, finish_reason, version)
 
 
 def check_log_probs(values: Sequence[float], uid: str) -> None:
     """Raise EngineError for scores above 0 or NaN."""
-    if not all(value <= 1e-3 for value in values):
+    if not all(value <= _LARGEST_LOG_PROB for value in values):
         raise EngineError(f"the score of {uid} came back with numbers that are not log-probs, such as {max(values)}")
 
 
-def check_prompt(received: Sequence[int], prompt: Sequence[int], uid: str) -> None:
-    """Raise EngineError unless the server read the prompt that it was sent."""
+def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[int], uid: str) -> None:
+    """Check that a response was not cut short, and that the server read the prompt that it was sent.
+
+    Args:
+        received: token ids of the prompt that the answer repeats.
+
+    Raises:
+        ValueError: the response was cut short.
+        EngineError: the server read another prompt.
+    """
+    if finish_reason not in _FINISHES:
+        raise ValueError(f"cut short, its finish_reason is {finish_reason!r}")
     if received != list(prompt):
         raise EngineError(
             f"the server read another prompt for {uid} than it was sent: {len(received)} tokens in place of "
@@ -125,8 +140,6 @@ def _check_end(
     finish_reason: str, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], uid: str, advice: str
 ) -> None:
     """Raise EngineError for a response that ended at no stop token and before its limit."""
-    if finish_reason not in ("stop", "length"):
-        raise ValueError(f"cut short, its finish_reason is {finish_reason!r}")
     if (finish_reason == "length" and len(token_ids) != max_tokens) or not 0 < len(token_ids) <= max_tokens:
         raise EngineError(f"the server ended {uid} after {len(token_ids)} tokens of {max_tokens}: {advice}")
     if finish_reason == "stop" and token_ids[-1] not in stop_token_ids:
@@ -147,7 +160,7 @@ def log_prob_row(
     """
     listed = top.get(token, log_prob)
     if len(top) > num_top:
-        top = {one: value for one, value in top.items() if one != token}
+        top = {top_token: value for top_token, value in top.items() if top_token != token}
     if len(top) != num_top:
         raise EngineError(f"{uid} came back with {len(top)} top log-probs of a token in place of {num_top}; {advice}")
     if abs(log_prob - listed) > _SAME:
@@ -200,21 +213,43 @@ class LogProbRequest:
     temperature: float  # temperature of the distributions
 
 
-def logprob_requests(rollout: Rollout, temperature: float) -> Iterator[LogProbRequest]:
-    """Yield the requests that give the log-probs of a rollout's response tokens, in the order of the tokens."""
+def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbRequest]:
+    """Return the requests that give the log-probs of a rollout's response tokens, in the order of the tokens."""
     tokens = rollout.token_ids.tolist()
     text = (*rollout.prompt.token_ids, *tokens)
     prompt_length = len(rollout.prompt.token_ids)
     positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
-    for position in positions:
-        yield LogProbRequest(
+
+    return [
+        LogProbRequest(
             prompt=text[: prompt_length + position],
             token=tokens[position],
             num_prompt_log_probs=position if temperature == 1.0 else 0,
             temperature=temperature,
         )
+        for position in positions
+    ]
 
 
-def join_log_probs(parts: Sequence[Sequence[float]]) -> Tensor:
-    """Return the results of one rollout's `logprob_requests` as one tensor, [T] float32."""
-    return torch.tensor([value for part in parts for value in part], dtype=torch.float32)
+def score_by_requests(
+    rollouts: Sequence[Rollout],
+    temperature: float,
+    answers: Callable[[list[tuple[str, LogProbRequest]]], Iterable[Sequence[float]]],
+) -> list[Tensor]:
+    """Return the log-probs of response tokens, [T] float32 for each rollout.
+
+    Args:
+        answers: returns the log-probs that each request asks for, first of the prompt's last tokens, then of `token`;
+            it is given the requests of all rollouts in order, each with the uid of its rollout.
+    """
+    by_rollout = [log_prob_requests(rollout, temperature) for rollout in rollouts]
+    named_requests: list[tuple[str, LogProbRequest]] = []
+    for rollout, requests in zip(rollouts, by_rollout, strict=True):
+        named_requests += [(rollout.uid, request) for request in requests]
+
+    results = iter(answers(named_requests))
+    scores = []
+    for requests in by_rollout:
+        log_probs = chain.from_iterable(islice(results, len(requests)))
+        scores.append(torch.tensor(list(log_probs), dtype=torch.float32))
+    return scores

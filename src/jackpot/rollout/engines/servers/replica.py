@@ -5,29 +5,22 @@ All methods run on the engine's event loop.
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRestarted
+from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRequest, PeerRestarted
 from jackpot.rollout.engines.servers.http import HTTPClient
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights
 
 _INITIAL_VERSION = "default"  # name that a server gives the weights it started with
 
 
-class ServerRequest(NamedTuple):
-    """A request to a server, for a response or for log-probs."""
-
-    body: Mapping[str, Any]  # JSON of the request
-    parse: Callable[[Any], Any]  # converts the JSON of the answer to the result
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """Facts that one server reports, of which an engine makes its `Capabilities`."""
+    """The facts that one server reports, of which an engine makes its `Capabilities`."""
 
     device: str  # kind of device, such as cpu or cuda
     max_model_len: int  # largest length of a prompt and its response together, tokens
@@ -36,17 +29,17 @@ class ServerInfo:
 
 
 class Replica(Peer):
-    """The peer of one server: it tracks the server's weights, updates them, and sends requests.
+    """The engine's side of one server, which tracks and updates the server's weights, and sends requests.
 
     A subclass knows the routes of the server's program.
     """
 
     kind = "server"
-    made_for: ClassVar[str]  # program and version whose reports can be read, for errors
+    program: ClassVar[str]  # program and version whose reports can be read, for errors
     weights: SavedWeights | None
 
     def __init__(self, url: str, client: HTTPClient, version_prefix: str, capacity: int) -> None:
-        """Track a server; nothing is sent before the first `sync`.
+        """Describe a server; nothing is sent before the first `sync`.
 
         Args:
             version_prefix: prefix of the names of all weights of this engine, which no other engine uses.
@@ -55,12 +48,12 @@ class Replica(Peer):
         super().__init__(url, capacity)
         self._client, self._version_prefix = client, version_prefix
         self.info: ServerInfo | None = None  # facts in the newest report of the server
-        self.loading: SavedWeights | None = None  # weights being sent, whose file must stay
+        self.loading: SavedWeights | None = None  # weights that the server reads now, whose file must stay
         self._was_updated = False  # True once this engine has sent weights to the server
-        self._sent: SavedWeights | None = None  # weights the server should hold; None: unknown
-        # The newest weights that the server was found to hold, and the checksums that it reported then
-        self._verified: tuple[SavedWeights, Mapping[str, str]] | None = None
-        self._checks_begun = self._checks_passed = 0  # numbers of the newest check begun and passed
+        self._sent_weights: SavedWeights | None = None  # weights that the server should hold; None: unknown
+        # The newest weights that the server was found to hold, and the checksums that it reported then.
+        self._last_check: tuple[SavedWeights, Mapping[str, str]] | None = None
+        self._checks_begun, self._checks_passed = 0, 0  # numbers of the newest check begun and passed
         self._check_lock = asyncio.Lock()
 
     async def sync(self, newest: SavedWeights) -> None:
@@ -72,11 +65,11 @@ class Replica(Peer):
         """
         self.loading = newest
         try:
-            if self.error is None and self._sent is not None:
-                await self._check_version(self._sent)
+            if self.error is None and self._sent_weights is not None:
+                await self._check_version(self._sent_weights)
             else:
                 await self._inspect()
-            if self._sent is not newest:
+            if self._sent_weights is not newest:
                 await self._update(newest)
         finally:
             self.loading = None
@@ -84,12 +77,15 @@ class Replica(Peer):
     async def _inspect(self) -> None:
         """Read and check the server's facts, and find out whether the server still holds the weights it was sent."""
         try:
-            version, self.was_restarted = await self._weight_version(), False
+            version = await self._weight_version()
+            self.was_restarted = False
         except PeerRestarted:
-            version, self.was_restarted, self._verified = _INITIAL_VERSION, True, None
+            version = _INITIAL_VERSION
+            self.was_restarted = True
+            self._last_check = None
 
-        if self._sent is not None and self._sent.version != version:
-            self._sent = None
+        if self._sent_weights is not None and self._sent_weights.version != version:
+            self._sent_weights = None
         self.info = await self._read_facts()
 
     @abstractmethod
@@ -108,18 +104,18 @@ class Replica(Peer):
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(
                 f"{self.name} has settings that cannot be read ({type(error).__name__}: {error}); this engine was made "
-                f"for {self.made_for}, see docs/vllm.md"
+                f"for {self.program}, see docs/vllm.md"
             ) from error
 
     @abstractmethod
     async def _load(self, weights: SavedWeights) -> None:
         """Replace the server's weights, drop cached keys and values, and tell the server the name of the weights.
 
-        Sets `_verified` as soon as `check_loaded` finds that the server holds the weights.
+        Sets `_last_check` as soon as `check_loaded` finds that the server holds the weights.
         """
 
     @abstractmethod
-    async def _ask(self, request: ServerRequest) -> Any:
+    async def _ask(self, request: PeerRequest) -> Any:
         """Send a request to the server, and return the parsed answer."""
 
     async def _weight_version(self) -> str:
@@ -141,18 +137,21 @@ class Replica(Peer):
         return version
 
     async def _check_version(self, expected: SavedWeights) -> None:
-        """Raise PeerLost unless the server reports that it holds the `expected` weights; other errors as
-        `_weight_version`."""
+        """Raise PeerLost unless the server reports that it holds the `expected` weights.
+
+        Raises:
+            PeerRestarted, EngineError: as `_weight_version`.
+        """
         if (version := await self._weight_version()) != expected.version:
             raise PeerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
     async def _update(self, weights: SavedWeights) -> None:
         """Replace the server's weights; until that is done, the server counts as one without weights."""
-        self.weights = self._sent = None
+        self.weights = self._sent_weights = None
         await self._load(weights)
-        self._sent, self._was_updated = weights, True
+        self._sent_weights, self._was_updated = weights, True
 
-    async def run(self, request: ServerRequest) -> Any:
+    async def run(self, request: PeerRequest) -> Any:
         """Return the parsed answer to a request, which the weights `self.weights` have made, as `Peer.run` says."""
         assert self.weights is not None  # a peer without them is given no request
         answer = await self._ask(request)
@@ -160,7 +159,7 @@ class Replica(Peer):
         return answer
 
     async def _confirm(self, weights: SavedWeights) -> None:
-        """Wait for a check, begun after this call, which finds that the server holds `weights`.
+        """Wait until a check that begins after this call has found that the server holds `weights`.
 
         All calls that wait at the same time share one check.
         """

@@ -63,25 +63,27 @@ class WeightsFolder:
                 weights under these names too, because a server whose model is not tied needs them.
             weight_format: form of the weights in the files.
         """
-        self._memory: dict[Path, SharedWeights] | None = {} if root is None else None  # by folder
+        self._is_in_memory = root is None
+        self._memory: dict[Path, SharedWeights] = {}  # the weights in shared memory, by the folder that links to them
         self._folder = Path(tempfile.gettempdir() if root is None else root).expanduser().resolve() / name
-        self._dtype, self._aliases, self._format = dtype, aliases, weight_format
+        self._dtype, self._format = dtype, weight_format
+        self._aliases = aliases
 
-    def save(self, sent: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
+    def save(self, named_tensors: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
         """Write weights to a folder named `version`, completely or not at all.
 
         Raises:
             EngineError: the folder cannot be written.
         """
         folder, partial_folder = self._folder / version, self._folder / f"{version}.part"
-        weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in sent}
+        weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in named_tensors}
         tensors = dict(self._format.convert(weights.items()))
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
 
         try:
             partial_folder.mkdir(parents=True)
             path = partial_folder / "model.safetensors"
-            if self._memory is not None:
+            if self._is_in_memory:
                 self._memory[folder] = SharedWeights(tensors.items())
                 path.symlink_to(self._memory[folder].path)
             else:
@@ -112,20 +114,18 @@ class WeightsFolder:
         checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
         return SavedWeights(version=version, folder=folder, digest=digest, checksums=checksums)
 
-    def keep_only(self, kept: Sequence[SavedWeights]) -> None:
-        """Remove the files of all weights but `kept`."""
-        folders = {saved.folder for saved in kept}
+    def remove_except(self, needed: Sequence[SavedWeights]) -> None:
+        """Remove the files of all weights but those of `needed`."""
+        folders = {saved.folder for saved in needed}
         for folder in self._folder.iterdir():
             if folder not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
-                if self._memory is not None:
-                    self._memory.pop(folder, None)
+                self._memory.pop(folder, None)
 
     def remove(self) -> None:
         """Remove all files of the engine."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._memory is not None:
-            self._memory.clear()
+        self._memory.clear()
 
 
 def _checksum(tensor: Tensor) -> str:
@@ -133,17 +133,12 @@ def _checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _is_start(reported: str, checksum: str) -> bool:
-    """Return whether a server reports a checksum, which may be cut to its first 8 bytes."""
-    return len(reported) >= 16 and checksum.startswith(reported)
-
-
 def without_rank(key: str) -> str:
     """Return the name of a parameter from the key of a server's checksums, RANK:NAME or alike."""
     return key.rpartition(":")[2]
 
 
-def other_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
+def unknown_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
     """Return up to 3 norms that a server reports and the model lacks: a sign that the server serves another model.
 
     Norms keep the model's names in a server, unlike fused and packed weights.
@@ -171,26 +166,27 @@ def check_loaded(
         comparable: False where the server computes checksums in another way than the file's, so that only a change
             shows.
     """
+    # The file's checksums of the parameters that keep the model's name, by the server's name.
     known = {
         key: new.checksums[without_rank(key)]
         for key, checksum in after.items()
         if without_rank(key) in new.checksums and checksum != _PACKED
     }
-    equal = {key: comparable and _is_start(after[key], checksum) for key, checksum in known.items()}
+    equal: set[str] = set()
+    if comparable:  # servers may cut a checksum to its first 8 bytes
+        equal = {key for key, checksum in known.items() if len(after[key]) >= 16 and checksum.startswith(after[key])}
 
-    old, before = verified or (None, {})
-    stale = [
-        key
-        for key, checksum in known.items()
-        if old is not None
-        and not equal[key]
-        and after[key] == before.get(key)
-        and checksum != old.checksums.get(without_rank(key))
-    ]
+    stale = []  # parameters that have not changed on the server, and have changed in the file
+    if verified is not None:
+        old, before = verified
+        unchanged = [key for key in known if key not in equal and after[key] == before.get(key)]
+        stale = [key for key in unchanged if known[key] != old.checksums.get(without_rank(key))]
 
-    if stale or not known or (comparable and not any(equal.values())):
-        named = ", ".join(sorted(stale)[:3]) or ("all of them" if known else "none has a name of the model's, so all")
+    if stale or not known or (comparable and not equal):
+        differing = ", ".join(sorted(stale)[:3])
+        if not differing:
+            differing = "all of them" if known else "none has a name of the model's, so all"
         raise EngineError(
-            f"{url} was given the weights {new.version} and holds stale ones: {named} differ from "
+            f"{url} was given the weights {new.version} and holds stale ones: {differing} differ from "
             f"the file {new.folder}. Restart the server; is the file the same on its side?"
         )

@@ -22,8 +22,8 @@ from jackpot.rollout.engines.servers.protocol import (
     NEUTRAL,
     LogProbRequest,
     Remedies,
+    check_answer,
     check_log_probs,
-    check_prompt,
     checked_log_prob,
     checked_rollout,
     checked_token_id,
@@ -34,9 +34,9 @@ MIN_TEMPERATURE = 1e-6  # at smaller temperatures SGLang takes the most probable
 _MINUS_INFINITY = -1e30
 _SETTINGS = "Start it without --preferred-sampling-params, and from the folder of the run's rollout model"
 _REMEDIES = Remedies(
-    ends=f"a setting of its own, or an end-of-sequence token that the run does not have. {_SETTINGS}",
-    few="is there something between the server and the trainer that changes answers?",
-    log_probs="start the server without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
+    wrong_end=f"a setting of its own, or an end-of-sequence token that the run does not have. {_SETTINGS}",
+    few_log_probs="is there something between the server and the trainer that changes answers?",
+    wrong_log_probs="start the server without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment",
 )
 
 
@@ -51,11 +51,15 @@ def check_sampling(request: Request) -> None:
         )
 
 
-def check_temperature(temperature: float, what: str) -> None:
-    """Raise EngineError for a temperature at which SGLang does not sample; `what` is the error's subject."""
+def check_temperature(temperature: float, subject: str) -> None:
+    """Raise EngineError for a temperature at which SGLang does not sample.
+
+    Args:
+        subject: subject of the error, such as a request's uid.
+    """
     if temperature < MIN_TEMPERATURE:
         raise EngineError(
-            f"{what} has temperature {temperature:g}; SGLang samples with {MIN_TEMPERATURE:g} and more. Use such a "
+            f"{subject} has temperature {temperature:g}; SGLang samples with {MIN_TEMPERATURE:g} and more. Use such a "
             f"temperature, or engine=transformers"
         )
 
@@ -63,13 +67,15 @@ def check_temperature(temperature: float, what: str) -> None:
 def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len: int) -> dict[str, Any]:
     """Return the body of the call that generates the response to a request."""
     sampling, prompt = request.sampling, request.prompt.token_ids
-    return _body(
+    body = _body(
         prompt,
         temperature=sampling.temperature,
         max_new_tokens=min(sampling.max_new_tokens, max_model_len - len(prompt)),
         stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
         sampling_seed=fold_in("sglang", request.seed) >> 1,  # signed 64 bits
-    ) | {"top_logprobs_num": sampling.num_top_log_probs}
+    )
+    body["top_logprobs_num"] = sampling.num_top_log_probs
+    return body
 
 
 def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
@@ -77,27 +83,29 @@ def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
 
     One prompt token more than needed is asked for, because SGLang's list begins with a token that has no log-prob.
     """
-    body = _body(
-        request.prompt, temperature=request.temperature, max_new_tokens=1, stop_token_ids=[], sampling_seed=0
-    ) | {"token_ids_logprob": [request.token]}
+    body = _body(request.prompt, temperature=request.temperature, max_new_tokens=1, stop_token_ids=[], sampling_seed=0)
+    body["token_ids_logprob"] = [request.token]
     if count := request.num_prompt_log_probs:
         body["logprob_start_len"] = len(request.prompt) - count - 1
     return body
 
 
 def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
+    """Return the body of a call with `sampling` parameters, in which all others are those without effect."""
+    sampling_params = {
+        **NEUTRAL,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_new_tokens": 0,
+        "n": 1,
+        "ignore_eos": False,
+        "no_stop_trim": True,
+        **sampling,
+    }
+
     return {
         "input_ids": list(prompt),
-        "sampling_params": {
-            **NEUTRAL,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_new_tokens": 0,
-            "n": 1,
-            "ignore_eos": False,
-            "no_stop_trim": True,
-            **sampling,
-        },
+        "sampling_params": sampling_params,
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 0,
@@ -121,13 +129,12 @@ def parse_answer(
         LookupError, TypeError, ValueError: the answer has another form, or was cut short.
     """
     num_top, uid = request.sampling.num_top_log_probs, request.uid
-    check_prompt(answer["prompt_token_ids"], request.prompt.token_ids, uid)
-    meta, sampling = answer["meta_info"], body["sampling_params"]
+    meta = _checked_meta(answer, request.prompt.token_ids, uid)
 
-    sampled = [_entry(one) for one in meta["output_token_logprobs"]]
+    sampled = _entries(meta["output_token_logprobs"])
     tops = meta["output_top_logprobs"] if num_top else [[]] * len(sampled)
     rows = [
-        log_prob_row(token, value, dict(_entry(one) for one in top), num_top, uid, _REMEDIES.few)
+        log_prob_row(token, value, dict(_entries(top)), num_top, uid, _REMEDIES.few_log_probs)
         for (token, value), top in zip(sampled, tops, strict=True)
     ]
 
@@ -135,8 +142,8 @@ def parse_answer(
         request,
         rows,
         meta["finish_reason"]["type"],
-        max_tokens=sampling["max_new_tokens"],
-        stop_token_ids=sampling["stop_token_ids"],
+        max_tokens=body["sampling_params"]["max_new_tokens"],
+        stop_token_ids=body["sampling_params"]["stop_token_ids"],
         vocab_size=vocab_size,
         version=version,
         remedies=_REMEDIES,
@@ -150,24 +157,28 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
         answer: JSON of the response to `log_prob_body(request)`.
         uid: name of the rollout, for errors.
     """
-    check_prompt(answer["prompt_token_ids"], request.prompt, uid)
-    meta, count = answer["meta_info"], request.num_prompt_log_probs
-
-    if meta["finish_reason"]["type"] not in ("stop", "length"):
-        raise ValueError(f"cut short, its finish_reason is {meta['finish_reason']!r}")
+    meta, count = _checked_meta(answer, request.prompt, uid), request.num_prompt_log_probs
     values = []
+
     if count:
-        _, *entries = meta["input_token_logprobs"]
+        _, *entries = meta["input_token_logprobs"]  # the first token has no log-prob
         if len(entries) != count:
             raise ValueError(f"{len(entries)} log-probs of the prompt in place of {count}")
-        values = [_entry(one)[1] for one in entries]
+        values = [log_prob for _, log_prob in _entries(entries)]
 
-    [of_token] = [dict(_entry(one) for one in ids) for ids in meta["output_token_ids_logprobs"]]
-    values.append(of_token[request.token])
+    [entries] = meta["output_token_ids_logprobs"]
+    values.append(dict(_entries(entries))[request.token])
     check_log_probs(values, uid)
     return values
 
 
-def _entry(entry: Any) -> tuple[int, float]:
-    """Return (token, log-prob) of one entry of SGLang's lists, [log-prob, token, text]."""
-    return checked_token_id(entry[1]), checked_log_prob(entry[0], _MINUS_INFINITY)
+def _checked_meta(answer: Any, prompt: Sequence[int], uid: str) -> Any:
+    """Return the facts about a response in an answer, once `check_answer` has accepted the answer."""
+    meta = answer["meta_info"]
+    check_answer(meta["finish_reason"]["type"], answer["prompt_token_ids"], prompt, uid)
+    return meta
+
+
+def _entries(entries: Sequence[Any]) -> list[tuple[int, float]]:
+    """Return (token, log-prob) of every entry of one of SGLang's lists; an entry is [log-prob, token, text]."""
+    return [(checked_token_id(entry[1]), checked_log_prob(entry[0], _MINUS_INFINITY)) for entry in entries]

@@ -6,7 +6,6 @@ Status: experimental. Run with SGLang 0.5.23 on a CPU, in tests; not yet run on 
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,28 +13,21 @@ import torch
 from jackpot.config.engines import SGLangServerEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.base import Request
+from jackpot.rollout.engines.pool import PeerRequest
 from jackpot.rollout.engines.servers.engine import ServerEngine
-from jackpot.rollout.engines.servers.protocol import LogProbRequest
-from jackpot.rollout.engines.servers.replica import Replica, ServerInfo, ServerRequest
-from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded, other_norms, without_rank
+from jackpot.rollout.engines.servers.replica import Replica, ServerInfo
+from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded, unknown_norms, without_rank
+from jackpot.rollout.engines.sglang import protocol
 from jackpot.rollout.engines.sglang.client import SGLangClient
-from jackpot.rollout.engines.sglang.protocol import (
-    check_sampling,
-    check_temperature,
-    generate_body,
-    log_prob_body,
-    parse_answer,
-    parse_log_probs,
-)
 
 _DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}
 _PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
 
 
 class SGLangReplica(Replica):
-    """The peer of one SGLang server: its checks, its weights and its requests."""
+    """The engine's side of one SGLang server, with the routes by which SGLang reports facts and loads weights."""
 
-    made_for = "SGLang 0.5.23"
+    program = "SGLang 0.5.23"
     _client: SGLangClient
 
     def __init__(
@@ -49,7 +41,7 @@ class SGLangReplica(Replica):
         vocab_size: int,
         parameters: frozenset[str],
     ) -> None:
-        """Track a server, as `Replica` says.
+        """Describe a server, as `Replica` does.
 
         Args:
             dtype: dtype of the weights.
@@ -57,14 +49,15 @@ class SGLangReplica(Replica):
             parameters: names of the model's parameters.
         """
         super().__init__(url, client, version_prefix, settings.max_num_seqs)
-        self._dtype, self._vocab_size, self._parameters = dtype, vocab_size, parameters
+        self._dtype, self._vocab_size = dtype, vocab_size
+        self._parameters = parameters
         self._head_is_fp32 = settings.head_dtype == "fp32"
 
     async def _read_facts(self) -> ServerInfo:
         settings = await self._client.server_info()
         checksums = await self._client.checksums()
         with self._reading_facts():
-            wrong = self._what_is_wrong(settings)
+            refusal = self._refusal(settings)
             info = ServerInfo(
                 device=str(settings["device"]),
                 # The safe limit of the two: a prompt may have one token less, a response could end four tokens later.
@@ -72,15 +65,15 @@ class SGLangReplica(Replica):
                 num_top_log_probs=self._vocab_size,
             )
 
-        if wrong:
-            raise EngineError(f"{self.name} {wrong}")
-        if others := other_norms(map(without_rank, checksums), self._parameters):
+        if refusal:
+            raise EngineError(f"{self.name} {refusal}")
+        if unknown := unknown_norms(map(without_rank, checksums), self._parameters):
             raise EngineError(
-                f"{self.name} serves another model: {'; '.join(others)}. Start it with the run's rollout model"
+                f"{self.name} serves another model: {'; '.join(unknown)}. Start it with the run's rollout model"
             )
         return info
 
-    def _what_is_wrong(self, settings: Mapping[str, Any]) -> str | None:
+    def _refusal(self, settings: Mapping[str, Any]) -> str | None:
         """Return why a server with these settings is refused, and how to start it instead; None if it is accepted."""
         dtypes, head_is_fp32 = _DTYPES[self._dtype], bool(settings["enable_fp32_lm_head"])
 
@@ -100,9 +93,9 @@ class SGLangReplica(Replica):
             return "is quantized, which is not built for SGLang; start it without --quantization and --kv-cache-dtype"
 
         if head_is_fp32 != self._head_is_fp32:
-            what, how = ("fp32", "without") if head_is_fp32 else ("its dtype", "with")
+            precision, remedy = ("fp32", "without") if head_is_fp32 else ("its dtype", "with")
             return (
-                f"computes the output layer in {what}, and engine.head_dtype says otherwise; start it {how} "
+                f"computes the output layer in {precision}, and engine.head_dtype says otherwise; start it {remedy} "
                 f"--enable-fp32-lm-head"
             )
 
@@ -113,18 +106,19 @@ class SGLangReplica(Replica):
         checksums = await self._client.checksums()
         # On a GPU SGLang computes checksums with a function of its own.
         comparable = self.info is not None and self.info.device == "cpu"
-        check_loaded(self.name, weights, checksums, self._verified, comparable)
+        check_loaded(self.name, weights, checksums, self._last_check, comparable)
         await self._check_version(weights)
-        self._verified = (weights, checksums)
+        self._last_check = (weights, checksums)
 
-    async def _ask(self, request: ServerRequest) -> Any:
-        return await self._client.generate(request.body, request.parse)
+    async def _ask(self, request: PeerRequest) -> Any:
+        return await self._client.generate(request.message, request.parse)
 
 
 class SGLangServerEngine(ServerEngine):
     """An engine of SGLang servers that the user has started with one model."""
 
     client_class = SGLangClient
+    protocol = protocol
     _settings: SGLangServerEngineConfig
 
     def _replica(self, url: str, client: SGLangClient) -> SGLangReplica:
@@ -140,18 +134,4 @@ class SGLangServerEngine(ServerEngine):
 
     def _check(self, request: Request) -> None:
         super()._check(request)
-        check_sampling(request)
-
-    def _check_temperature(self, temperature: float, what: str) -> None:
-        check_temperature(temperature, what)
-
-    def _server_request(self, request: Request) -> ServerRequest:
-        capabilities = self.capabilities
-        body = generate_body(request, self._eos_token_ids, capabilities.max_model_len)
-        parse = partial(
-            parse_answer, request=request, body=body, vocab_size=capabilities.vocab_size, version=self._version
-        )
-        return ServerRequest(body, parse)
-
-    def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
-        return ServerRequest(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))
+        protocol.check_sampling(request)

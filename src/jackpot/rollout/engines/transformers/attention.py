@@ -23,8 +23,10 @@ from jackpot.models.quantization.attention import Attention, in_float64, reads_w
 from jackpot.models.quantization.linear import round_to_fp8
 from jackpot.models.quantization.quantizer import SCHEMES
 
-GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"  # values of `config._attn_implementation`
-GROUPED_FP8, EAGER_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_eager_fp8", "jackpot_exact_fp8"
+# Values of `config._attn_implementation`. The last three round keys and values to FP8.
+GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"
+GROUPED_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_exact_fp8"
+EAGER_FP8 = "jackpot_eager_fp8"
 # Implementations that take a mask [N, 1, T, S] as it is.
 ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
 _FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}
@@ -52,13 +54,14 @@ def grouped_attention(
     Returns:
         Output [N, T, heads, D], and None in place of attention weights.
     """
-    rows, heads, length, size = query.shape
+    num_rows, num_heads, length, size = query.shape
     special = dropout or options.get("position_bias") is not None or options.get("cache") is not None
-    if length > 1 or heads == key.shape[1] or special:
+    if length > 1 or num_heads == key.shape[1] or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    grouped = query.reshape(rows, key.shape[1], -1, size)  # heads that share a key are neighbors
+
+    grouped = query.reshape(num_rows, key.shape[1], -1, size)  # heads that share a key are neighbors
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(rows, 1, heads, value.shape[-1]), None
+    return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
 
 def eager_attention(
@@ -90,16 +93,15 @@ def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> 
     return attention
 
 
-AttentionInterface.register(GROUPED, grouped_attention)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
-AttentionInterface.register(EXACT, in_float64(grouped_attention))
-AttentionMaskInterface.register(EXACT, sdpa_mask)
-AttentionInterface.register(EXACT_FP8, with_rounded_kv(in_float64(grouped_attention), round_to_fp8))
-AttentionMaskInterface.register(EXACT_FP8, sdpa_mask)
-AttentionInterface.register(GROUPED_FP8, with_rounded_kv(grouped_attention, round_to_fp8))
-AttentionMaskInterface.register(GROUPED_FP8, sdpa_mask)
-AttentionInterface.register(EAGER_FP8, with_rounded_kv(eager_attention, round_to_fp8))
-AttentionMaskInterface.register(EAGER_FP8, eager_mask)
+for _name, _attend, _mask in (
+    (GROUPED, grouped_attention, sdpa_mask),
+    (EXACT, in_float64(grouped_attention), sdpa_mask),
+    (EXACT_FP8, with_rounded_kv(in_float64(grouped_attention), round_to_fp8), sdpa_mask),
+    (GROUPED_FP8, with_rounded_kv(grouped_attention, round_to_fp8), sdpa_mask),
+    (EAGER_FP8, with_rounded_kv(eager_attention, round_to_fp8), eager_mask),
+):
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, _mask)
 
 
 def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
@@ -137,8 +139,10 @@ def set_attention(
             )
 
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
-    current, replaceable = model.config._attn_implementation or "", functions is ALL_ATTENTION_FUNCTIONS
-    if fp8_cache and not (replaceable and current in _FP8_VARIANTS):
+    is_replaceable = functions is ALL_ATTENTION_FUNCTIONS  # False: the model's code calls an attention of its own
+    current = model.config._attn_implementation or ""
+
+    if fp8_cache and not (is_replaceable and current in _FP8_VARIANTS):
         raise EngineError(
             f"{type(model).__name__} has an attention of its own ({current}), whose keys and values cannot be rounded "
             f"here; leave engine.kv_cache_dtype out"
@@ -149,9 +153,9 @@ def set_attention(
             f"rounded here; leave engine.kv_cache_dtype out"
         )
 
-    if exact and current == "sdpa" and replaceable:
+    if exact and current == "sdpa" and is_replaceable:
         model.set_attn_implementation(EXACT_FP8 if fp8_cache else EXACT)
     elif fp8_cache:
         model.set_attn_implementation(_FP8_VARIANTS[current])
-    elif current == "sdpa" and replaceable:
+    elif current == "sdpa" and is_replaceable:
         model.set_attn_implementation(GROUPED)

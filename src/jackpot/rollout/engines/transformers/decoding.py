@@ -161,26 +161,29 @@ class DecodingBatch:
         max_model_len: int,
         version: Version,
     ) -> None:
-        samplings, prompts = [request.sampling for request in requests], [request.prompt for request in requests]
-        self._model, self._all_requests, self._version = model, list(requests), version
+        samplings = [request.sampling for request in requests]
+        prompts = [request.prompt.token_ids for request in requests]
+        self._model, self._version = model, version
+        self._all_requests = list(requests)
         self._settings = batch_settings(samplings[0])
         self._rows = torch.arange(len(requests))  # [N], index of each unfinished request, in the order of rows
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
         self._max_position = max_model_len - 1
 
         limits = [
-            min(sampling.max_new_tokens, max_model_len - len(prompt.token_ids))
+            min(sampling.max_new_tokens, max_model_len - len(prompt))
             for sampling, prompt in zip(samplings, prompts, strict=True)
         ]
-        self._limits, limit = torch.tensor(limits), max(limits)  # [R], largest length of each response, tokens
+        self._limits = torch.tensor(limits)  # [R], largest length of each response, tokens
 
-        self._runner = ModelRunner(model, [prompt.token_ids for prompt in prompts], limit)
+        self._runner = ModelRunner(model, prompts, max(limits))
         keys = key_tensor([fold_in("token", request.seed) for request in requests])
         self._keys = upload(keys, model.device)  # [N]
         self._num_generated = 0  # tokens generated in every unfinished row
 
         # Packed draws (`pack_draw`), on the CPU; rows of `empty` take no memory before they are written.
-        self._records = torch.empty(len(requests), limit, 2 + 2 * self._settings.num_top_log_probs, dtype=torch.int32)
+        size = 2 + 2 * self._settings.num_top_log_probs
+        self._records = torch.empty(len(requests), max(limits), size, dtype=torch.int32)
 
     @property
     def requests(self) -> list[Request]:
@@ -192,8 +195,9 @@ class DecodingBatch:
         """Generate one token in every row; remove the rows that finish and return their rollouts."""
         with threads_for(len(self._rows) * self._model.num_parameters()):
             hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
-            draws = uniforms(self._keys, self._keys.new_full((1,), self._num_generated))
-            draw = draw_tokens(head_logits(self._model, hidden), draws, **self._settings._asdict())
+            random = uniforms(self._keys, self._keys.new_full((1,), self._num_generated))
+            draw = draw_tokens(head_logits(self._model, hidden), random, **self._settings._asdict())
+
         records = pack_draw(draw).cpu()  # the only transfer of a step to the CPU
         self._check_finite(records[None])
         self._last_tokens = draw.tokens  # [N]
@@ -217,21 +221,20 @@ class DecodingBatch:
         """Store the draws of a step, [N, 2 + 2K]; remove the rows that finish and return their rollouts."""
         self._records[self._rows, self._num_generated] = records
         self._num_generated += 1
-        return self._remove_finished(records[:, 0])
 
-    def _remove_finished(self, tokens: Tensor) -> list[Rollout]:
-        """Remove the rows that end with `tokens` [N] from the batch and from the cache; return their rollouts."""
+        tokens = records[:, 0]
         is_stop = (self._stops[self._rows] == tokens[:, None]).any(dim=1)
         is_finished = is_stop | (self._limits[self._rows] == self._num_generated)  # [N]
         if not is_finished.any():
             return []
+
         finished = self._rollouts(self._rows[is_finished], self._num_generated, is_stop[is_finished])
         self._remove(is_finished)
         return finished
 
     def _remove(self, is_finished: Tensor) -> None:
         """Remove the rows where `is_finished` [N] is True, once their rollouts are made."""
-        order = _compaction(~is_finished)
+        order = _compaction(is_finished)
         self._reorder(order)
         self._rows = self._rows[order]  # last, so that after an error above `requests` has the finished rows too
 
@@ -249,25 +252,23 @@ class DecodingBatch:
             rows: [F] indices of requests.
             is_stop: [F] bool, True where the last token is a stop token, False where the length limit was reached.
         """
-        draw = _unpack(self._records[rows, :length])
-        versions = torch.tensor(self._version).expand(*draw.tokens.shape, 2)
-        columns = (*draw, torch.ones_like(draw.tokens, dtype=torch.bool), versions.contiguous())
+        draw = _unpack(self._records[rows, :length])  # [F, length] each
+        sampled = torch.ones_like(draw.tokens, dtype=torch.bool)
+        versions = torch.tensor(self._version).expand(*draw.tokens.shape, 2).contiguous()
 
         return [
             Rollout(
                 uid=self._all_requests[row].uid,
                 prompt=self._all_requests[row].prompt,
-                finish="stop" if stopped else "length",
-                token_ids=tokens,
-                rollout_log_probs=log_probs,
-                sampled_mask=sampled,
-                top_ids=top_ids,
-                top_log_probs=top_log_probs,
-                versions=version,
+                finish="stop" if is_stop[index] else "length",
+                token_ids=draw.tokens[index],
+                rollout_log_probs=draw.log_probs[index],
+                sampled_mask=sampled[index],
+                top_ids=draw.top_ids[index],
+                top_log_probs=draw.top_log_probs[index],
+                versions=versions[index],
             )
-            for row, stopped, tokens, log_probs, top_ids, top_log_probs, sampled, version in zip(
-                rows.tolist(), is_stop.tolist(), *(column.unbind() for column in columns), strict=True
-            )
+            for index, row in enumerate(rows.tolist())
         ]
 
 
@@ -295,18 +296,18 @@ def _stop_table(stops: Sequence[set[int]]) -> Tensor:
     return torch.tensor([[*row, *[-1] * (width - len(row))] for row in stops])
 
 
-def _compaction(kept: Tensor) -> Tensor:
-    """Return the old index of each kept row, where the last kept rows move into the slots of removed rows.
+def _compaction(is_removed: Tensor) -> Tensor:
+    """Return the old index of each row that stays, where the last of these rows move into the slots of removed rows.
 
     Args:
-        kept: [N] bool.
+        is_removed: [N] bool.
 
     Returns:
-        [number of kept rows] int64; rows before the first removed row keep their index.
+        [number of rows that stay] int64; rows before the first removed row keep their index.
     """
-    left = int(kept.sum())
-    order = torch.arange(left)
-    order[~kept[:left]] = left + kept[left:].nonzero()[:, 0]
+    count = int((~is_removed).sum())
+    order = torch.arange(count)
+    order[is_removed[:count]] = count + (~is_removed[count:]).nonzero()[:, 0]
     return order
 
 

@@ -20,14 +20,14 @@ from jackpot.core.prng import fold_in, key_tensor, uniforms
 from jackpot.core.types import Rollout
 from jackpot.models.device import upload
 from jackpot.models.drafts import verify
-from jackpot.models.forward import backbone, head_logits, output_layer
-from jackpot.models.packed_attention import AttentionSet, layer_windows
+from jackpot.models.forward import head_logits, output_layer
+from jackpot.models.packed_attention import layer_windows
 from jackpot.models.sampling import Draw, sample_tokens, sampling_log_probs
 from jackpot.objectives.kernels.topk import top_k as largest
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRunner, pack_draw, threads_for
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer
-from jackpot.rollout.engines.transformers.static_decoding import STATIC, layer_masks
+from jackpot.rollout.engines.transformers.static_decoding import layer_masks, masked_forward
 
 _FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # drafts of a row at first and at most, where their number follows acceptance
 _MAX_PROBS = 2**26  # most numbers in the distributions [.., V] that are verified at once
@@ -40,8 +40,11 @@ class RaggedRunner:
         """Take over the cache of a runner that has read the prompts, for a model that `decodes_statically`."""
         cache = prompts.cache
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
-        self._model, self._windows, self._cache = model, layer_windows(model.config), cache
+        self._model, self._cache = model, cache
+        self._windows = layer_windows(model.config)
         self._layers: list[RaggedKVLayer] = []
+
+        # Prompts are padded on the left: move the tokens of each row to the columns of their positions.
         width, padding = prompts.length, prompts.length - prompts.positions  # [N]
         columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)  # [N, S]
         for index, layer in enumerate(cache.layers):
@@ -62,15 +65,10 @@ class RaggedRunner:
         length, positions = int(positions.max()) + 1, upload(positions, tokens.device)
         for layer in self._layers:
             layer.write_at(positions, length)
+
         first = torch.zeros_like(positions[:, :1])
-        with AttentionSet(self._model.config.get_text_config(), STATIC):
-            return backbone(self._model)(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                static_masks=layer_masks(first, positions, length, self._windows, self._model.dtype),
-            ).last_hidden_state
+        masks = layer_masks(first, positions, length, self._windows, self._model.dtype)
+        return masked_forward(self._model, tokens, positions, self._cache, masks)
 
     def reorder(self, order: Tensor) -> None:
         """Replace row i by the old row `order[i]`; rows not in `order` leave the batch."""
@@ -95,14 +93,19 @@ class DraftedBatch(DecodingBatch):
             counts: the counts of this batch's drafts are added to it.
         """
         super().__init__(*arguments)
-        self._draft_model, self._lam, self._counts = draft, settings.lam, counts
+        self._draft_model, self._lam = draft, settings.lam
+        self._counts = counts
         self._follows_acceptance = settings.tokens == "auto"
-        wanted = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
-        self._wanted = torch.full_like(self._limits, wanted)  # [R], number of drafts in the next step
+        num_drafts = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
+        self._num_drafts = torch.full_like(self._limits, num_drafts)  # [R], number of drafts in the next step
+
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
-        seeds = [request.seed for request in self._all_requests]
-        keys = [key_tensor([fold_in(use, seed) for seed in seeds]) for use in ("draft", "accept draft", "token")]
-        self._streams = torch.stack(keys, dim=1)  # [R, 3], keys of the three streams of uniforms
+
+        def keys(use: str) -> Tensor:
+            return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
+
+        # [R, 3], keys of the three streams of uniforms
+        self._streams = torch.stack([keys("draft"), keys("accept draft"), keys("token")], dim=1)
         self._is_started = False
 
     @torch.no_grad()
@@ -115,10 +118,11 @@ class DraftedBatch(DecodingBatch):
                 self._counts.read_alone += int(self._prompt_lengths.sum())
                 self._counts.read_by_policy += int(self._prompt_lengths.sum())
                 return super().step()
+
             if not self._is_started:
                 self._start()
             room = self._limits[self._rows] - self._lengths[self._rows] - 1
-            drafted = torch.minimum(self._wanted[self._rows], room)  # [N]
+            drafted = torch.minimum(self._num_drafts[self._rows], room)  # [N]
             records = self._verify(*self._propose(drafted)).cpu()  # the only transfer of a call to the CPU
         return self._take_verified(records, drafted)
 
@@ -128,13 +132,14 @@ class DraftedBatch(DecodingBatch):
         reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
         reader.prefill()
         self._last_position = min(self._runner.max_length - 1, self._max_position)
-        self._policy, self._draft = RaggedRunner(self._model, self._runner), RaggedRunner(self._draft_model, reader)
+        self._policy = RaggedRunner(self._model, self._runner)
+        self._draft = RaggedRunner(self._draft_model, reader)
         self._is_started = True
         del self._runner
+
         self._lengths = torch.ones_like(self._limits)  # [R], generated tokens
-        self._tail = torch.stack(
-            [torch.tensor([one[-1] for one in prompts]), self._records[:, 0, 0].long()], dim=1
-        )  # [R, 2]
+        ends = torch.tensor([prompt[-1] for prompt in prompts])
+        self._tail = torch.stack([ends, self._records[:, 0, 0].long()], dim=1)  # [R, 2], the last two tokens
         self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
 
     def _reorder(self, order: Tensor) -> None:
@@ -181,6 +186,7 @@ class DraftedBatch(DecodingBatch):
         tokens = upload(self._tail[self._rows], device)
         nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
+
         for index in range(int(drafted.max())):
             hidden = self._draft(tokens, self._positions(index - (index == 0), index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
@@ -188,6 +194,7 @@ class DraftedBatch(DecodingBatch):
             is_drafted = upload((drafted > index)[:, None], device)
             drafts.insert(-1, tokens)
             probs.insert(-1, torch.where(is_drafted, distribution, nothing))
+
         return torch.cat(drafts, dim=1), torch.stack(probs, dim=1)
 
     def _verify(self, drafts: Tensor, probs: Tensor) -> Tensor:
@@ -203,18 +210,20 @@ class DraftedBatch(DecodingBatch):
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
         hidden = self._policy(tokens, self._positions(0, last))
         random = torch.stack([self._uniforms(1, 0, last), self._uniforms(2, 0, last)], dim=-1)  # [N, k + 1, 2]
-        flat = [
-            one.flatten(0, 1).split(max(1, _MAX_PROBS // probs.shape[-1])) for one in (hidden, probs, drafts, random)
-        ]
-        return torch.cat([self._judge(*parts) for parts in zip(*flat, strict=True)]).unflatten(0, drafts.shape)
+
+        size = max(1, _MAX_PROBS // probs.shape[-1])  # columns that are judged at once
+        pieces = (tensor.flatten(0, 1).split(size) for tensor in (hidden, probs, drafts, random))
+        judged = [self._judge(*piece) for piece in zip(*pieces, strict=True)]
+        return torch.cat(judged).unflatten(0, drafts.shape)
 
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
-        """Decide as `_verify` on some columns of some rows, flattened: returns [M, 3 + 2K] for M columns."""
+        """Decide as `_verify` does, on M columns of some rows, flattened; return [M, 3 + 2K]."""
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
         tokens = torch.where(verdict.accepted, drafts, verdict.others)
-        top = largest(verdict.log_probs, self._settings.num_top_log_probs)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
-        return torch.cat([pack_draw(Draw(tokens, log_probs, top[1], top[0])), verdict.accepted[:, None].int()], dim=1)
+        top_log_probs, top_ids = largest(verdict.log_probs, self._settings.num_top_log_probs)
+        draw = Draw(tokens, log_probs, top_ids, top_log_probs)
+        return torch.cat([pack_draw(draw), verdict.accepted[:, None].int()], dim=1)
 
     def _take_verified(self, records: Tensor, drafted: Tensor) -> list[Rollout]:
         """Store each row's tokens up to the first that is not a draft; return the rollouts of finished rows.
@@ -227,23 +236,23 @@ class DraftedBatch(DecodingBatch):
         tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
         is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
         has_stop = is_stop.any(dim=1)
-        taken = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N]
+        num_new = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N], new tokens of a row
 
-        row, position = (positions < taken[:, None]).nonzero(as_tuple=True)
+        row, position = (positions < num_new[:, None]).nonzero(as_tuple=True)
         draws, at = records[row, position, :-1], self._lengths[rows[row]] + position
         if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
             first = int(is_finite.int().argmin())
             raise self._no_distribution(int(rows[row[first]]), int(at[first]))
 
         self._records[rows[row], at] = draws
-        read = torch.cat([self._tail[rows, 1:], tokens], dim=1)
-        self._tail[rows] = read.gather(1, taken[:, None] - torch.tensor([1, 0]))
-        self._lengths[rows] += taken
+        newest = torch.cat([self._tail[rows, 1:], tokens], dim=1)
+        self._tail[rows] = newest.gather(1, num_new[:, None] - torch.tensor([1, 0]))
+        self._lengths[rows] += num_new
 
-        self._count(drafted, accepted, taken)
+        self._count(drafted, accepted, num_new)
         if self._follows_acceptance:
-            grown = torch.where(accepted == drafted, drafted + 2, drafted - 1)
-            self._wanted[rows] = grown.clamp(1, _MOST_DRAFTS)
+            num_drafts = torch.where(accepted == drafted, drafted + 2, drafted - 1)
+            self._num_drafts[rows] = num_drafts.clamp(1, _MOST_DRAFTS)
 
         is_finished = has_stop | (self._limits[rows] == self._lengths[rows])
         finished: list[Rollout] = []
@@ -255,15 +264,15 @@ class DraftedBatch(DecodingBatch):
             self._remove(is_finished)
         return finished
 
-    def _count(self, drafted: Tensor, accepted: Tensor, taken: Tensor) -> None:
-        """Count one pass of the policy. All arguments are [N]: drafts, accepted drafts, and tokens kept of a row."""
+    def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
+        """Add one pass of the policy to the counts. Arguments are [N]: drafts, accepted drafts, new tokens of a row."""
         counts, verifies = self._counts, drafted > 0
-        counts.tokens += int(taken.sum())
-        counts.passes += len(taken)
+        counts.tokens += int(num_new.sum())
+        counts.passes += len(num_new)
         counts.verifications += int(verifies.sum())
-        counts.verified += int(taken[verifies].sum())
+        counts.verified += int(num_new[verifies].sum())
         counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
         counts.accepted += int(accepted.sum())
-        counts.read_alone += int(taken.sum())
+        counts.read_alone += int(num_new.sum())
         counts.read_by_policy += int(drafted.sum()) + len(drafted)
         counts.read_by_draft += int(drafted[verifies].sum() + verifies.sum())

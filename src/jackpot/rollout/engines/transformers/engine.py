@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import groupby, islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +24,9 @@ from jackpot.core.types import Rollout, Version
 from jackpot.models.forward import output_layer
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import forward_rollouts, token_log_probs
-from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores
-from jackpot.rollout.engines.draft_counts import DraftCounts
-from jackpot.rollout.engines.in_flight import InFlightRequests
+from jackpot.rollout.engines.base import Capabilities, Request
+from jackpot.rollout.engines.checks import check_scores
+from jackpot.rollout.engines.in_flight import QueuedEngine
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
 from jackpot.rollout.engines.transformers.decoding import BatchSettings, DecodingBatch, batch_settings
 from jackpot.rollout.engines.transformers.drafting import DraftedBatch
@@ -43,11 +41,14 @@ from jackpot.rollout.engines.transformers.weights import ModelWeights
 _SCORE_TOKENS = 16_384  # most tokens in one forward pass of `score`, padding included
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(QueuedEngine):
     """An engine that decodes with transformers, in batches of requests with equal temperature, filters and top-k lists.
 
     Tokens are generated inside `collect` alone, which returns as soon as it has enough rollouts; unfinished rows
     continue at the next call.
+
+    Its events are `quantized`, where the settings quantize, and `decoding`, where `enforce_eager` is off. `decoding`
+    says how tokens are decoded, and comes once more if a step could not be captured as a CUDA graph.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class TransformersEngine(Engine):
         if not context:
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
 
+        super().__init__(version)
         set_engine_attention(model.eval(), settings)
         self._settings = settings
 
         weights = ModelWeights(model, settings)
-        self._weights: ModelWeights | None = weights  # the model and its weights; None once the engine is closed
+        self._weights = weights
         self._draft = drafter and _draft_model(model, drafter)
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
-        self._draft_counts = DraftCounts()
         attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
 
         self._capabilities = Capabilities(
@@ -101,41 +102,26 @@ class TransformersEngine(Engine):
             sleeps=sleeps(settings),
         )
 
-        self._events = weights.events
+        self._events += weights.events
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
         self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
 
         self._eos_token_ids = tuple(eos_token_ids)
-        self._version = version
-        self._in_flight = InFlightRequests()
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None
 
     def _make_capture(self, model: PreTrainedModel) -> GraphCapture | None:
         """Return the object that captures decoding steps; if none can be captured, add an event and return None."""
+        if self._draft is None and decodes_statically(model):
+            return GraphCapture(model.device.type, self._events)
+
+        obstacle = f"{type(model).__name__} with these settings has no attention for it"
         if self._draft is not None:
-            why = "rows accept different numbers of drafts"
-        elif decodes_statically(model):
-            return GraphCapture(model.device.type)
-        else:
-            why = f"{type(model).__name__} with these settings has no attention for it"
-        self._events.append(decoding_event("growing", False, why))
+            obstacle = "rows accept different numbers of drafts"
+        self._events.append(decoding_event("growing", False, obstacle))
         return None
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> Version:
-        return self._version
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._check_awake()
-        self._in_flight.check_new(requests)
-        for request in requests:
-            check_request(request, self.capabilities)
-        self._in_flight.add(requests)
+    def _begin(self, requests: Sequence[Request]) -> None:
         self._queue.extend(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
@@ -144,83 +130,49 @@ class TransformersEngine(Engine):
         At least one step is taken before the time is checked, so that polling with `timeout=0` makes progress.
         """
         self._check_open()
-        if n < 0:
-            raise EngineError(f"collect takes a number of rollouts, got {n}")
         deadline = None if timeout is None else time.monotonic() + timeout
+
         while len(self._in_flight.completed(uids)) < n and (self._batch or self._queue):
             self._step()
             if deadline is not None and time.monotonic() >= deadline:
                 break
+
         return self._in_flight.pop(n, uids)
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        model = self._check_awake().model
+        self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
+        model = self._weights.model
         scores: dict[int, Tensor] = {}
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
+
         for rows in pack(by_length, _SCORE_TOKENS, lambda row: rollout_lengths(rollouts[row])):
             hidden, ids, mask = forward_rollouts(model, [rollouts[row] for row in rows])
             log_probs = token_log_probs(model, hidden[mask], ids[mask], temperature, top_k=0, top_p=1.0).cpu()
             lengths = [len(rollouts[row].token_ids) for row in rows]
-            scores |= zip(rows, (part.clone() for part in log_probs.split(lengths)), strict=True)
+            scores |= zip(rows, (score.clone() for score in log_probs.split(lengths)), strict=True)
+
         return [scores[row] for row in range(len(rollouts))]
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says, under the names of the model's `named_parameters()`."""
-        weights = self._check_open()
-        self._in_flight.check_empty()
-        digest = weights.load(named_tensors)
-        self._version = version
+        self._check_idle()
+        digest = self._weights.load(named_tensors)
+        self._version, self._is_asleep = version, False
         return digest
 
-    def sleep(self) -> None:
-        """Release the memory of the weights until the next `update_weights`, with `enable_sleep_mode`.
-
-        On a GPU that memory is then free for other processes (not run).
-        """
-        weights = self._check_open()
-        if not sleeps(self._settings) or weights.are_released:
-            return
-        self._in_flight.check_empty()
-        weights.release()
+    def _release(self) -> None:
+        """Release the memory of the weights. On a GPU that memory is then free for other processes (not run)."""
+        self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
 
-    def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: `quantized` and `decoding`.
-
-        `quantized` reports what the settings quantize. `decoding` says how tokens are decoded where `enforce_eager` is
-        off, and comes once more if a step could not be captured as a CUDA graph.
-        """
-        sources = [self._events] if self._capture is None else [self._events, self._capture.events]
-        events = [event for source in sources for event in source]
-        for source in sources:
-            source.clear()
-        return events
-
-    def take_draft_counts(self) -> DraftCounts:
-        counts, self._draft_counts = self._draft_counts, DraftCounts()
-        return counts
-
-    def close(self) -> None:
-        self._draft = self._weights = self._batch = None
+    def _end(self) -> None:
+        del self._weights, self._draft
+        self._batch = None
         self._queue.clear()
-        self._in_flight.clear()
-
-    def _check_open(self) -> ModelWeights:
-        """Return the model with its weights, or raise EngineError after `close`."""
-        if self._weights is None:
-            raise EngineError("the engine is closed; make a new one")
-        return self._weights
-
-    def _check_awake(self) -> ModelWeights:
-        """Return the model with its weights, or raise EngineError after `close` and while the engine sleeps."""
-        weights = self._check_open()
-        if weights.are_released:
-            raise EngineError(ASLEEP)
-        return weights
 
     def _step(self) -> None:
         """Generate one token in every row of the batch; after an error queue the batch's requests anew."""
@@ -256,7 +208,7 @@ class TransformersEngine(Engine):
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)
 
-        batch = make(self._check_open().model, requests, self._eos_token_ids, max_model_len, self._version)
+        batch = make(self._weights.model, requests, self._eos_token_ids, max_model_len, self._version)
         for _ in requests:
             self._queue.popleft()
         return batch
@@ -264,7 +216,8 @@ class TransformersEngine(Engine):
 
 def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrainedModel:
     """Return the model of the engine `drafter`, or raise EngineError where it cannot draft for `model`."""
-    draft, settings = drafter._check_open().model, drafter._settings
+    drafter._check_open()
+    draft, settings = drafter._weights.model, drafter._settings
 
     if draft.config._attn_implementation in (EXACT, EXACT_FP8):
         raise EngineError(
@@ -273,18 +226,18 @@ def _draft_model(model: PreTrainedModel, drafter: TransformersEngine) -> PreTrai
             f"and engine.kv_cache_dtype=null, or engine.quantization=null, or leave evaluation.engine.draft out"
         )
 
-    for role, one in {"policy": model, "rollout model": draft}.items():
-        if not decodes_statically(one):
+    for role, role_model in {"policy": model, "rollout model": draft}.items():
+        if not decodes_statically(role_model):
             raise EngineError(
-                f"the {role} {type(one).__name__} has no attention for rows of different lengths, which drafts need; "
-                f"set engine.attn_implementation=sdpa and engine.kv_cache_dtype=null, or leave engine.draft out"
+                f"the {role} {type(role_model).__name__} has no attention for rows of different lengths, which drafts "
+                f"need; set engine.attn_implementation=sdpa and engine.kv_cache_dtype=null, or leave engine.draft out"
             )
 
-    sizes = output_layer(model).out_features, output_layer(draft).out_features
-    if sizes[0] != sizes[1]:
+    num_ids, num_draft_ids = output_layer(model).out_features, output_layer(draft).out_features
+    if num_ids != num_draft_ids:
         raise EngineError(
-            f"the output layers of policy and rollout model differ in size, {sizes[0]} and {sizes[1]}; drafts need one "
-            f"vocabulary"
+            f"the output layers of policy and rollout model differ in size, {num_ids} and {num_draft_ids}; drafts need "
+            f"one vocabulary"
         )
 
     return draft

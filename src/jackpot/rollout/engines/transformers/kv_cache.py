@@ -34,7 +34,8 @@ class BatchKVLayer(DynamicLayer):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self._max_length, self._length, self._rows = max_length, 0, 0
+        self._max_length = max_length  # most tokens of a row
+        self._length, self._rows = 0, 0  # tokens of a row, and rows, that the buffers hold
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [N, heads, 1, D]; return the layer's, as views that the next call changes."""
@@ -72,6 +73,7 @@ class BatchKVLayer(DynamicLayer):
         self.values = self._grown(self.values[:, :, :length], rows)
 
     def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return a larger buffer that begins with some rows of keys or values, [N, heads, S, D]."""
         _, heads, length, size = states.shape
         count = len(rows) if isinstance(rows, Tensor) else len(states[rows])
         buffer = states.new_empty(count, heads, grown_length(length, self._max_length), size)
@@ -111,7 +113,8 @@ class RaggedKVLayer(BatchKVLayer):
     def __init__(self, keys: Tensor, values: Tensor, max_length: int) -> None:
         """Take over keys and values, [N, heads, S, D] each."""
         super().__init__(max_length)
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys, self.values = keys, values
+        self.is_initialized = True
         self._rows, self._length = len(keys), keys.shape[2]
 
     def write_at(self, columns: Tensor, length: int) -> None:

@@ -70,48 +70,82 @@ def layer_masks(
     """
     positions, last = torch.arange(columns, device=last.device), last[..., None]
     hidden = (positions < first[..., None]) | (positions > last)
-    made: dict[int | None, Tensor] = {}
+
+    by_window: dict[int | None, Tensor] = {}
     for window in set(windows):
         far = hidden if window is None else hidden | (positions <= last - window)
-        made[window] = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)[:, None]
-    return [made[window] for window in windows]
+        mask = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)
+        by_window[window] = mask[:, None]
+    return [by_window[window] for window in windows]
+
+
+def masked_forward(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, cache: BatchKVCache, masks: list[Tensor]
+) -> Tensor:
+    """Run tokens through a model whose attention adds `masks` to its scores; return the last hidden states, [N, T, H].
+
+    Args:
+        tokens, positions: [N, T].
+        masks: the masks of all layers, from `layer_masks`.
+    """
+    with AttentionSet(model.config.get_text_config(), STATIC):
+        return backbone(model)(
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, static_masks=masks
+        ).last_hidden_state
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Tell whether `StaticBatch` can decode a model: all layers keep plain keys and attend by `grouped_attention`."""
+    """Return whether `StaticBatch` can decode a model: all layers keep plain keys and attend by `grouped_attention`."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
-def decoding_event(shapes: Literal["static", "growing"], cuda_graphs: bool, why: str | None = None) -> dict[str, Any]:
-    """Return the event that reports how an engine decodes; `why` is the reason against a faster way."""
-    return {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs} | ({"why": why} if why else {})
+def decoding_event(
+    shapes: Literal["static", "growing"], cuda_graphs: bool, obstacle: str | None = None
+) -> dict[str, Any]:
+    """Return the event that reports how an engine decodes.
+
+    Args:
+        obstacle: why the engine does not decode in a faster way; None: it does.
+    """
+    event = {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs}
+    return event | ({"why": obstacle} if obstacle else {})
 
 
 class GraphCapture:
     """A capture of steps as CUDA graphs; without a GPU, and after a failed capture, steps run uncaptured."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, events: list[dict[str, Any]]) -> None:
+        """Prepare captures on a device.
+
+        Args:
+            events: list to which events about captures are added.
+        """
         self._captures = device_type == "cuda"
-        self.events = [decoding_event("static", self._captures)]
+        self._events = events
+        events.append(decoding_event("static", self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that does what `step` does, at equal addresses; `step` must have run once before."""
+        """Return a function that repeats `step`, with all reads and writes at the same addresses.
+
+        Args:
+            step: step of decoding, which has run once before.
+        """
         if not self._captures:
             return step
 
+        pool = None
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
             stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave another set
-            try:
-                with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-                    step()
-            except RuntimeError:
+            with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                step()
+
+        except RuntimeError as error:
+            if pool is not None:
                 with suppress(RuntimeError):  # before torch 2.12 nothing else ends it (pytorch/pytorch#180395)
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
-                raise
-        except RuntimeError as error:
             self._captures = False
-            self.events.append(decoding_event("static", False, str(error).split("\n")[0]))
+            self._events.append(decoding_event("static", False, str(error).split("\n")[0]))
             return step
         return graph.replay
 
@@ -153,8 +187,8 @@ class StaticBatch(DecodingBatch):
         elif self._length == self._room or _FEW_ROWS < len(self._last_tokens) >= 2 * unfinished:
             self._move()
 
-        count = int(self._limits[self._rows].max()) - self._num_generated
-        count = min(STEPS, count, self._room - self._length)
+        longest = int(self._limits[self._rows].max()) - self._num_generated
+        count = min(STEPS, longest, self._room - self._length)
         with threads_for(len(self._last_tokens) * self._model.num_parameters()):
             for _ in range(count):
                 if self._run is None:
@@ -187,7 +221,8 @@ class StaticBatch(DecodingBatch):
         runner, cache = self._runner, self._runner.cache
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._cache, self._max_length = cache, runner.max_length
-        self._prompt_length = self._length = self._room = runner.length  # columns of prompts, written, all
+        self._prompt_length = runner.length  # columns of the prompts
+        self._length, self._room = runner.length, runner.length  # columns that are written, and all columns
         self._padding = runner.length - runner.positions  # [N]
         self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
@@ -201,17 +236,21 @@ class StaticBatch(DecodingBatch):
         order = upload(self._slots, device)
         if self._length == room:
             room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in pieces of 16
+
         self._run = None  # frees the memory of the last graph
         for index, layer in enumerate(self._cache.layers):
             keys, values = (self._moved(states, order, room) for states in (layer.keys, layer.values))
             self._cache.layers[index] = StaticKVLayer(keys, values, self._column)
+
         self._last_tokens, self._keys = self._last_tokens[order], self._keys[order]
         self._padding, self._room = self._padding[order], room
         self._slots = torch.arange(len(order))
+
         size = 2 + 2 * self._settings.num_top_log_probs
         self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)  # the newest draws
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
+        """Return the rows `order` of keys or values, [N, heads, S, D], in new memory for `room` columns."""
         buffer = states.new_zeros(len(order), states.shape[1], room, states.shape[3])  # unwritten ones must be finite
         buffer[:, :, : self._length] = states[:, :, : self._length].index_select(0, order)
         return buffer
@@ -221,17 +260,11 @@ class StaticBatch(DecodingBatch):
         column, model = self._column, self._model
         positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the context's end
 
-        with AttentionSet(model.config.get_text_config(), STATIC):
-            states = backbone(model)(
-                input_ids=self._last_tokens[:, None],
-                position_ids=positions[:, None],
-                past_key_values=self._cache,
-                use_cache=True,
-                static_masks=layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype),
-            ).last_hidden_state
+        masks = layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype)
+        states = masked_forward(model, self._last_tokens[:, None], positions[:, None], self._cache, masks)
 
-        draws = uniforms(self._keys, column + (1 - self._prompt_length))
-        draw = draw_tokens(head_logits(model, states[:, -1]), draws, **self._settings._asdict())
+        random = uniforms(self._keys, column + (1 - self._prompt_length))
+        draw = draw_tokens(head_logits(model, states[:, -1]), random, **self._settings._asdict())
         self._last_tokens.copy_(draw.tokens)
         self._draws.copy_(torch.cat([self._draws[1:], pack_draw(draw)[None]]))
         column.add_(1)

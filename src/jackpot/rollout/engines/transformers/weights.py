@@ -68,16 +68,11 @@ class ModelWeights:
         self._parameters = dict(model.named_parameters())
         self._released: dict[str, torch.Size] = {}  # shapes of what `release` freed
 
-    @property
-    def are_released(self) -> bool:
-        """Return whether the weights were released, so that the model has none until the next `load`."""
-        return bool(self._released)
-
     def release(self) -> None:
         """Free the memory of all weights until the next `load`; layers keep their parameters and buffers, emptied."""
-        held = self._parameters | self._buffers
-        self._released = {name: tensor.shape for name, tensor in held.items()}
-        for tensor in held.values():
+        tensors = self._parameters | self._buffers
+        self._released = {name: tensor.shape for name, tensor in tensors.items()}
+        for tensor in tensors.values():
             tensor.data = tensor.new_empty(0)
 
     @torch.no_grad()
@@ -91,19 +86,19 @@ class ModelWeights:
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
-        sent = list(named_tensors)
-        check_weights(sent, self._shapes, self.coded_weights)
-        as_codes = self.coded_weights is not None and self.coded_weights.are_in(sent)
+        weights = list(named_tensors)
+        check_weights(weights, self._shapes, self.coded_weights)
+        as_codes = self.coded_weights is not None and self.coded_weights.are_in(weights)
 
+        tensors = self._parameters | self._buffers
         for name, shape in self._released.items():
-            tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
-            tensor.data = tensor.new_empty(shape)
+            tensors[name].data = tensors[name].new_empty(shape)
         self._released = {}
 
-        targets = self._parameters | self._buffers if as_codes else self._parameters
+        targets = tensors if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
 
-        for name, tensor in sent:
+        for name, tensor in weights:
             if name in targets:
                 targets[name].copy_(tensor)
                 digest.add(name, targets[name])

@@ -4,33 +4,40 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jackpot.core.errors import EngineError
-from jackpot.rollout.engines.servers.http import HTTPClient, Result, ServerRefused, check_success
+from jackpot.rollout.engines.servers.http import (
+    FOLDER_ADVICE,
+    URLS_ADVICE,
+    HTTPClient,
+    Result,
+    ServerRefused,
+    check_success,
+)
 from jackpot.rollout.engines.servers.protocol import answer_bytes
-
-_DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
 
 class VLLMClient(HTTPClient):
     """A client of one vLLM server, with a method for each HTTP route."""
 
     api_key_var = "VLLM_API_KEY"  # the name that vLLM itself uses
+    missing_route_advice = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
     async def model_name(self) -> str:
         """Return the model name that completions have to give."""
-        return await self._call("GET", "/v1/models", parse=lambda body: str(body["data"][0]["id"]))
+        return await self._call(
+            "GET",
+            "/v1/models",
+            parse=lambda body: str(body["data"][0]["id"]),
+            missing_route_advice=URLS_ADVICE,
+        )
 
     async def vllm_config(self) -> dict[str, Any]:
         """Return vLLM's whole configuration."""
-        return await self._call(
-            "GET", "/server_info?config_format=json", parse=lambda body: dict(body["vllm_config"]), missing=_DEV_MODE
-        )
+        return await self._call("GET", "/server_info?config_format=json", parse=lambda body: dict(body["vllm_config"]))
 
     async def model_inspection(self) -> str:
         """Return the model's modules and their sizes as PyTorch prints them."""
         body = {"method": "get_model_inspection"}
-        return await self._call(
-            "POST", "/collective_rpc", body, parse=lambda body: str(body["results"][0]), missing=_DEV_MODE
-        )
+        return await self._call("POST", "/collective_rpc", body, parse=lambda body: str(body["results"][0]))
 
     async def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of the bytes of every parameter, by rank and vLLM's name of the parameter."""
@@ -39,23 +46,20 @@ class VLLMClient(HTTPClient):
             "/weight_checker",
             {"action": "checksum"},
             parse=lambda body: dict(body["checksums"]),
-            seconds=self._long,
-            missing=_DEV_MODE,
+            seconds=self._long_seconds,
         )
 
     async def weight_version(self) -> str:
         """Return the name of the weights that the server holds; "default" after a start."""
-        return await self._call(
-            "GET", "/weight_info", parse=lambda body: str(body["weight_version"]), missing=_DEV_MODE
-        )
+        return await self._call("GET", "/weight_info", parse=lambda body: str(body["weight_version"]))
 
     async def pause(self) -> None:
         """Wait until the server generates nothing; later completions wait for `resume`."""
-        await self._call("POST", "/pause?mode=wait", seconds=self._long, missing=_DEV_MODE)
+        await self._call("POST", "/pause?mode=wait", seconds=self._long_seconds)
 
     async def resume(self) -> None:
         """Let the server generate again after `pause`."""
-        await self._call("POST", "/resume", missing=_DEV_MODE)
+        await self._call("POST", "/resume")
 
     async def reload_weights(self, folder: str) -> None:
         """Replace the server's weights by those in `folder`.
@@ -65,26 +69,30 @@ class VLLMClient(HTTPClient):
         """
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            await self._call("POST", "/collective_rpc", body, seconds=self._long, missing=_DEV_MODE)
-        except ServerRefused as refused:
-            await self._request("GET", "/health")
+            await self._call("POST", "/collective_rpc", body, seconds=self._long_seconds)
+        except ServerRefused as refusal:
+            await self._request("GET", "/health", missing_route_advice=URLS_ADVICE)
             raise EngineError(
-                f"{self._url} cannot load the weights in {folder}: {refused}. Every server must see "
-                f"engine.weights_folder under the same path as the trainer, and serve the same model. Where it is "
-                f"null, the server must run under the same user and in no container of its own"
-            ) from refused
+                f"{self._url} cannot load the weights in {folder}: {refusal}. {FOLDER_ADVICE}"
+            ) from refusal
 
     async def reset_prefix_cache(self) -> None:
         """Drop the cached keys and values of the old weights."""
-        await self._call("POST", "/reset_prefix_cache", parse=check_success, missing=_DEV_MODE)
+        await self._call("POST", "/reset_prefix_cache", parse=check_success)
 
     async def set_weight_version(self, version: str) -> None:
         """Tell the server the name of the weights that it holds."""
-        await self._call(
-            "POST", "/update_weight_version", {"new_version": version}, parse=check_success, missing=_DEV_MODE
-        )
+        await self._call("POST", "/update_weight_version", {"new_version": version}, parse=check_success)
 
     async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
         """Return the completion of one prompt, converted by `parse`, which may run on another thread."""
-        most = answer_bytes(len(body["prompt"]), body["max_tokens"], body.get("logprobs") or 0)
-        return await self._call("POST", "/v1/completions", body, parse=parse, seconds=self._long, most=most)
+        max_bytes = answer_bytes(len(body["prompt"]), body["max_tokens"], body.get("logprobs") or 0)
+        return await self._call(
+            "POST",
+            "/v1/completions",
+            body,
+            parse=parse,
+            seconds=self._long_seconds,
+            max_bytes=max_bytes,
+            missing_route_advice=URLS_ADVICE,
+        )

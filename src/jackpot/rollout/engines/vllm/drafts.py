@@ -26,30 +26,32 @@ from jackpot.rollout.engines.draft_counts import DraftCounts
 _STEP_TOKENS = 2048  # smallest limit on the tokens that vLLM reads in a step, vLLM's default
 
 
-def draft_arguments(tokens: int, folder: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
+def draft_arguments(num_drafts: int, folder: str, max_num_seqs: int, max_model_len: int) -> dict[str, Any]:
     """Return the keywords of vLLM's `EngineArgs` with which the model in `folder` drafts.
 
     Args:
-        tokens: number of tokens that are drafted at once.
+        num_drafts: number of tokens that are drafted at once.
         folder: model folder of the draft model.
         max_num_seqs: most requests in a batch.
         max_model_len: context length of both models, tokens.
     """
+    speculative_config = {
+        "method": "draft_model",
+        "model": folder,
+        "num_speculative_tokens": num_drafts,
+        # An equal number for every batch size. Without this entry vLLM pads a request of one unread token with
+        # empty drafts, and judges the drafts of the whole batch in another way, also exact, in that step.
+        "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, num_drafts)],
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": "standard",
+    }
+
     return {
-        "speculative_config": {
-            "method": "draft_model",
-            "model": folder,
-            "num_speculative_tokens": tokens,
-            # An equal number for every batch size. Without this entry vLLM pads a request of one unread token with
-            # empty drafts, and judges the drafts of the whole batch in another way, also exact, in that step.
-            "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, tokens)],
-            "draft_sample_method": "probabilistic",
-            "rejection_sample_method": "standard",
-        },
+        "speculative_config": speculative_config,
         "per_request_spec_decode_metrics": "detailed",
         "max_model_len": max_model_len,
         # A step has room for each request's token, its drafts, and one token that only the draft model reads.
-        "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_num_seqs * (2 + tokens)),
+        "max_num_batched_tokens": max(_STEP_TOKENS, max_model_len, max_num_seqs * (2 + num_drafts)),
     }
 
 
@@ -65,7 +67,8 @@ def repair_sampling(worker: Any) -> None:
     runner = worker.model_runner
     if (drafter := getattr(runner, "drafter", None)) is None:
         return
-    drafter._sample_from_logits, sample = _draw_drafts, runner._sample
+    drafter._sample_from_logits = _draw_drafts
+    sample = runner._sample
 
     def sample_step(logits: Tensor, drafts: Any) -> Any:
         return sample(logits, drafts if any(drafts.num_draft_tokens) else None)
@@ -81,9 +84,12 @@ def _draw_drafts(logits: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
         sampling: vLLM's `SamplingMetadata` of N requests with a temperature above 0 and a generator each.
     """
     probs = logits.div_(sampling.temperature[:, None]).softmax(dim=-1, dtype=torch.float32)
+
+    # The token whose probability divided by exponential noise is largest is a draw from the distribution.
     noise = torch.ones_like(probs)
     for row, generator in sampling.generators.items():
         noise[row].exponential_(generator=generator)
+
     return (probs / noise).argmax(dim=-1), probs
 
 
@@ -104,27 +110,26 @@ def expand(
     output.copy_(torch.where(values == replace_from, replace_to, values).repeat_interleave(counts))
 
 
-def count_drafts(prompt: int, tokens: int, metrics: Any) -> DraftCounts:
+def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> DraftCounts:
     """Return the counts of the drafts of one response.
 
     Args:
-        prompt: number of tokens of the prompt.
-        tokens: number of tokens of the response.
+        prompt_length, response_length: numbers of tokens.
         metrics: vLLM's `RequestSpecDecodeMetrics` of the response, which counts the policy's passes after the prompt's.
             Each of these verifies drafts.
     """
     accepted, drafted = metrics.per_step_accepted, metrics.per_step_drafted
-    most = metrics.num_spec_tokens
+    num_drafts = metrics.num_spec_tokens  # most drafts in a step
 
     return DraftCounts(
-        tokens=tokens,
+        tokens=response_length,
         passes=1 + len(drafted),
         verifications=len(drafted),
-        verified=tokens - 1,
-        judged=sum(min(yes + 1, all_) for yes, all_ in zip(accepted, drafted, strict=True)),
+        verified=response_length - 1,
+        judged=sum(min(1 + right, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
-        read_alone=prompt + tokens - 1,
-        read_by_policy=prompt + sum(drafted) + len(drafted),
+        read_alone=prompt_length + response_length - 1,
+        read_by_policy=prompt_length + sum(drafted) + len(drafted),
         # The draft model reads all that the policy has read, rejected tokens too, one token more, and its own drafts.
-        read_by_draft=prompt + most + sum(drafted) + len(drafted) * (1 + most),
+        read_by_draft=prompt_length + num_drafts + sum(drafted) + len(drafted) * (1 + num_drafts),
     )

@@ -15,7 +15,6 @@ import os
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -36,14 +35,9 @@ from jackpot.models.hub import resolve_path
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_request, check_scores, check_weights
-from jackpot.rollout.engines.draft_counts import DraftCounts, take_all
-from jackpot.rollout.engines.servers.protocol import join_log_probs, logprob_requests, make_rollout
-from jackpot.rollout.engines.vllm.drafts import (
-    count_drafts,
-    draft_arguments,
-    repair_sampling,
-)
+from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.servers.protocol import LogProbRequest, make_rollout, score_by_requests
+from jackpot.rollout.engines.vllm.drafts import count_drafts, draft_arguments, repair_sampling
 from jackpot.rollout.engines.vllm.library import (
     SECOND_RUNNER,
     check_device,
@@ -65,7 +59,10 @@ _CPU_CACHE_BYTES = 2**30  # size of the KV cache on a CPU if `kv_cache_memory_by
 
 
 class VLLMEngine(ThreadEngine):
-    """An engine that decodes with vLLM in this process; vLLM owns a copy of the model."""
+    """An engine that decodes with vLLM in this process; vLLM owns a copy of the model.
+
+    Its one event is `quantized`, where the settings quantize.
+    """
 
     def __init__(
         self,
@@ -92,7 +89,8 @@ class VLLMEngine(ThreadEngine):
             EngineError: vLLM is not installed, is for another kind of device, or cannot serve the model.
         """
         _check_settings(settings, device)
-        self._settings, self._device, self._rows = settings, device, rows
+        self._settings, self._device = settings, device
+        self._rows = rows
         self._dtype = DTYPES[settings.dtype]
 
         # Only quantized weights are handed to vLLM at its start; others it reads from the model's folder.
@@ -103,16 +101,14 @@ class VLLMEngine(ThreadEngine):
         # Number of tokens that a draft model proposes at once (0 without drafts), and vLLM's arguments for lengths.
         self._num_drafts, self._arguments = _lengths_and_drafts(model, settings, drafter)
         self._followers: list[VLLMEngine] = []  # engines for which this engine's model drafts
-        self._draft_counts: deque[DraftCounts] = deque()  # counts of finished responses
 
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
-        self._events = list(self._weight_format.events)
         self._llm: Any = None
         self._handlers: dict[str, Callable[[Any], None]] = {}  # takes vLLM's output, by vLLM's request id
         self._request_ids = count()
-        self._is_asleep = False
 
         super().__init__(version, thread_name="vLLM")
+        self._events += self._weight_format.events
         weights = [(name, weight.detach()) for name, weight in model.named_parameters() if settings.quantization]
         try:
             with warnings.catch_warnings():
@@ -129,16 +125,10 @@ class VLLMEngine(ThreadEngine):
         check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        version, threads = self._version, torch.get_num_threads()
-
-        def add_all() -> None:
-            torch.set_num_threads(threads)  # torch keeps this setting for each thread: use as many as the learner
-            self._add_all(requests, version)
-
-        self._post(add_all)
+        self._post(partial(self._add_all, requests, self._version, torch.get_num_threads()))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one vLLM request.
+        """Return log-probs as `Engine.score` says; at temperatures other than 1 each token takes one vLLM request.
 
         The call waits until no response is unfinished, because in one step vLLM returns either the top log-probs of all
         requests or the log-probs of tokens that are asked for.
@@ -146,23 +136,25 @@ class VLLMEngine(ThreadEngine):
         self._check_open()
         with self._changed:
             self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
-        self._check_open()
+
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         for rollout in rollouts:
             check_temperature(temperature, f"the score of {rollout.uid}")
-        by_rollout = [list(logprob_requests(rollout, temperature)) for rollout in rollouts]
-        requests = [request for of_rollout in by_rollout for request in of_rollout]
-        futures: list[Future] = [Future() for _ in requests]
+
+        return score_by_requests(rollouts, temperature, self._log_probs)
+
+    def _log_probs(self, requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
+        """Return the log-probs that requests ask for, as `score_by_requests` needs them."""
+        futures: list[Future[list[float]]] = [Future() for _ in requests]
 
         def add_all() -> None:
-            for request, future in zip(requests, futures, strict=True):
+            for (_, request), future in zip(requests, futures, strict=True):
                 handler = _log_prob_handler(request.num_prompt_log_probs, future)
                 self._add(request.prompt, log_prob_params(request), handler)
 
         self._post(add_all)
-        results = iter([self._wait(future) for future in futures])
-        return [join_log_probs([next(results) for _ in of_rollout]) for of_rollout in by_rollout]
+        return [self._wait(future) for future in futures]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says.
@@ -172,15 +164,16 @@ class VLLMEngine(ThreadEngine):
         """
         followers = [engine for engine in self._followers if not engine._is_closed]
         for engine in (self, *followers):
-            engine._check_open()
-            engine._in_flight.check_empty()
-        sent = [(name, tensor.detach()) for name, tensor in named_tensors]
-        check_weights(sent, self._shapes, self.capabilities.coded_weights)
+            engine._check_idle()
+        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
+        check_weights(weights, self._shapes, self.capabilities.coded_weights)
+
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
-        digest = self._call(lambda: self._replace_weights(sent))
+        digest = self._call(lambda: self._replace_weights(weights))
         for engine in followers:
-            engine._update_draft(sent)
+            engine._update_draft(weights)
         self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
+
         self._version = version
         return digest
 
@@ -188,39 +181,19 @@ class VLLMEngine(ThreadEngine):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _update_draft(self, sent: Sequence[tuple[str, Tensor]]) -> None:
+    def _update_draft(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Replace the weights of vLLM's copy of the draft model; raise EngineError if not all of them arrived."""
-        held, whole = self._call(lambda: self._replace_draft_weights(sent)), weights_digest(sent, self._dtype)
-        if held != whole:
+        digest = self._call(lambda: self._replace_draft_weights(weights))
+        expected = weights_digest(weights, self._dtype)
+        if digest != expected:
             raise EngineError(
-                f"vLLM's draft model has taken only a part of its new weights: digest {held[:12]} in place of "
-                f"{whole[:12]}. Leave engine.draft out, or use engine=transformers"
+                f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
+                f"{expected[:12]}. Leave engine.draft out, or use engine=transformers"
             )
 
-    def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the event `quantized`, which exists where the settings quantize."""
-        events, self._events = self._events, []
-        return events
-
-    def take_draft_counts(self) -> DraftCounts:
-        """Return and forget the counts of drafts, which come from vLLM's counters."""
-        return take_all(self._draft_counts)
-
-    def sleep(self) -> None:
-        """Release the memory of weights and cache until the next `update_weights`, with `enable_sleep_mode`."""
-        if sleeps(self._settings) and not self._is_asleep:
-            self._check_open()
-            self._in_flight.check_empty()
-            self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights, which are replaced at wake-up
-            self._is_asleep = True
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._check_awake()
-        super().submit(requests)
-
-    def _check_awake(self) -> None:
-        if self._is_asleep:
-            raise EngineError(ASLEEP)
+    def _release(self) -> None:
+        """Release the memory of weights and cache."""
+        self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights, which are replaced at wake-up
 
     # On vLLM's thread
 
@@ -310,7 +283,13 @@ class VLLMEngine(ThreadEngine):
             **self._arguments,
         )
 
-    def _add_all(self, requests: Sequence[Request], version: Version) -> None:
+    def _add_all(self, requests: Sequence[Request], version: Version, num_threads: int) -> None:
+        """Give vLLM requests for responses, and collect their log-probs in place of vLLM's own processor.
+
+        Args:
+            num_threads: number of torch's threads that the learner uses, since torch keeps it for each thread.
+        """
+        torch.set_num_threads(num_threads)
         for request in requests:
             sampling_params = to_sampling_params(request, self._eos_token_ids, self.capabilities.max_model_len)
             top = _TopLogProbs()
@@ -340,27 +319,27 @@ class VLLMEngine(ThreadEngine):
             response = output.outputs[0]
             ids, log_probs = top.arrays(len(response.token_ids), 1 + request.sampling.num_top_log_probs)
             rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
-            if metrics := response.spec_decode_metrics:
-                prompt = len(request.prompt.token_ids)
-                self._draft_counts.append(count_drafts(prompt, len(response.token_ids), metrics))
-            self._complete([rollout])
+            metrics = response.spec_decode_metrics
+            drafts = count_drafts(len(request.prompt.token_ids), len(response.token_ids), metrics) if metrics else None
+            self._complete([rollout], drafts)
 
         return handle
 
-    def _replace_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+    def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of the tensors as sent, codes and scales included, before any quantization here.
+        The digest is that of the tensors as they were sent, codes and scales included, before any quantization here.
         """
         if self._is_asleep:
             self._llm.wake_up(["weights"])
 
-        if (codes := self._weight_format.coded_weights) and codes.are_in(sent):
+        codes = self._weight_format.coded_weights
+        if codes and codes.are_in(weights):
             digest = WeightsDigest(None)
-            converted = digest.watch(sent)
+            converted = digest.watch(weights)
         else:
             digest = WeightsDigest(self._dtype)
-            converted = self._weight_format.convert(digest.watch(self._cast(sent)))
+            converted = self._weight_format.convert(digest.watch(self._cast(weights)))
 
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
         self._llm.apply_model(pack_tied_head)
@@ -372,15 +351,15 @@ class VLLMEngine(ThreadEngine):
 
         return digest.hexdigest()
 
-    def _replace_draft_weights(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+    def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM's draft model load new weights; return the digest of the tensors that the model has taken."""
         digest = WeightsDigest(self._dtype)
-        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(sent)),))
+        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(weights)),))
         self._forget_states()
         return digest.hexdigest()
 
-    def _cast(self, sent: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, tensor.to(self._dtype)) for name, tensor in sent)
+    def _cast(self, weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
     def _forget_states(self) -> None:
         """Empty the prefix cache, whose keys and values are those of old weights."""

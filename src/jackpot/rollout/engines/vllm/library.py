@@ -14,8 +14,8 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,20 +36,10 @@ _ENVIRONMENT = {  # defaults of environment variables that the user has not set
 }
 
 
-@dataclass(frozen=True, slots=True)
-class VLLM:
-    """The classes and functions of vLLM that an engine uses."""
+def import_vllm(compiles: bool) -> SimpleNamespace:
+    """Import vLLM, repair vLLM's kernels for CPUs, and return the classes and functions of vLLM that an engine uses.
 
-    EngineArgs: Any
-    LLMEngine: Any
-    SamplingParams: Any
-    RequestOutputKind: Any
-    tokens_input: Any
-    has_gpu: bool
-
-
-def import_vllm(compiles: bool) -> VLLM:
-    """Import vLLM, repair its kernels for CPUs, and return the names that an engine uses.
+    Beside these, the result has the attribute `has_gpu`: whether the installed vLLM is for GPUs.
 
     Args:
         compiles: False disables torch.compile on this thread for good, and on no other thread. vLLM compiles at the
@@ -78,8 +68,8 @@ def import_vllm(compiles: bool) -> VLLM:
         ) from error
 
     cpu_triton_utils._expand_kernel_impl = expand
-    cpu_int8.check_cpu_sgl_kernel = _never
-    return VLLM(
+    cpu_int8.check_cpu_sgl_kernel = lambda *_: False
+    return SimpleNamespace(
         EngineArgs=EngineArgs,
         LLMEngine=LLMEngine,
         SamplingParams=SamplingParams,
@@ -92,10 +82,11 @@ def import_vllm(compiles: bool) -> VLLM:
 def check_device(on_gpu: bool, has_gpu: bool) -> None:
     """Raise EngineError where vLLM would run on another kind of device than the learner."""
     if on_gpu != has_gpu:
-        learner, vllm, other = ("a GPU", "the CPU", "cpu") if on_gpu else ("the CPU", "a GPU", "cuda")
+        learner, vllm = ("a GPU", "the CPU") if on_gpu else ("the CPU", "a GPU")
         raise EngineError(
             f"training runs on {learner} and vLLM here is for {vllm}, so engine's settings would be meant for the "
-            f"wrong one; set device: {other}, install vLLM for {learner}, or use engine=transformers"
+            f"wrong one; set device: {'cpu' if on_gpu else 'cuda'}, install vLLM for {learner}, or use "
+            f"engine=transformers"
         )
 
 
@@ -200,8 +191,4 @@ def keep_scales(model: torch.nn.Module) -> None:
 
 def _pack_and_keep(kernel: Any, layer: torch.nn.Module) -> None:
     type(kernel).process_weights_after_loading(kernel, layer)
-    kernel.kept = layer.weight_scale
-
-
-def _never(*_: Any) -> bool:
-    return False
+    kernel.first_scale = layer.weight_scale  # a reference that keeps the tensor alive

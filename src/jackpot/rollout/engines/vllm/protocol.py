@@ -17,8 +17,8 @@ from jackpot.rollout.engines.servers.protocol import (
     NEUTRAL,
     LogProbRequest,
     Remedies,
+    check_answer,
     check_log_probs,
-    check_prompt,
     checked_log_prob,
     checked_rollout,
     checked_token_id,
@@ -27,21 +27,21 @@ from jackpot.rollout.engines.servers.protocol import (
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises lower temperatures to 0.01, and refuses higher ones
 _REMEDIES = Remedies(
-    ends="a setting of its own. Start it with --generation-config vllm and without other overrides",
-    few="start the server with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs",
-    log_probs="start the server with --logprobs-mode processed_logprobs",
+    wrong_end="a setting of its own. Start it with --generation-config vllm and without other overrides",
+    few_log_probs="start the server with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs",
+    wrong_log_probs="start the server with --logprobs-mode processed_logprobs",
 )
 
 
-def check_temperature(temperature: float, what: str) -> None:
+def check_temperature(temperature: float, subject: str) -> None:
     """Raise EngineError for a temperature that vLLM replaces or refuses.
 
     Args:
-        what: subject of the error, such as a request's uid.
+        subject: subject of the error, such as a request's uid.
     """
     if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise EngineError(
-            f"{what} has temperature {temperature:g}; vLLM samples with temperatures from {MIN_TEMPERATURE:g} to "
+            f"{subject} has temperature {temperature:g}; vLLM samples with temperatures from {MIN_TEMPERATURE:g} to "
             f"{MAX_TEMPERATURE:g}. Use one of those, or engine=transformers"
         )
 
@@ -87,36 +87,38 @@ MINUS_INFINITY = -9999.0  # as vLLM writes it in JSON
 _COMMON = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream": False}
 
 
-def completion_body(prompt: Sequence[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of a completions call, without the model's name."""
-    return _COMMON | sampling_params | {"prompt": list(prompt)}
+def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len: int) -> dict[str, Any]:
+    """Return the body of the completions call that generates the response to a request, without the model's name."""
+    sampling_params = to_sampling_params(request, eos_token_ids, max_model_len)
+    return _COMMON | sampling_params | {"prompt": list(request.prompt.token_ids)}
 
 
 def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
     """Return the body of the completions call of a `LogProbRequest`, without the model's name."""
-    return completion_body(request.prompt, log_prob_params(request) | {"logprobs": 0})
+    return _COMMON | log_prob_params(request) | {"logprobs": 0, "prompt": list(request.prompt)}
 
 
-def parse_completion(
-    completion: Any, *, request: Request, sampling_params: dict[str, Any], vocab_size: int, version: Version
+def parse_answer(
+    answer: Any, *, request: Request, body: Mapping[str, Any], vocab_size: int, version: Version
 ) -> Rollout:
     """Return the rollout in a server's completion.
 
     Args:
-        completion: JSON of the response to `completion_body(request.prompt.token_ids, sampling_params)`.
+        answer: JSON of the completion of `body`.
+        body: body of the call, from `generate_body`.
 
     Raises:
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
         LookupError, TypeError, ValueError: the completion has another form, or was cut short.
     """
-    choice = _only_choice(completion, request.prompt.token_ids, request.uid)
+    choice = _only_choice(answer, request.prompt.token_ids, request.uid)
 
     return checked_rollout(
         request,
         choice_rows(choice, request.sampling.num_top_log_probs, request.uid),
         choice["finish_reason"],
-        max_tokens=sampling_params["max_tokens"],
-        stop_token_ids=sampling_params["stop_token_ids"],
+        max_tokens=body["max_tokens"],
+        stop_token_ids=body["stop_token_ids"],
         vocab_size=vocab_size,
         version=version,
         remedies=_REMEDIES,
@@ -132,39 +134,40 @@ def choice_rows(choice: Mapping[str, Any], num_top: int, uid: str) -> list[list[
         uid: name of the completion, for errors.
 
     Raises:
-        EngineError, LookupError, TypeError, ValueError: as `parse_completion`.
+        EngineError, LookupError, TypeError, ValueError: as `parse_answer`.
     """
     log_probs = choice["logprobs"]
     tokens = zip(choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True)
     return [
-        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, uid, _REMEDIES.few)
+        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, uid, _REMEDIES.few_log_probs)
         for token, sampled, top in tokens
     ]
 
 
-def parse_log_probs(completion: Any, *, request: LogProbRequest, uid: str) -> list[float]:
+def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[float]:
     """Return the log-probs that a `LogProbRequest` asked for: first of the last prompt tokens, then of `token`.
 
     Args:
-        completion: JSON of the response to `log_prob_body(request)`.
+        answer: JSON of the completion of `log_prob_body(request)`.
         uid: name of the rollout, for errors.
     """
-    choice = _only_choice(completion, request.prompt, uid)
+    choice = _only_choice(answer, request.prompt, uid)
     values = []
+
     if count := request.num_prompt_log_probs:
         entries = choice["prompt_logprobs"][-count:]
         tokens = request.prompt[-count:]
         values = [_log_prob(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
+
     values.append(_log_prob(choice["logprobs"]["top_logprobs"][0][f"{_PREFIX}{request.token}"]))
     check_log_probs(values, uid)
     return values
 
 
-def _only_choice(completion: Any, prompt: Sequence[int], uid: str) -> Any:
-    [choice] = completion["choices"]
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ValueError(f"cut short, its finish_reason is {choice['finish_reason']!r}")
-    check_prompt(choice["prompt_token_ids"], prompt, uid)
+def _only_choice(answer: Any, prompt: Sequence[int], uid: str) -> Any:
+    """Return the one choice of a completion, once `check_answer` has accepted it."""
+    [choice] = answer["choices"]
+    check_answer(choice["finish_reason"], choice["prompt_token_ids"], prompt, uid)
     return choice
 
 

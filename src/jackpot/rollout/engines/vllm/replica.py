@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 from typing import Any
 
-from jackpot.rollout.engines.pool import PeerLost
-from jackpot.rollout.engines.servers.replica import Replica, ServerRequest
+from jackpot.rollout.engines.pool import PeerLost, PeerRequest
+from jackpot.rollout.engines.servers.replica import Replica
 from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_loaded
 from jackpot.rollout.engines.vllm.client import VLLMClient
 from jackpot.rollout.engines.vllm.server_info import ExpectedModel, VLLMServerInfo, check_server, parse_server_info
@@ -14,15 +14,15 @@ _RESUME_SECONDS = 5.0  # longest wait for a server to resume after a failed upda
 
 
 class VLLMReplica(Replica):
-    """The peer of one vLLM server: its checks, its weights and its requests."""
+    """The engine's side of one vLLM server, with the routes by which vLLM reports facts and loads weights."""
 
-    made_for = "vLLM 0.32"
+    program = "vLLM 0.32"
     _client: VLLMClient
 
     def __init__(
         self, url: str, client: VLLMClient, expected: ExpectedModel, version_prefix: str, capacity: int
     ) -> None:
-        """Track a server, as `Replica` says.
+        """Describe a server, as `Replica` does.
 
         Args:
             expected: model that the server has to serve.
@@ -36,6 +36,7 @@ class VLLMReplica(Replica):
         self._model_name = await client.model_name()
         vllm_config = await client.vllm_config()
         inspection, checksums = await client.model_inspection(), await client.checksums()
+
         with self._reading_facts():
             info = parse_server_info(vllm_config, inspection, checksums)
         check_server(info, self.name, self._expected)
@@ -50,10 +51,10 @@ class VLLMReplica(Replica):
             await client.reload_weights(str(weights.folder))
             await client.reset_prefix_cache()
             checksums = await client.checksums()
-            check_loaded(self.name, weights, checksums, self._verified)
+            check_loaded(self.name, weights, checksums, self._last_check)
             await client.set_weight_version(weights.version)
             await self._check_version(weights)
-            self._verified = (weights, checksums)
+            self._last_check = (weights, checksums)
         except BaseException:
             with contextlib.suppress(PeerLost, TimeoutError):  # the first error says why
                 await asyncio.wait_for(client.resume(), _RESUME_SECONDS)
@@ -61,5 +62,5 @@ class VLLMReplica(Replica):
 
         await client.resume()
 
-    async def _ask(self, request: ServerRequest) -> Any:
-        return await self._client.complete({**request.body, "model": self._model_name}, request.parse)
+    async def _ask(self, request: PeerRequest) -> Any:
+        return await self._client.complete({**request.message, "model": self._model_name}, request.parse)

@@ -3,26 +3,15 @@
 Status: experimental. Tested with vLLM 0.32 on CPUs; not yet run on a GPU.
 """
 
-from functools import partial
-
 from transformers import PreTrainedModel
 
 from jackpot.config.engines import VLLMServerEngineConfig
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.servers.engine import ServerEngine
-from jackpot.rollout.engines.servers.protocol import LogProbRequest
-from jackpot.rollout.engines.servers.replica import ServerRequest
 from jackpot.rollout.engines.servers.weight_sync import Format
+from jackpot.rollout.engines.vllm import protocol
 from jackpot.rollout.engines.vllm.client import VLLMClient
-from jackpot.rollout.engines.vllm.protocol import (
-    check_temperature,
-    completion_body,
-    log_prob_body,
-    parse_completion,
-    parse_log_probs,
-    to_sampling_params,
-)
 from jackpot.rollout.engines.vllm.replica import VLLMReplica
 from jackpot.rollout.engines.vllm.server_info import ExpectedModel, model_sizes
 from jackpot.rollout.engines.vllm.weight_format import WeightFormat
@@ -32,6 +21,7 @@ class VLLMServerEngine(ServerEngine):
     """An engine of vLLM servers that the user has started with one model."""
 
     client_class = VLLMClient
+    protocol = protocol
     _settings: VLLMServerEngineConfig
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
@@ -58,23 +48,3 @@ class VLLMServerEngine(ServerEngine):
                 f"servers with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs"
             )
         super()._check(request)
-
-    def _check_temperature(self, temperature: float, what: str) -> None:
-        check_temperature(temperature, what)
-
-    def _server_request(self, request: Request) -> ServerRequest:
-        capabilities = self.capabilities
-        sampling_params = to_sampling_params(request, self._eos_token_ids, capabilities.max_model_len)
-        return ServerRequest(
-            body=completion_body(request.prompt.token_ids, sampling_params),
-            parse=partial(
-                parse_completion,
-                request=request,
-                sampling_params=sampling_params,
-                vocab_size=capabilities.vocab_size,
-                version=self._version,
-            ),
-        )
-
-    def _score_request(self, request: LogProbRequest, uid: str) -> ServerRequest:
-        return ServerRequest(log_prob_body(request), partial(parse_log_probs, request=request, uid=uid))

@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 from jackpot.core.errors import EngineError
 from jackpot.models.forward import output_layer
 from jackpot.rollout.engines.servers.replica import ServerInfo
-from jackpot.rollout.engines.servers.weight_sync import other_norms, without_rank
+from jackpot.rollout.engines.servers.weight_sync import unknown_norms, without_rank
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FP8_NAMES = ("fp8", "fp8_e4m3")
-_HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"  # vLLM's name of the output layer's weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMServerInfo(ServerInfo):
-    """Facts that one vLLM server reports about its model and limits."""
+    """The facts that one vLLM server reports about its model and limits."""
 
     sizes: Mapping[str, int]  # reported sizes of the model, by Hugging Face's config names
     parameters: frozenset[str]  # vLLM's names of the parameters
@@ -31,11 +31,6 @@ class VLLMServerInfo(ServerInfo):
     quantization: str | None  # vLLM's name of the quantization of weights
     cache_dtype: str  # dtype of keys and values; auto: the dtype of the weights
     logprobs_mode: str  # kind of log-probs that the server returns
-
-    @property
-    def ties_embeddings(self) -> bool:
-        """Return whether the output layer shares its weight with the input embedding."""
-        return not any(name.endswith(_HEAD) for name in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +119,7 @@ def check_server(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
 
 
 def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
+    """Raise EngineError for a server with another model, other dtypes or another kind of log-probs than `expected`."""
     if info.logprobs_mode != "processed_logprobs":
         raise EngineError(
             f"{url} returns {info.logprobs_mode}, which are not those of what it samples from; start it "
@@ -135,7 +131,7 @@ def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
         for name, size in expected.sizes.items()
         if info.sizes.get(name, size) != size
     ]
-    differences += other_norms(info.parameters, expected.parameters)
+    differences += unknown_norms(info.parameters, expected.parameters)
     if differences:
         raise EngineError(
             f"{url} serves another model: {'; '.join(differences)}. Start it with the run's rollout model"
@@ -161,7 +157,8 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
     if info.device != "cpu":
         return
 
-    if info.ties_embeddings:
+    has_output_layer = any(name.endswith(_HEAD) for name in info.parameters)  # False: it is the input embedding
+    if not has_output_layer:
         raise EngineError(
             f"{url} runs on a CPU with tied embeddings, where vLLM keeps the first output layer forever. "
             f"Start it with an untied copy of the model: tie_word_embeddings false in its config.json, and "
@@ -180,6 +177,7 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
 
 
 def _check_quantization(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> None:
+    """Raise EngineError for a server that holds weights, keys or values in another form than `expected`."""
     method, kv_cache_dtype = expected.quant_method, expected.kv_cache_dtype
 
     if method and info.quantization != method:

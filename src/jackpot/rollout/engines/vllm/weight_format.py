@@ -39,7 +39,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "scale_fmt": "ue8m0",
     },
 }
-_KEPT_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}
+_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # key for unquantized layers' names
 _HEAD = "lm_head"  # vLLM's name of the output layer, tied or not
 
 
@@ -67,23 +67,23 @@ class WeightFormat(Format):
         if not conversion.converted:
             raise EngineError(f"no linear layer to quantize in {type(model).__name__}; leave engine.quantization out")
 
-        kept, config = conversion.kept, None
+        unquantized = conversion.kept  # the reason why each weight stays as it is, by the weight's name
+        config = None
         if quantization in _CONFIGS:
-            others = [name for name, why in kept.items() if why == "not of a linear layer"]
-            if others:
+            not_linear = [name for name, reason in unquantized.items() if reason == "not of a linear layer"]
+            if not_linear:
                 raise EngineError(
                     f"vLLM would quantize more of {type(model).__name__} than its linear layers: "
-                    f"{', '.join(others[:3])}. Use engine.quantization=int8_w8a16, or engine=transformers"
+                    f"{', '.join(not_linear[:3])}. Use engine.quantization=int8_w8a16, or engine=transformers"
                 )
             layers = [
                 name.removesuffix(".weight")
-                for name, why in kept.items()
-                if why in ("router", "shared by several layers", "read by its parent")
+                for name, reason in unquantized.items()
+                if reason in ("router", "shared by several layers", "read by its parent")
             ]
-            config = {**_CONFIGS[quantization], _KEPT_KEYS[quantization]: [_HEAD, *layers]}
+            config = {**_CONFIGS[quantization], _UNQUANTIZED_KEYS[quantization]: [_HEAD, *layers]}
 
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-
         return cls(
             quantization=quantization,
             quantized_names=frozenset(conversion.converted),
@@ -112,7 +112,5 @@ class WeightFormat(Format):
         else:
             grid = SCHEMES[self.quantization].weights
             for name, tensor in named_tensors:
-                if name in self.quantized_names:
-                    yield name, dequantize(quantize(tensor, grid), tensor.dtype)
-                else:
-                    yield name, tensor
+                is_quantized = name in self.quantized_names
+                yield name, dequantize(quantize(tensor, grid), tensor.dtype) if is_quantized else tensor
