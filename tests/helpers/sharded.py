@@ -129,7 +129,7 @@ def train(
             seed=0,
             pads=pads,
         )
-        for result in learner.train([share(step) for step in steps], trace=True):
+        for result in learner.train([share(step) for step in steps], trace=True).steps:
             metrics.append({name: entry.value for name, entry in result.metrics.items() if "seconds" not in name})
             traces = result.traces
     plain = plain_batches([item.rollout for item in samples], budget, 0, pads)

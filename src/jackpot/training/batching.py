@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
-from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, Version, unique_rows
 from jackpot.models.device import upload
 from jackpot.models.forward import pad_tokens
 from jackpot.models.packed_row import pack_row
@@ -233,6 +233,14 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
     )
 
     return TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=batch.advantages[row, :length])
+
+
+def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
+    """Mark the tokens that were sampled with the weights of `version` of the model that sampled them: [B, T] bool."""
+    by_rollout_model = batch.versions[..., 1] == version.rollout_model
+    if batch.by_policy is None:
+        return by_rollout_model
+    return torch.where(batch.by_policy[:, None], batch.versions[..., 0] == version.policy, by_rollout_model)
 
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:

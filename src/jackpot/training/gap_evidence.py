@@ -9,13 +9,41 @@ import torch
 from torch import Tensor
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Rollout
+from jackpot.core.metrics import Max, Mean, Sums
+from jackpot.core.types import Rollout, TokenBatch, Version
+from jackpot.objectives.joint import OldLogProbs
+from jackpot.training.batching import sampled_with
 from jackpot.training.reported_lists import Bets
 
 DEPTHS = 20  # number of ranges of depth: tokens 1, 2-3, 4-7, ...; the last range has no end
 LEARNT = 2  # batches that a run learns from before it judges, as many as are checked thoroughly
 MAY_GROW = 4.0  # a range's gap may be so many times its mean gap in the run so far
 MEMORY = 0.95  # weight of a batch relative to the next one: gaps may grow as a run goes on
+
+
+def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[Tensor, Sums]:
+    """Measure |p_engine - p_training| of the tokens of a micro-batch.
+
+    Args:
+        old: training's log-probs of the tokens.
+        version: the weights that gave `old`.
+
+    Returns:
+        The gaps, [B, T], NaN where other weights sampled the token. Metrics: of the gaps, and the mean of
+        p_training / p_engine. This is the mass that top-p and top-k keep, because p_engine is normalized on the kept
+        tokens, on which the untruncated p_training sums to that mass.
+    """
+    log_probs = old.rollout_model_old_log_probs
+    if batch.by_policy is not None:
+        log_probs = torch.where(batch.by_policy[:, None], old.old_log_probs, log_probs)
+    gaps = (log_probs.exp() - batch.rollout_log_probs.exp()).abs()
+    is_known = batch.response_mask & sampled_with(batch, version)
+    kept_mass = (log_probs - batch.rollout_log_probs).exp()
+    return gaps.masked_fill(~is_known, torch.nan), {
+        "mismatch/engine_gap": Mean.of(gaps, is_known),
+        "mismatch/engine_gap_max": Max.of(gaps, is_known),
+        "mismatch/kept_mass": Mean.of(kept_mass, is_known),
+    }
 
 
 class GapEvidence:

@@ -140,6 +140,12 @@ def rows_on_host(parts: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> di
     return rows
 
 
+def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Tensor]:
+    """Copy one column of many micro-batches to the CPU as `rows_on_host` does; return its rows by rollout uid."""
+    rows = rows_on_host([(batch, {"": column}) for batch, column in columns])
+    return {uid: row[""] for uid, row in rows.items()}
+
+
 class KeptWeights:
     """A copy of the trained parameters, kept in the host's memory; other parameters never change.
 

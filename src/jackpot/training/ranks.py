@@ -35,7 +35,7 @@ from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Versio
 from jackpot.models.parts import write_index
 from jackpot.training.batching import deal
 from jackpot.training.joint_learner import JointLearner
-from jackpot.training.learner import Learner, StepResult
+from jackpot.training.learner import Learner, TrainResult
 
 _BEATS = 4  # number of signs of life that rank 0 sends within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
@@ -206,13 +206,16 @@ class LedLearner(Learner):
 
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
-    ) -> list[StepResult]:
-        dealt = [deal(one, self._ranks.size) for one in mini_batches]
-        same = {"trace": trace, "with_rollout_model": with_rollout_model}
-        parts = [{"mini_batches": [step[rank] for step in dealt]} | same for rank in range(self._ranks.size)]
-        results, others = self._all("train", parts)
-        traces = zip(*([one.traces for one in results], *others), strict=True)  # of each step, from all ranks
-        return [replace(one, traces=_merged(rows)) for one, rows in zip(results, traces, strict=True)]
+    ) -> TrainResult:
+        dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]
+        options = {"trace": trace, "with_rollout_model": with_rollout_model}
+        arguments = [{"mini_batches": [step[rank] for step in dealt]} | options for rank in range(self._ranks.size)]
+        result, replies = self._all("train", arguments)
+
+        replies = [_rows_of(result), *replies]
+        traces = zip(*(reply["traces"] for reply in replies), strict=True)  # of each step, from all ranks
+        steps = [replace(step, traces=_merged(rows)) for step, rows in zip(result.steps, traces, strict=True)]
+        return TrainResult(steps, _merged(reply["engine_gaps"] for reply in replies))
 
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
@@ -294,9 +297,14 @@ def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
     return getattr(learner, name)(**part)
 
 
+def _rows_of(result: TrainResult) -> dict[str, Any]:
+    """Return the rows by rollout uid that a rank's share of a rollout batch has given."""
+    return {"traces": [step.traces for step in result.steps], "engine_gaps": result.engine_gaps}
+
+
 # By command: a function that picks what rank 0 needs from the result of another rank; other commands need nothing
 _REPLIES: dict[str, Callable[[Any], Any]] = {
-    "train": lambda results: [one.traces for one in results],
+    "train": _rows_of,
     "score": lambda scores: scores,
     "values": lambda values: values,
     "save": lambda saved: saved,

@@ -8,7 +8,7 @@ Status: supported.
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,7 +34,6 @@ from jackpot.training.run_folder.folder import RunFolder, measure_of
 from jackpot.training.run_folder.rollouts import write_rollouts
 
 MetricsLine = dict[str, Any]  # one line of metrics.jsonl
-Traces = dict[str, dict[str, Tensor]]  # as `StepResult.traces`
 OnMetrics = Callable[[MetricsLine], None]
 
 
@@ -104,7 +103,7 @@ class Trainer:
             TrainingError: a guard stops the run.
             WeightsError: an engine holds other weights than the learner sent.
         """
-        config, parts = self._config, self._components
+        config, components = self._config, self._components
         with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
                 self._finish_iteration({})
@@ -115,34 +114,32 @@ class Trainer:
                 number = self.iteration + 1
                 batch = self._sampler.next_batch(number)
 
-                self._versions.append(parts.learner.version)
+                self._versions.append(components.learner.version)
                 if self._sampler.begin_ahead(number):
                     with self._clock("check"):
                         for check in self._engine_checks.values():
                             check.keep_weights()
 
                 with self._clock("train"):
-                    samples = parts.learner.compute_advantages(batch.scored)
+                    samples = components.learner.compute_advantages(batch.scored)
                     mini_batches = list(self._mini_batches(samples))
-                    trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
-                    results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
+                    trace, uses_rollout_model = self._saves_rollouts(number), config.uses_rollout_model(number)
+                    steps, gaps = components.learner.train(mini_batches, trace, uses_rollout_model)
 
-                # Results are read newest first, so that each rollout keeps the columns of its first update.
-                traces = {uid: row for result in reversed(results) for uid, row in result.traces.items()}
-                self._check_gaps(number, samples, traces)
+                self._check_gaps(number, samples, gaps)
 
                 writers = self._next_writers(number)
                 if writers:
                     self._sampler.finish()
                 with self._clock("sync"), stop_recorded(self._folder.event, number, WeightsError):
-                    sent = [parts.send_weights(engine, role) for role, engine in writers.items()]
+                    sent = [components.send_weights(engine, role) for role, engine in writers.items()]
                 with self._clock("save"):
-                    self._save(number, samples, results, traces)
+                    self._save(number, samples, steps)
 
-                sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
-                sums |= add_sums(*sent)
+                sums = batch.sums | training_sums(samples, steps, components, number)
+                sums |= lag_sums(samples, self._versions) | add_sums(*sent)
 
-                self._non_finite.check(results, number)
+                self._non_finite.check(steps, number)
                 self._finish_iteration(sums)
 
             self._checkpointer.save_last(self.iteration, self._state)
@@ -162,9 +159,8 @@ class Trainer:
                 own = [one for one in rollouts if one.sampled_by == role]
                 check.check_batch(self._components.writers[role], own, number)
 
-    def _check_gaps(self, number: int, samples: Sequence[TrainingSample], traces: Traces) -> None:
+    def _check_gaps(self, number: int, samples: Sequence[TrainingSample], gaps: Mapping[str, Tensor]) -> None:
         """Check all tokens of iteration `number` by the log-probs of training, before any step on them is saved."""
-        gaps = {uid: row.pop("engine_gap") for uid, row in traces.items()}
         with self._clock("check"):
             for role, check in self._engine_checks.items():
                 written = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
@@ -211,17 +207,19 @@ class Trainer:
             pads=self._components.learner.pads,
         )
 
-    def _save(
-        self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult], traces: Traces
-    ) -> None:
+    def _save(self, number: int, samples: Sequence[TrainingSample], steps: Sequence[StepResult]) -> None:
         """Record the events of every optimizer step, and write the rollouts of iteration `number` if that is due.
 
         Per-token log-probs, acceptance and weights in the file are those of the first update on each rollout.
         """
         self._folder.check_in_place()
-        for event in (event for result in results for event in result.events):
-            self._folder.event(number, event)
+        for step in steps:
+            for event in step.events:
+                self._folder.event(number, event)
+
         if samples and self._saves_rollouts(number):
+            # Steps are read newest first, so that each rollout keeps the columns of its first update.
+            traces = {uid: row for step in reversed(steps) for uid, row in step.traces.items()}
             with self._folder.dispensable(number, "rollouts"):
                 folder, tokenizer = self._folder.rollouts, self._components.tokenizer
                 write_rollouts(folder, number, samples, traces, tokenizer, self._config)

@@ -32,7 +32,7 @@ from jackpot.rollout.sampler import assign_models
 from jackpot.training.batching import batch_to
 from jackpot.training.components import send_weights
 from jackpot.training.guards import EngineCheck
-from jackpot.training.old_policy import rows_on_host
+from jackpot.training.old_policy import column_on_host
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +78,8 @@ class TwoModels:
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
             on_device = (batch_to(batch, accelerator.device) for batch in batches)
-            columns = [{"all": list_log_probs(model, batch, sampling)} for batch in on_device]
-        rows = rows_on_host(list(zip(batches, columns, strict=True)))
-        return {uid: row["all"] for uid, row in rows.items()}
+            columns = [list_log_probs(model, batch, sampling) for batch in on_device]
+        return column_on_host(list(zip(batches, columns, strict=True)))
 
 
 class Writers:
