@@ -192,16 +192,16 @@ class GradientAccumulator:
         for parameter in self._parameters:
             parameter.grad = None
 
-        broken = [~local(grad).isfinite().all() for grad in grads if grad is not None]
-        bad = torch.stack([~others_are_finite, *(one.to(count.device) for one in broken)]).any().double()
-        sum_over_ranks([bad])
-        is_added = bad == 0
+        are_broken = [~local(grad).isfinite().all().to(count.device) for grad in grads if grad is not None]
+        num_broken = torch.stack([~others_are_finite, *are_broken]).any().double()
+        sum_over_ranks([num_broken])
+        is_added = num_broken == 0
 
         self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
         for saved, grad in zip(self._saved, grads, strict=True):
             if grad is not None:
-                part = local(grad)
-                local(saved).add_(part.masked_fill_(~is_added.to(part.device), 0.0))
+                shard = local(grad)
+                local(saved).add_(shard.masked_fill_(~is_added.to(shard.device), 0.0))
         self._count = self._count + torch.where(is_added, count, 0.0)
         return is_added
 
@@ -235,10 +235,10 @@ class GradientSplit:
         self.sums: Sums = {}  # sums over tokens for `split_numbers`, set by the backward pass
         hidden.register_hook(self._measure)
 
-    def _measure(self, whole: Tensor) -> None:
-        ppo, distill = self._ppo.float(), whole.float() - self._ppo
+    def _measure(self, gradient: Tensor) -> None:
+        ppo, distill = self._ppo.float(), gradient.float() - self._ppo
         products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}
-        self.sums = {f"{_SPLIT}/{name}": Sum(one.sum(dtype=torch.float64)) for name, one in products.items()}
+        self.sums = {f"{_SPLIT}/{name}": Sum(values.sum(dtype=torch.float64)) for name, values in products.items()}
 
 
 _SPLIT = "rollout_model/split"
@@ -257,11 +257,11 @@ def split_numbers(sums: Sums) -> Sums:
         return {}
     ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
     count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0
-    both = math.sqrt(ppo) * math.sqrt(distill)
+    norms = math.sqrt(ppo) * math.sqrt(distill)
     values = {
         "rollout_model/ppo_grad_norm": math.sqrt(ppo) / count,
         "rollout_model/distill_grad_norm": math.sqrt(distill) / count,
-        "rollout_model/grad_cosine": product / both if both else math.nan,
+        "rollout_model/grad_cosine": product / norms if norms else math.nan,
     }
     return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
 
