@@ -21,7 +21,9 @@ class Evaluator:
     """
 
     def __init__(self, components: RunComponents, folder: RunFolder, engine_checks: Mapping[Role, EngineCheck]) -> None:
-        self._components, self._folder, self._engine_checks = components, folder, engine_checks
+        self._components = components
+        self._folder = folder
+        self._engine_checks = engine_checks
         self._prompts: dict[str, list[Prompt]] = {}  # of each evaluation set, once it was evaluated
 
     def evaluate(self, iteration: int, current: Collection[Engine]) -> dict[str, float]:

@@ -115,7 +115,7 @@ def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
 
-    places = rows.repeat_interleave(lengths) * DEPTHS + ranges
-    known, size = values.isfinite(), len(prompts) * DEPTHS
-    sums = places[known].bincount(values[known], minlength=size)
-    return (sums / places[known].bincount(minlength=size)).view(-1, DEPTHS)
+    cells = rows.repeat_interleave(lengths) * DEPTHS + ranges  # a prompt's range, for each token
+    is_known, size = values.isfinite(), len(prompts) * DEPTHS
+    sums = cells[is_known].bincount(values[is_known], minlength=size)
+    return (sums / cells[is_known].bincount(minlength=size)).view(-1, DEPTHS)

@@ -64,10 +64,13 @@ class JointForward:
         reference: Reference | None,
         gathered: Gathered | None,
     ) -> None:
-        self._models, self._objective, self._options = models, objective, options
+        self._models = models
+        self._objective = objective
         self.distill = distill
+        self._options = options
         self._version = version
-        self.reference, self._gathered = reference, gathered
+        self.reference = reference
+        self._gathered = gathered
 
         policy, rollout_model = models["policy"], models["rollout_model"]
         self.is_separate = rollout_model is not policy

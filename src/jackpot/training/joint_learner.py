@@ -105,7 +105,7 @@ class JointLearner(Learner):
         self._objective = objective
         self._rollout_objective = rollout_model_objective
         self._options = options
-        self._critic = critic
+        self.critic = critic
         self._gathered = gathered
 
         for role, model in self.models.items():
@@ -146,25 +146,20 @@ class JointLearner(Learner):
         return Version(policy, self._optimizer.steps("rollout_model") if self._forward.is_separate else policy)
 
     @property
-    def critic(self) -> Critic | None:
-        """Return the critic, or None without one."""
-        return self._critic
-
-    @property
     def pads(self) -> bool:
         models = [*self.models.values()]
-        models += [holder.model for holder in (self._critic, self._forward.reference) if holder]
+        models += [holder.model for holder in (self.critic, self._forward.reference) if holder]
         return not all(map(can_pack, models))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
-        if self._critic:
-            return self._critic.compute_advantages(scored, self.values(self._critic.batches(scored)))
+        if self.critic:
+            return self.critic.compute_advantages(scored, self.values(self.critic.batches(scored)))
         return response_advantages(self._options.advantage, scored, self._options.within_model, self._options.beta)
 
     def values(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
         """Compute the critic's value of the state before each response token, by rollout uid: [T] float32, CPU."""
-        assert self._critic, "only a learner with a critic is asked for values"
-        return self._forward.column(batches, self._critic.values)
+        assert self.critic, "only a learner with a critic is asked for values"
+        return self._forward.column(batches, self.critic.values)
 
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
@@ -306,9 +301,9 @@ class JointLearner(Learner):
         self._kept_weights[role].keep()
 
     def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        with self._kept_weights[role].in_place() if kept else nullcontext():
+        with self._kept_weights[role].in_place() if from_copy else nullcontext():
             return self._forward.column(batches, partial(list_log_probs, self.models[role], sampling=sampling))
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
@@ -333,13 +328,13 @@ class JointLearner(Learner):
 
     def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
         """Yield functions that write this rank's part of each model, and of each optimizer's moments."""
-        part = self._gathered.part if self._gathered else WHOLE
+        share = self._gathered.part if self._gathered else WHOLE
         for role in roles:
-            model = self._critic.model if self._critic and role == "critic" else self.models[role]
-            yield model_writer(model, folder / role, part)
+            model = self.critic.model if self.critic and role == "critic" else self.models[role]
+            yield model_writer(model, folder / role, share)
         for role, moments in self._optimizer.moments():
-            tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(part.size))}
-            yield partial(write_part, part.path(folder / _MOMENTS, role), tensors)
+            tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(share.size))}
+            yield partial(write_part, share.path(folder / _MOMENTS, role), tensors)
 
     def state_dict(self) -> dict[str, Any]:
         objective, reference = self._rollout_objective, self._forward.reference
@@ -388,7 +383,7 @@ class JointLearner(Learner):
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
         """Run the critic forward and backward over a micro-batch, and return the metrics of its loss."""
-        critic = self._critic
+        critic = self.critic
         if critic is None:
             return {}
         loss, metrics = self._forward.run(lambda: critic.loss(batch))

@@ -173,8 +173,11 @@ class KappaRepair:
         max_length: int,
         pads: bool,
     ) -> None:
-        self._objective, self._parameters, self._log_probs = objective, list(parameters), log_probs
-        self._max_length, self._pads = max_length, pads
+        self._objective = objective
+        self._parameters = list(parameters)
+        self._log_probs = log_probs
+        self._max_length = max_length
+        self._pads = pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
         """Change the gradient of all passes to the gradient with the weights that follow from `totals`.

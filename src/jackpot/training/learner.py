@@ -55,7 +55,7 @@ class Scorer(Protocol):
 
     @abstractmethod
     def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
         """Compute the log-probs of every response token and of the `top_ids` at its position.
 
@@ -63,7 +63,7 @@ class Scorer(Protocol):
         drop has -inf.
 
         Args:
-            kept: True to compute with the weights of the last `keep_weights`.
+            from_copy: True to compute with the weights of the last `keep_weights`.
 
         Returns:
             [T, 1 + K] float32 on the CPU, by rollout uid.

@@ -79,9 +79,9 @@ def check_lists(lists: ReportedLists) -> None:
         f"{twice} of {len(ids)} name a token twice": twice > 0,
         f"the probabilities of one sum to {float(mass.max()):.6g}": not bool((mass <= LARGEST_MASS).all()),
     }
-    if found := [problem for problem, is_so in problems.items() if is_so]:
+    if named := [problem for problem, is_so in problems.items() if is_so]:
         raise EngineError(
-            f"the engine's top-k lists are no part of a distribution: {'; '.join(found)}. Z is made of them, so "
+            f"the engine's top-k lists are no part of a distribution: {'; '.join(named)}. Z is made of them, so "
             f"nothing can be corrected with them; look at how the engine fills top_ids and top_log_probs"
         )
 

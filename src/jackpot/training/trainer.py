@@ -62,7 +62,10 @@ class Trainer:
         self, components: RunComponents, folder: RunFolder, state: dict[str, Any] | None, on_metrics: OnMetrics
     ) -> None:
         config = components.config
-        self._components, self._config, self._folder, self._on_metrics = components, config, folder, on_metrics
+        self._components = components
+        self._config = config
+        self._folder = folder
+        self._on_metrics = on_metrics
         self._clock = Clock()
 
         self._sampler = Sampler(

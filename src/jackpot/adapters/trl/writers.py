@@ -72,7 +72,7 @@ class TwoModels:
 
     @torch.no_grad()
     def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
         """Compute log-probs as `Learner.score`, without dropout."""
         model, accelerator = self[role], self._trainer.accelerator
