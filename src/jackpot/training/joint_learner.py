@@ -1,7 +1,6 @@
-"""The joint learner trains policy and rollout model, in one process or as one of several ranks.
+"""The joint learner, which trains policy and rollout model in one process or as one of several ranks.
 
-An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
-clipping, by denominators that cover all micro-batches and ranks.
+Status: supported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,6 +70,9 @@ class _BackwardPass:
 
 class JointLearner(Learner):
     """A learner that trains both models on one device; several ranks, each with a learner, sum their gradients.
+
+    An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
+    clipping, by denominators that cover all micro-batches and ranks.
 
     Ranks may hold shards of the models (`gathered`). Then all ranks make equal calls, with equally many micro-batches
     (`batching.deal`). `weights` gives the first rank whole tensors, and other ranks nothing. Each rank saves a part of

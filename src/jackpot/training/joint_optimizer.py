@@ -1,7 +1,6 @@
-"""The joint optimizer steps policy, critic and rollout model on their accumulated gradients.
+"""The joint optimizer, which steps policy, critic and rollout model on their accumulated gradients.
 
-Also here is what only the rollout model needs: a sum of its gradient over several steps, a measure of how the gradient
-splits into two losses, and the control of the weight of its distillation.
+The rollout model's gradient can also be summed over steps, split into its two losses, and steered by a weight.
 """
 
 import math

@@ -1,26 +1,6 @@
 """The sums over an optimizer step that its correction needs, from which OBRS computes kappa = sum a / sum Z.
 
-`StepTotals` finds the sums. Where they are not known before the first backward pass, the gradient is computed with the
-kappa of another step, and `KappaRepair` then changes it to the gradient with the kappa of this step. With weights
-w(kappa) that are linear in kappa but for caps, S the surrogate and m the acceptance mask, the policy's gradient is
-
-    G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS        s = kappa / kappa_0
-    delta    = w(kappa) - s w(kappa_0)                                    0 unless a cap holds w(kappa) or w(kappa_0)
-
-So after backward passes with any kappa_0 the gradient is multiplied by s, which is exact for all tokens that no cap
-touches. Sequences with other tokens are read once more with the weights delta, but only as many as are needed for an
-error below a tolerance. With a tolerance of 0 the result is G(kappa) up to rounding for every correction; it is cheap
-where weights are piecewise linear.
-
-With h_i the hidden state that predicts token i, the error of sequences that are not read again is estimated as
-
-    3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
-
-relative to |G(kappa)|. The estimate assumes that gradients of tokens add up fully within a sequence and are unrelated
-between sequences, and that gradients of parameters are as large as those of the hidden states, through which alone a
-token reaches them. Without the factor 3 the error was up to 2.4 times the estimate (docs/corrections.md). The estimate
-is no bound: where the gradients of a step's tokens cancel, |G| is smaller than for unrelated tokens, and the relative
-error larger. A tolerance of 0 leaves no error.
+`StepTotals` finds the sums; `KappaRepair` mends a gradient that was computed with the kappa of another step.
 """
 
 import time
@@ -156,6 +136,27 @@ class HiddenNorms:
 
 class KappaRepair:
     """The repair of a policy gradient that was computed with the totals of an earlier optimizer step.
+
+    With weights w(kappa) that are linear in kappa but for caps, S the surrogate and m the acceptance mask, the policy's
+    gradient is
+
+        G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS      s = kappa / kappa_0
+        delta    = w(kappa) - s w(kappa_0)                                  0 unless a cap holds w(kappa) or w(kappa_0)
+
+    So after backward passes with any kappa_0 the gradient is multiplied by s, which is exact for all tokens that no cap
+    touches. Sequences with other tokens are read once more with the weights delta, but only as many as are needed for
+    an error below `kappa_tolerance`. With a tolerance of 0 the result is G(kappa) up to rounding for every correction;
+    it is cheap where weights are piecewise linear.
+
+    With h_i the hidden state that predicts token i, the error of sequences that are not read again is estimated as
+
+        3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
+
+    relative to |G(kappa)|. The estimate assumes that gradients of tokens add up fully within a sequence and are
+    unrelated between sequences, and that gradients of parameters are as large as those of the hidden states, through
+    which alone a token reaches them. Without the factor 3 the error was up to 2.4 times the estimate
+    (docs/corrections.md). The estimate is no bound: where the gradients of a step's tokens cancel, |G| is smaller than
+    for unrelated tokens, and the relative error larger.
 
     Args:
         parameters: trained parameters of the policy, whose gradients are sums that are not yet divided.

@@ -1,7 +1,6 @@
-"""Copies of how the models were before: log-probs of the old policy, and weights.
+"""Copies of the models as they were before an update: log-probs of the old policy, and weights.
 
-The old policy is the policy before its first update on a rollout batch. Rollouts that were generated ahead are checked
-with a copy of the weights that generated them, once training has changed the model.
+The old policy is the policy before its first update on a rollout batch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -148,7 +147,8 @@ def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Te
 class KeptWeights:
     """A copy of the trained parameters, kept in the host's memory; other parameters never change.
 
-    Where parameters are sharded, each rank keeps the copy of its shard.
+    Rollouts that were generated ahead are checked with the copy, once training has changed the model. Where parameters
+    are sharded, each rank keeps the copy of its shard.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -1,12 +1,7 @@
 """Training of one run by several processes: rank 0 runs the trainer, and the other ranks follow its commands.
 
-    rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ──┬──► its own learner
-    rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
-
-Only the learner runs on all ranks, which share its models. All ranks carry out a command at the same time, so that
-their collective calls (sums of gradients, gathered weights) meet. Commands and replies are messages over gloo
-(`core.messages`). Each rank writes its newest command to ranks/R.json of the run folder, for the error message when a
-rank is lost.
+rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ──┬──► its own learner
+rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
 """
 
 import contextlib
@@ -45,6 +40,9 @@ _ALIVE = torch.tensor([0, ~0])
 
 class Ranks:
     """The channel for commands from rank 0 to the other ranks of torch.distributed's default group, and for replies.
+
+    All ranks carry out a command at the same time, so that their collective calls (sums of gradients, gathered weights)
+    meet. Commands and replies are messages over gloo (`core.messages`).
 
     Rank 0 may generate rollouts for hours between two commands, so it sends signs of life, a few within each time-out,
     and a rank waits for a command as long as they come. Within a command, the time-out of the default group holds.
@@ -317,7 +315,9 @@ def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 class LastCommand:
-    """The newest command of one rank, written to ranks/R.json; a file that cannot be written is left out.
+    """The newest command of rank R, written to ranks/R.json for the error message when a rank is lost.
+
+    A file that cannot be written is left out.
 
     Args:
         run: the run folder.

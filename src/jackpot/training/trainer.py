@@ -1,7 +1,4 @@
-"""The trainer is the loop of a run.
-
-next batch -> check the engine -> advantages -> optimizer steps -> check every token -> send weights -> save, evaluate,
-checkpoint
+"""The trainer, which is the loop of a run.
 
 Status: supported.
 """
@@ -39,6 +36,9 @@ OnMetrics = Callable[[MetricsLine], None]
 
 class Trainer:
     """The loop that trains a run from its newest checkpoint, or from the start, to its last iteration.
+
+    One iteration: next batch -> check the engine -> advantages -> optimizer steps -> check every token -> send weights
+    -> save, evaluate, checkpoint.
 
     The loop runs in one thread and waits at four places:
     - the sampler: consumes prompts and the weights in the engine, produces a rollout batch. Waits until the engine has

@@ -1,18 +1,5 @@
 """Writing and reading of checkpoints, so that a checkpoint on the disk is complete or is known to be damaged.
 
-    checkpoints/step-N/{policy,rollout_model,critic}/   plain save_pretrained folders
-    checkpoints/step-N/moments/ROLE.safetensors         moments of the optimizers
-    checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with `weights_only`
-    checkpoints/step-N/checksums.json                   size and sha256 of every other file
-    checkpoints/last, checkpoints/best           links to one of them
-    checkpoints/step-N.corrupt                   put there by `set_aside`; nothing reads or removes it
-
-N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a killed
-run leaves either a whole checkpoint or a `.partial` folder, which the next start removes. Checksums show later damage.
-
-With several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and computes checksums of
-its part (`models.parts`). Rank 0 writes the rest, checksums.json last, and renames the folder when all ranks are done.
-
 Status: supported.
 """
 
@@ -84,7 +71,23 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run: they are written, found and pruned. The `keep` newest ones stay, and the best."""
+    """The checkpoints of one run: they are written, found and pruned. The `keep` newest ones stay, and the best.
+
+        checkpoints/step-N/{policy,rollout_model,critic}/   plain save_pretrained folders
+        checkpoints/step-N/moments/ROLE.safetensors         moments of the optimizers
+        checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with `weights_only`
+        checkpoints/step-N/checksums.json                   size and sha256 of every other file
+        checkpoints/last, checkpoints/best                  links to one of them
+        checkpoints/step-N.corrupt                          put there by `set_aside`; nothing reads or removes it
+
+    N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a
+    killed run leaves either a whole checkpoint or a `.partial` folder, which the next start removes. Checksums show
+    later damage.
+
+    With several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and computes
+    checksums of its part (`models.parts`). Rank 0 writes the rest, checksums.json last, and renames the folder when all
+    ranks are done.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep

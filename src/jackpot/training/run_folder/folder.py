@@ -1,16 +1,4 @@
-"""The run folder holds everything that a run writes, and all that a later start needs to continue the run.
-
-    config.yaml        resolved settings          environment.json   versions and machine of every start, threads
-    metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
-    rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
-    wandb/             what Weights & Biases gets, with `tracking.wandb`
-    ranks/             the newest command of each rank, where a run has several
-    superseded/        lines and files of iterations that were run again, one folder for each start that found any
-
-Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric for which
-nothing was counted is null. A start removes nothing but half-written files; files that it replaces go to superseded/. A
-full disk does not end the run: lines wait in memory until there is room; a file of rollouts or of an evaluation is
-given up, counted, and named in events.jsonl.
+"""The run folder, which holds everything that a run writes and all that a later start needs to continue the run.
 
 Status: supported.
 """
@@ -115,6 +103,18 @@ def measure_of(values: Mapping[str, Any]) -> Measure | None:
 
 class RunFolder:
     """The folder of a run, which one process at a time opens, continues and writes.
+
+        config.yaml        resolved settings          environment.json   versions and machine of every start, threads
+        metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
+        rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
+        wandb/             what Weights & Biases gets, with `tracking.wandb`
+        ranks/             the newest command of each rank, where a run has several
+        superseded/        lines and files of iterations that were run again, one folder for each start that found any
+
+    Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric for which
+    nothing was counted is null. A start removes nothing but half-written files; files that it replaces go to
+    superseded/. A full disk does not end the run: lines wait in memory until there is room; a file of rollouts or of an
+    evaluation is given up, counted, and named in events.jsonl.
 
     `failed` counts, over the whole run, the checkpoints and other files that could not be written.
     """
