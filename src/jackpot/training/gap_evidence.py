@@ -73,7 +73,7 @@ class GapEvidence:
         Raises:
             EngineError: the gaps are larger than they were in earlier batches.
         """
-        means = _means(rollouts, gaps)
+        means = _means_by_depth(rollouts, gaps)
         known = means.isfinite()
         if not known.any():
             return self._bets.share
@@ -84,7 +84,7 @@ class GapEvidence:
         if self._batches > LEARNT:
             share = self._bets.add(torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0).sum(0))
             if share >= 1.0:
-                raise EngineError(_what(int(self._bets.products.argmax()), means, usual, limits))
+                raise EngineError(_error_text(int(self._bets.products.argmax()), means, usual, limits))
         else:
             limits = torch.full_like(limits, MAY_GROW * always)
 
@@ -94,7 +94,7 @@ class GapEvidence:
         return self._bets.share
 
 
-def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
+def _error_text(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
     """Describe, for the error, the gaps in one range of depths and how large they may be."""
     first, gap = 2**depth, float(means[:, depth].nanmean())
     return (
@@ -107,7 +107,7 @@ def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
     )
 
 
-def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
+def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
     """Return the mean gap of each prompt in each range of depths, [P, D] float64; NaN where no gap is known."""
     prompts: dict[str, int] = {}
     rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])

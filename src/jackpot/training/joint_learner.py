@@ -122,9 +122,14 @@ class JointLearner(Learner):
             ess_scaling=options.ess_scaling,
         )
 
-        distill = rollout_model_objective.distill if rollout_model_objective else None
         self._forward = JointForward(
-            self.models, objective, distill, options, lambda: self.version, reference=reference, gathered=gathered
+            self.models,
+            objective,
+            rollout_model_objective.distill if rollout_model_objective else None,
+            options,
+            partial(self._optimizer.version, rollout_model is not None),
+            reference=reference,
+            gathered=gathered,
         )
 
         self._totals = StepTotals(objective)
@@ -144,8 +149,7 @@ class JointLearner(Learner):
 
     @property
     def version(self) -> Version:
-        policy = self._optimizer.steps("policy")
-        return Version(policy, self._optimizer.steps("rollout_model") if self._forward.is_separate else policy)
+        return self._optimizer.version(self._forward.is_separate)
 
     @property
     def pads(self) -> bool:

@@ -15,6 +15,7 @@ from jackpot.config.schedules import DistillControlConfig
 from jackpot.core.metrics import Mean, Sum, Sums, to_host
 from jackpot.core.roles import Role
 from jackpot.core.shards import local
+from jackpot.core.types import Version
 from jackpot.models.parts import read_parts
 from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
@@ -62,6 +63,11 @@ class JointOptimizer:
     def steps(self, role: Role) -> int:
         """Return the number of steps that a model has taken; 0 for a model that is not trained."""
         return self._optimizers[role].steps if role in self._optimizers else 0
+
+    def version(self, has_rollout_model: bool) -> Version:
+        """Return the version of the weights of both models; without a rollout model the policy's stands for both."""
+        policy = self.steps("policy")
+        return Version(policy, self.steps("rollout_model") if has_rollout_model else policy)
 
     def step(
         self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool

@@ -157,11 +157,11 @@ class SamplingEvidence:
         if (share := self._bets.share) >= 1.0:
             raise EngineError(
                 f"the engine reports one distribution and samples from another: over {self._tokens} tokens since the "
-                f"start, {self._most()}"
+                f"start, {self._strongest_bet()}"
             )
         return share
 
-    def _most(self) -> str:
+    def _strongest_bet(self) -> str:
         """Describe, for the error, what the bet with the largest product bets on."""
         largest = int(self._bets.products.argmax()) - len(TILTS)
         if largest < 0:
