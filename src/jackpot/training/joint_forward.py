@@ -146,7 +146,7 @@ class JointForward:
         return batch.spread(self.run(log_probs))
 
     def weights_are_current(self, batch: TokenBatch) -> Tensor:
-        """Mark tokens that their model's current weights sampled, by an engine that computes as training: [B, T] bool."""
+        """Mark tokens that their model's current weights sampled, in an engine that is exact: [B, T] bool."""
         generator = "rollout_model" if self.is_separate else "policy"
         is_exact: bool | Tensor = generator in self._options.exact_engines
         if batch.by_policy is not None:
