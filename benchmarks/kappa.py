@@ -71,7 +71,7 @@ def update(learner: JointLearner, batches: list[TokenBatch]) -> tuple[float, Ste
     batches = [replace(batch, versions=now.expand_as(batch.versions).clone()) for batch in batches]
     before = time.process_time()
     [step] = learner.compute_old_log_probs([batches])
-    result = learner.update(step, trace=False)
+    result, _ = learner.update(step, trace=False)
     return time.process_time() - before, result
 
 

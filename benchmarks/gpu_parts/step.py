@@ -94,7 +94,7 @@ def one_update(learner: JointLearner, batches: Sequence[TokenBatch]) -> StepResu
     now = torch.tensor(learner.version)
     batches = [replace(batch, versions=now.expand_as(batch.versions).clone()) for batch in batches]
     [step] = learner.compute_old_log_probs([batches])
-    result = learner.update(step, trace=False)
+    result, _ = learner.update(step, trace=False)
     if result.events:
         raise RuntimeError(f"the optimizers did not step: {result.events}")
     return result

@@ -32,8 +32,9 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.training.batching import mini_batches
-from jackpot.training.joint_learner import JointLearner, LearnerOptions
+from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import StepResult
+from jackpot.training.learner_options import LearnerOptions
 from jackpot.training.optimizer import ModelOptimizer
 
 VOCAB, MAX_NEW = 20, 8
@@ -165,7 +166,7 @@ def make_learner(
 
 
 def train(learner: JointLearner, steps: Sequence[Sequence[TokenBatch]]) -> list[StepResult]:
-    return [learner.update(step) for step in learner.compute_old_log_probs(steps)]
+    return [learner.update(step)[0] for step in learner.compute_old_log_probs(steps)]
 
 
 def parameters(learner: JointLearner, role: str) -> Tensor:

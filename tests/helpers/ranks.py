@@ -20,7 +20,7 @@ def run_repair_rank(rank: int, folder: Path) -> None:
         objective = policy_objective(**numbers, kappa_tolerance=0.0)
         return make_learner(*models, objective=objective, exact_engines=())
 
-    free = learner(kappa="prepass", c1=float("inf")).update(micro_batches_of(items))
+    free, _ = learner(kappa="prepass", c1=float("inf")).update(micro_batches_of(items))
     weights = {uid: trace["weights"] * trace["accept_mask"] for uid, trace in free.traces.items()}
     items.sort(key=lambda item: weights[item.rollout.uid].max())
     first, second = torch.cat(list(weights.values())).topk(2).values.tolist()

@@ -27,5 +27,5 @@ def gradient_of_update(learner: JointLearner, parts: Sequence[MicroBatch]) -> tu
         return step(sums, **arguments)
 
     learner._optimizer.step = look
-    result = learner.update(parts)
+    result, _ = learner.update(parts)
     return seen[0], result

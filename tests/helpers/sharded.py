@@ -129,11 +129,11 @@ def train(
             seed=0,
             pads=pads,
         )
-        for result in learner.train([share(step) for step in steps], trace=True):
+        for result in learner.train([share(step) for step in steps], trace=True).steps:
             metrics.append({name: entry.value for name, entry in result.metrics.items() if "seconds" not in name})
             traces = result.traces
     plain = plain_batches([item.rollout for item in samples], budget, 0, pads)
-    kept = learner.score("policy", share(plain), config.sampling, kept=True)
+    kept = learner.score("policy", share(plain), config.sampling, from_copy=True)
     weights = {f"{role}/{name}": w.clone() for role in ("policy", "rollout_model") for name, w in learner.weights(role)}
     scores = learner.score("policy", share(plain), config.sampling)
     return {

@@ -16,7 +16,8 @@ from jackpot.core.types import TokenBatch
 from jackpot.models.hub import starter_path
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.rollout.tasks.registry import make_task
-from jackpot.training.joint_learner import JointLearner, LearnerOptions
+from jackpot.training.joint_learner import JointLearner
+from jackpot.training.learner_options import LearnerOptions
 from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
@@ -168,7 +169,7 @@ def walked_beside(trainer: type, learner: JointLearner, losses: list[tuple[float
             loss = super()._compute_loss(model, inputs)
             self.part.append((loss.detach(), self.steps[self._step % self.args.steps_per_generation]))
             if len(self.part) == self.args.gradient_accumulation_steps:
-                self.ours = learner.update([micro for _, micro in self.part]).metrics
+                self.ours = learner.update([micro for _, micro in self.part])[0].metrics
                 losses.append((float(sum(loss for loss, _ in self.part)), float(self.ours["policy/loss"].value)))
                 self.part.clear()
             return loss

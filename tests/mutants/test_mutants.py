@@ -147,9 +147,9 @@ FORMULAS = {  # "file::function": tests
         [f"training/joint_learner.py::JointLearner.{name}" for name in ("update", "_backward")],
         (*STEP, ROLLOUT_MODEL_STEPS, NOT_CARRIED),
     ),
-    "training/joint_learner.py::JointLearner._engine_gap": (*AGES, *MIXED),
+    "training/gap_evidence.py::token_gaps": (*AGES, *MIXED),
     "objectives/metrics.py::lag": (ROLLOUT_MODEL_STEPS,),
-    "training/joint_learner.py::JointLearner._generated_by": (*AGES, *MIXED),
+    "training/joint_forward.py::JointForward.weights_are_current": (*AGES, *MIXED),
     "training/components.py::RunComponents.next_writers": (
         "training/test_drafted_runs.py::test_who_generates_or_drafts_next_needs_new_weights",
     ),

@@ -39,7 +39,7 @@ def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR
     frozen = copy.deepcopy(FROZEN)
     if estimate:
         policy = learner.models["policy"]
-        learner._reference = Reference(frozen, policy, estimate=estimate, temperature=TEMPERATURE)
+        learner._forward.reference = Reference(frozen, policy, estimate=estimate, temperature=TEMPERATURE)
     return learner, frozen
 
 
@@ -149,7 +149,7 @@ def test_the_regularizer_acts_on_all_tokens():
     objective = replace(policy_objective(lam=1e6, kappa="none"), kl_loss_coef=0.5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE)
     policy = learner.models["policy"]
-    learner._reference = Reference(copy.deepcopy(FROZEN), policy, estimate="exact", temperature=TEMPERATURE)
+    learner._forward.reference = Reference(copy.deepcopy(FROZEN), policy, estimate="exact", temperature=TEMPERATURE)
     (result,) = train(learner, batches(WRITTEN))
     assert result.metrics["correction/accepted"].value == 0.0
     slow = double(POLICY)
@@ -162,7 +162,7 @@ def test_a_run_continues_beside_its_own_reference_alone(tmp_path):
     saved = learner.state_dict()
     learner.load(tmp_path, saved)
     frozen.model.norm.weight.data[0] += 1e-3
-    learner._reference = Reference(frozen, learner.models["policy"], estimate="exact", temperature=TEMPERATURE)
+    learner._forward.reference = Reference(frozen, learner.models["policy"], estimate="exact", temperature=TEMPERATURE)
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
         learner.load(tmp_path, saved)
 

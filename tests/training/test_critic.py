@@ -183,7 +183,7 @@ def test_the_critic_steps_on_the_mean_over_sampled_tokens(model):
         loss = loss + ((values - torch.from_numpy(raw[item.rollout.uid][2]))[own] ** 2).sum() / 2
         count += int(own.sum())
     slopes = torch.autograd.grad(loss / count, list(slow.parameters()))
-    (result,) = learner.train(batches(learner.compute_advantages(WRITTEN), budget=60), False)
+    (result,) = learner.train(batches(learner.compute_advantages(WRITTEN), budget=60), False).steps
     norm = torch.cat([slope.flatten() for slope in slopes]).norm().item()
     assert result.metrics["critic/grad_norm"].value.item() == pytest.approx(norm, rel=1e-3)
     assert result.metrics["critic/loss"].value.item() == pytest.approx((loss / count).item(), rel=1e-3)
@@ -209,7 +209,7 @@ def test_the_critic_learns_what_a_prompt_is_worth(fresh):
     explained = []
     assert 0.0 < np.mean(rewards) < 1.0
     for _ in range(15):
-        (result,) = learner.train(batches(learner.compute_advantages(rewarded(items, rewards))), False)
+        (result,) = learner.train(batches(learner.compute_advantages(rewarded(items, rewards))), False).steps
         error, returns = (result.metrics[f"critic/{name}"] for name in ("error", "return"))
         explained.append(1.0 - (error.variance / returns.variance).item())
     assert abs(explained[0]) < 1e-6  # a head of zeros explains nothing

@@ -89,8 +89,7 @@ class Run:
         rollouts = self.engine.generate(requests)
         self.tokens += sum(len(one.token_ids) for one in rollouts)
         self.check.check_batch(self.engine, rollouts, number)
-        [step] = self.learner.train(batches([scored(one, draw.normal()) for one in rollouts]), trace=False)
-        gaps = {uid: row["engine_gap"] for uid, row in step.traces.items()}
+        _, gaps = self.learner.train(batches([scored(one, draw.normal()) for one in rollouts]), trace=False)
         self.check.check_gaps(self.engine, rollouts, gaps, number)
 
 

@@ -13,7 +13,7 @@ from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training import gap_evidence, guards, reported_lists
 from jackpot.training.gap_evidence import DEPTHS, GapEvidence
-from jackpot.training.gap_evidence import _means as means_by_depth
+from jackpot.training.gap_evidence import _means_by_depth as means_by_depth
 from jackpot.training.run_folder.checkpoint import load_state
 
 ALWAYS = 1e-3

@@ -140,7 +140,7 @@ def _grad_norm(result):
 def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
     """By loops over tokens, from the weights of both kappas and from the gradient of the hidden states."""
     learner = learner_of("auto", 10.0, 4.3)
-    hidden, read = [], learner._read
+    hidden, read = [], learner._forward.outputs
 
     def keep_gradients(*given, **options):
         found = read(*given, **options)
@@ -148,9 +148,9 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
         hidden.append(found.hidden["policy"])
         return found
 
-    monkeypatch.setattr(learner, "_read", keep_gradients)
+    monkeypatch.setattr(learner._forward, "outputs", keep_gradients)
     totals = learner.state_dict()["totals"]
-    result = learner.update(PARTS)
+    result, _ = learner.update(PARTS)
     correction, kappa = learner._objective.correction, value(result, "obrs/kappa")
     assert value(result, "obrs/repaired_sequences") == 0.0
     top = bottom = 0.0
@@ -220,7 +220,7 @@ def test_a_correction_not_linear_in_kappa_is_repaired(before):
 def test_with_regularizers_auto_reads_twice():
     regularized = replace(policy_objective(kappa="auto"), entropy_coeff=0.1)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=regularized, exact_engines=())
-    result = learner.update(PARTS)
+    result, _ = learner.update(PARTS)
     assert value(result, "seconds/prepass") > 0.0 and "obrs/kappa_error" not in result.metrics
     assert value(result, "obrs/kappa") == pytest.approx(value(result, "obrs/acceptance") / value(result, "obrs/z"))
 
@@ -230,7 +230,7 @@ def test_the_kappa_of_a_skipped_step_is_not_carried(kappa):
     learner = learner_of(kappa, before=4.3)
     before = learner.state_dict()["totals"]
     broken = replace(PARTS[0].tokens, rollout_log_probs=torch.full_like(PARTS[0].tokens.rollout_log_probs, math.nan))
-    result = learner.update([replace(PARTS[0], tokens=broken), *PARTS[1:]])
+    result, _ = learner.update([replace(PARTS[0], tokens=broken), *PARTS[1:]])
     assert {event["why"] for event in result.events} == {"non-finite gradient"}
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
     assert learner.state_dict()["totals"] == before
@@ -249,7 +249,7 @@ def test_kappa_is_one_where_the_models_do_not_overlap(kappa):
     ]
     learner = learner_of(kappa, before=4.3)
     before = learner.state_dict()["totals"]
-    result = learner.update(nowhere)
+    result, _ = learner.update(nowhere)
     assert value(result, "obrs/kappa") == 1.0 and value(result, "policy/grad_norm") == 0.0
     assert learner.state_dict()["totals"] == before and learner.version.policy == 0
 
@@ -257,7 +257,7 @@ def test_kappa_is_one_where_the_models_do_not_overlap(kappa):
 def test_each_step_begins_with_the_kappa_of_the_step_before():
     learner = learner_of("auto")
     assert learner._totals.before_backward(PARTS, learner._forward).totals == {}
-    result = learner.update(PARTS)
+    result, _ = learner.update(PARTS)
     totals, are_provisional, _ = learner._totals.before_backward(PARTS, learner._forward)
     assert are_provisional
     assert (totals["obrs/acceptance"].total / totals["obrs/z"].total).item() == pytest.approx(
@@ -292,6 +292,7 @@ def test_the_rollout_models_gradient_does_not_feel_kappa():
     for kappa in ("prepass", "auto"):
         learner = learner_of(kappa, before=0.3)
         learner._rollout_objective = rollout_model_objective(distill="reverse")
+        learner._forward.distill = learner._rollout_objective.distill
         learner.update(PARTS)
         moves.append(parameters(learner, "rollout_model") - flat(ROLLOUT_MODEL))
     assert torch.equal(*moves) and moves[0].abs().max() > 1e-3

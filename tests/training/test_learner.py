@@ -99,7 +99,7 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
         start = {role: parameters(learner, role) for role in roles}
         now = {role: double(learner.models[role]) for role in roles}
         losses = reference_losses(now, old, items, epoch=epoch, temperature=temperature, **changes)
-        result = learner.update(step)
+        result, _ = learner.update(step)
         for role, loss in zip(roles, losses, strict=True):
             assert value(result, f"{role}/loss") == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
             slope = gradient(loss, now[role])
@@ -122,7 +122,7 @@ def test_a_budget_chooses_lam_so_that_z_is_the_budget(target, mask, monkeypatch)
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=40))):
         start, now = parameters(learner, "policy"), old | {"policy": double(learner.models["policy"])}
         loss, _ = reference_losses(now, old, items, epoch=epoch, **budget)
-        result = learner.update(step)
+        result, _ = learner.update(step)
         assert value(result, "obrs/z") == pytest.approx(0.8, abs=1e-6)
         assert result.metrics["obrs/lam"].variance.sqrt() > 0.05
         assert value(result, "policy/loss") == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
@@ -184,12 +184,12 @@ def test_kappa_is_the_one_of_the_whole_step():
 def test_a_prepass_is_taken_only_where_kappa_needs_it(kappa, monkeypatch):
     forwards = []
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(kappa=kappa))
-    scores = learner._scores
-    monkeypatch.setattr(learner, "_scores", lambda *args, **options: forwards.append(1) or scores(*args, **options))
+    scores = learner._forward.scores
+    monkeypatch.setattr(learner._forward, "scores", lambda *args: forwards.append(1) or scores(*args))
 
     def count(steps):
         forwards.clear()
-        result = learner.update(steps)
+        result, _ = learner.update(steps)
         return len(forwards), 0.0 < value(result, "seconds/prepass") < 60.0, "obrs/kappa_error" in result.metrics
 
     whole, parts = batches(WRITTEN)[0], batches(WRITTEN, budget=40)[0]
@@ -213,7 +213,7 @@ def test_old_log_probs_are_those_before_the_first_update(epochs):
     before = {item.rollout.uid: sampled_log_probs(start, item.rollout, 1.0).detach() for item in WRITTEN}
     seen = []
     for step in steps:
-        result = learner.update(step)
+        result, _ = learner.update(step)
         for uid, trace in result.traces.items():
             torch.testing.assert_close(trace["old_log_probs"].double(), before[uid], rtol=0, atol=1e-5)
             seen.append(uid)
@@ -224,7 +224,7 @@ def test_old_log_probs_are_those_before_the_first_update(epochs):
 
 def test_a_single_step_costs_no_extra_forward_pass(monkeypatch):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
-    monkeypatch.setattr(learner, "_forward", lambda *args: pytest.fail("a forward pass"))
+    monkeypatch.setattr(learner._forward, "outputs", lambda *args: pytest.fail("a forward pass"))
     assert all(micro.old is None for micro in learner.compute_old_log_probs(batches(WRITTEN, budget=40))[0])
 
 
@@ -705,7 +705,7 @@ def test_the_engine_is_compared_on_tokens_of_equal_weights(mini_batch_size):
             else {"versions": torch.full_like(one.versions, -1)}
         )
         items.append(replace(item, rollout=replace(one, **change)))
-    results = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, mini_batch_size=mini_batch_size), trace=False)
+    results, _ = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, mini_batch_size=mini_batch_size), trace=False)
     gaps = [result.metrics["mismatch/engine_gap"] for result in results]
     assert len(gaps) == len(items) // (mini_batch_size or len(items))
     assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh)

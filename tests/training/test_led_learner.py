@@ -61,7 +61,8 @@ def outcome(learner: Learner) -> dict[str, torch.Tensor]:
     steps = batches(write(ROLLOUT_MODEL, num_top_log_probs=2), mini_batch_size=6, budget=60)
     assert [len(step) for step in steps] == [2, 1], "one rank should get an empty micro-batch"
     found = {f"before/{uid}": row for uid, row in learner.score("policy", steps[0], Sampling(top_k=5)).items()}
-    results = learner.train(steps, trace=True)
+    results, gaps = learner.train(steps, trace=True)
+    found |= {f"gap/{uid}": gap for uid, gap in gaps.items()}
     for number, one in enumerate(results):
         found |= {f"{number}/{uid}/{name}": row for uid, rows in one.traces.items() for name, row in rows.items()}
         found[f"{number}/loss"] = one.metrics["policy/loss"].value

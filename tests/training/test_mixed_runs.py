@@ -131,9 +131,8 @@ def test_each_engine_is_compared_with_its_own_model(exact):
     learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=(exact,), **changes)
     steps = batches([*OWN, *OTHERS], budget=10_000)
     for batch in steps[0]:
-        assert torch.equal(
-            learner._generated_by(learner.version, batch).all(-1), batch.by_policy == (exact == "policy")
-        )
+        is_current = learner._forward.weights_are_current(batch)
+        assert torch.equal(is_current.all(-1), batch.by_policy == (exact == "policy"))
     (result,) = train(learner, steps)
     assert result.metrics["mismatch/engine_gap_max"].value < 1e-5
     assert result.metrics["mismatch/kept_mass"].value == pytest.approx(1.0, abs=1e-5)

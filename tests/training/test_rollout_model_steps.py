@@ -68,7 +68,7 @@ def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
         rollout_model_each_step=False,
     )
     learner._optimizer._optimizers["policy"]._config = STILL
-    results = learner.train(batches(WRITTEN, mini_batch_size=mini_batch_size), True)
+    results = learner.train(batches(WRITTEN, mini_batch_size=mini_batch_size), True).steps
     assert len(results) == len(WRITTEN) // mini_batch_size
     assert learner.version.rollout_model == 1 and learner.version.policy == len(results)
     assert torch.allclose(parameters(learner, "policy"), flat(POLICY), rtol=0.0, atol=1e-12)
@@ -87,12 +87,12 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
         objective=policy_objective(target="new", proximal="new", normalizer="exact"),
         rollout_model_each_step=False,
     )
-    results = learner.train(batches(WRITTEN, mini_batch_size=4, epochs=2), False)
+    results = learner.train(batches(WRITTEN, mini_batch_size=4, epochs=2), False).steps
     assert len(results) == 6 and learner.version.rollout_model == 1
     assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
     assert value(results[-1], "lag/policy_max") == 5.0
     later = write(learner.models["rollout_model"], version=learner.version)
-    results = learner.train(batches(later, mini_batch_size=6), False)
+    results = learner.train(batches(later, mini_batch_size=6), False).steps
     assert [value(result, "lag/policy_max") for result in results] == [0.0, 1.0]
     assert learner.version.rollout_model == 2
 
@@ -107,9 +107,8 @@ def test_each_rollout_batch_divides_by_its_own_tokens():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     for optimizer in learner._optimizer._optimizers.values():
         optimizer._config = STILL
-    norms = [
-        value(learner.train(batches(WRITTEN, mini_batch_size=4), False)[-1], "rollout_model/grad_norm") for _ in "12"
-    ]
+    trained = [learner.train(batches(WRITTEN, mini_batch_size=4), False) for _ in "12"]
+    norms = [value(one.steps[-1], "rollout_model/grad_norm") for one in trained]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -122,7 +121,7 @@ def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_si
     for optimizer in learner._optimizer._optimizers.values():
         optimizer._config = STILL
     steps = batches(WRITTEN, budget=budget, mini_batch_size=mini_batch_size)
-    for step, result in zip(steps, learner.train(steps, True), strict=True):
+    for step, result in zip(steps, learner.train(steps, True).steps, strict=True):
         uids = {uid for batch in step for uid in batch.uids}
         ppo, distill = parts_of([item for item in WRITTEN if item.rollout.uid in uids], of_states=True)
         assert value(result, "rollout_model/ppo_grad_norm") == pytest.approx(ppo.norm().item(), rel=1e-4)
@@ -136,7 +135,7 @@ def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_si
 def test_the_parts_change_no_weight():
     learners = [make_learner(POLICY, ROLLOUT_MODEL) for _ in range(2)]
     one, other = (
-        learner.train(batches(WRITTEN, budget=40), wanted)[0]
+        learner.train(batches(WRITTEN, budget=40), wanted).steps[0]
         for learner, wanted in zip(learners, (True, False), strict=True)
     )
     assert "rollout_model/grad_cosine" in one.metrics and "rollout_model/grad_cosine" not in other.metrics
@@ -162,7 +161,7 @@ def test_a_last_step_without_a_token_loses_no_gradient():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     [first] = batches(WRITTEN)
     [last] = batches(unsampled)
-    *_, result = learner.train([first, last], False)
+    *_, result = learner.train([first, last], False).steps
     assert [event["model"] for event in result.events] == ["policy"] and learner.version.rollout_model == 1
     assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
 
@@ -173,7 +172,7 @@ def test_a_step_that_is_not_finite_is_left_out_of_the_sum(broken):
     steps = batches(WRITTEN, mini_batch_size=4)
     infinite = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken]]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
-    results = learner.train([*steps[:broken], infinite, *steps[broken + 1 :]], True)
+    results = learner.train([*steps[:broken], infinite, *steps[broken + 1 :]], True).steps
     assert [value(result, "health/non_finite_steps") for result in results] == [float(i == broken) for i in range(3)]
     assert learner.version.policy == 2 and learner.version.rollout_model == 1
     assert parameters(learner, "rollout_model").isfinite().all()
@@ -186,7 +185,7 @@ def test_where_no_step_is_finite_the_rollout_model_stays():
         for step in batches(WRITTEN, mini_batch_size=6)
     ]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
-    results = learner.train(steps, False)
+    results = learner.train(steps, False).steps
     assert all(value(result, "health/non_finite_steps") == 1.0 for result in results)
     assert learner.version == (0, 0) and torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
 

@@ -295,7 +295,7 @@ def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
         grown = max(*peaks, own_memory()) - before
         held = {name: gathered.gather(one.named_parameters()) for name, one in learner._gathered.models.items()}
         digests = {name: weights_digest(one, torch.float32) for name, one in held.items()}
-        return {"digests": digests, "grown": grown, "reference": learner._reference.digest}
+        return {"digests": digests, "grown": grown, "reference": learner._forward.reference.digest}
 
     ranks = on_ranks(work, tmp_path)
     assert ranks[0]["digests"] == wanted and ranks[1]["reference"] == wanted["reference"]

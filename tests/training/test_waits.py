@@ -13,7 +13,7 @@ from jackpot.config.sampling import Sampling
 from jackpot.core.types import ScoredRollout
 from jackpot.models.load import load_value_model
 from jackpot.objectives.kernels import autograd
-from jackpot.training import batching, joint_learner, kappa
+from jackpot.training import batching, joint_forward, kappa
 from jackpot.training.advantages import Critic
 from jackpot.training.old_policy import holds_target
 from jackpot.training.optimizer import ModelOptimizer
@@ -34,7 +34,7 @@ def value_model(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def a_device(monkeypatch):
     """Batches are copied, as they are to a GPU, and a tile holds half of the vocabulary."""
-    for module in (joint_learner, kappa):
+    for module in (joint_forward, kappa):
         monkeypatch.setattr(module, "batch_to", batching._to)
     monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", dict.fromkeys(autograd.MAX_TILE_LOGITS, 80))
     monkeypatch.setattr(autograd, "MAX_TILE_POSITIONS", 8)
@@ -52,7 +52,7 @@ def critic_of(model):
 
 def found_in(learner, micro_batches, trace, **options):
     with waits(tensor for micro in micro_batches for tensor in of_host(micro.tokens)) as found:
-        result = learner.update(micro_batches, trace, **options)
+        result, _ = learner.update(micro_batches, trace, **options)
     return found, result.metrics
 
 

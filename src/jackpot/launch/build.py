@@ -60,8 +60,9 @@ from jackpot.rollout.tasks.math import Math
 from jackpot.rollout.tasks.registry import make_sets, make_task
 from jackpot.training.advantages import Critic
 from jackpot.training.components import RunComponents
-from jackpot.training.joint_learner import JointLearner, LearnerOptions
+from jackpot.training.joint_learner import JointLearner
 from jackpot.training.learner import Learner
+from jackpot.training.learner_options import LearnerOptions
 from jackpot.training.objectives import policy_objective, rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference

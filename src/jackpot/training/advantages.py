@@ -31,9 +31,9 @@ def response_advantages(
         within_model: compare the responses of each model with each other alone.
         beta: coefficient of the advantage `oapl`.
     """
-    numbers: dict[tuple[str | None, ...], int] = {}
-    keys = [(item.rollout.prompt.uid, item.rollout.sampled_by) for item in scored]
-    groups = [numbers.setdefault(key if within_model else key[:1], len(numbers)) for key in keys]
+    group_ids: dict[tuple[str | None, ...], int] = {}
+    keys = [(item.rollout.prompt.uid, item.rollout.sampled_by if within_model else None) for item in scored]
+    groups = [group_ids.setdefault(key, len(group_ids)) for key in keys]
 
     advantages = compute_advantages(
         name,
@@ -92,15 +92,15 @@ class Critic:
 
         rollouts = [item.rollout for item in scored]
         mask = pad_sequence([rollout.sampled_mask for rollout in rollouts], batch_first=True)
-        old = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
+        padded_values = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
         rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
 
-        advantages, returns = gae(rewards, old, mask, self._config.gamma, self._config.lam)
+        advantages, returns = gae(rewards, padded_values, mask, self._config.gamma, self._config.lam)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
 
-        rows = [advantage[:length] for advantage, length in zip(advantages, lengths, strict=True)]
         sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
-        white = whiten(torch.cat(rows).double(), sampled).float().split(lengths)
+        flat_advantages = torch.cat([row[:length] for row, length in zip(advantages, lengths, strict=True)])
+        whitened = whiten(flat_advantages.double(), sampled).float().split(lengths)
 
         return [
             TrainingSample(
@@ -108,9 +108,9 @@ class Critic:
                 score=item.score,
                 advantages=row,
                 values=values[item.rollout.uid],
-                returns=of_row[: len(row)],
+                returns=row_returns[: len(row)],
             )
-            for item, row, of_row in zip(scored, white, returns, strict=True)
+            for item, row, row_returns in zip(scored, whitened, returns, strict=True)
         ]
 
     def loss(self, batch: TokenBatch) -> tuple[Tensor, Sums]:
@@ -119,21 +119,21 @@ class Critic:
         Returns:
             The sum (scalar, with gradient), which is to be divided by the optimizer step's number of tokens; metrics.
         """
-        mask, old, returns = batch.response_mask, batch.values, batch.returns
-        assert old is not None and returns is not None, "`compute_advantages` has given them to every sample"
+        mask, returns = batch.response_mask, batch.returns
+        assert batch.values is not None and returns is not None, "`compute_advantages` has given them to every sample"
         values = self.values(batch)
-        errors, is_clipped = clipped_value_error(values, old, returns, self._config.clip)
+        errors, is_clipped = clipped_value_error(values, batch.values, returns, self._config.clip)
         numerator = torch.where(mask, errors, 0.0).sum()
         return numerator, {
             "critic/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), mask.double().sum()),
             "critic/clip_frac": Mean.of(is_clipped, mask),
             "critic/value": Mean.of(values, mask),
             "critic/return": Mean.of(returns, mask),
-            "critic/error": Mean.of(returns - old, mask),
+            "critic/error": Mean.of(returns - batch.values, mask),
         }
 
 
 def _is_last(mask: Tensor) -> Tensor:
     """Return 1 at the last True of every row and 0 elsewhere: [B, T] float."""
-    after = mask.flip(-1).cumsum(-1).flip(-1)
-    return (mask & (after == 1)).float()
+    count_from_here = mask.flip(-1).cumsum(-1).flip(-1)
+    return (mask & (count_from_here == 1)).float()

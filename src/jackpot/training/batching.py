@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jackpot.core.errors import ConfigError
 from jackpot.core.prng import fold_in, key_tensor, uniforms
-from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, unique_rows
+from jackpot.core.types import PackedRow, Prompt, Rollout, Score, TokenBatch, TrainingSample, Version, unique_rows
 from jackpot.models.device import upload
 from jackpot.models.forward import pad_tokens
 from jackpot.models.packed_row import pack_row
@@ -84,23 +84,23 @@ def micro_batches(
         list(pack(order, budget, lambda item: rollout_lengths(item.rollout), pads))
         for order in ((by_length, by_prompt) if pads else (by_prompt,))
     ]
-    return [collate(part, seed, epoch) for part in min(cuts, key=lambda runs: sum(map(_tokens_read, runs)))]
+    fewest_tokens = min(cuts, key=lambda runs: sum(map(_tokens_read, runs)))
+    return [collate(run, seed, epoch) for run in fewest_tokens]
 
 
 def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, pads: bool = False) -> list[TokenBatch]:
     """Cut rollouts without advantages into micro-batches, for models to score and not to train on."""
-    nothing = Score(reward=0.0, correct=False)
     samples = [
-        TrainingSample(rollout=rollout, score=nothing, advantages=torch.zeros(len(rollout.token_ids)))
+        TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=torch.zeros(len(rollout.token_ids)))
         for rollout in rollouts
     ]
     return micro_batches(samples, budget, seed, 0, pads)
 
 
-def _tokens_read(part: Sequence[TrainingSample]) -> int:
+def _tokens_read(run: Sequence[TrainingSample]) -> int:
     """Count the tokens that models read of a micro-batch with padding, each prompt once."""
-    prompts = {item.rollout.prompt.token_ids for item in part}
-    return len(prompts) * max(map(len, prompts)) + len(part) * max(len(item.rollout.token_ids) for item in part)
+    prompts = {item.rollout.prompt.token_ids for item in run}
+    return len(prompts) * max(map(len, prompts)) + len(run) * max(len(item.rollout.token_ids) for item in run)
 
 
 def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBatch:
@@ -159,8 +159,9 @@ def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: 
         rows: indices of the chosen rows of each batch.
         pads: as in `micro_batches`.
     """
-    samples = [_sample(batch, row) for batch, chosen in zip(batches, rows, strict=True) for row in chosen]
-    return micro_batches(samples, max(_tokens(batch, pads) for batch in batches), 0, 0, pads) if samples else []
+    samples = [_sample(batch, row) for batch, indices in zip(batches, rows, strict=True) for row in indices]
+    budget = max(_tokens(batch, pads) for batch in batches)
+    return micro_batches(samples, budget, 0, 0, pads) if samples else []
 
 
 def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
@@ -177,9 +178,9 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
     """
     if not batches:
         raise ValueError("there is no micro-batch to deal; give at least one")
-    missing = -len(batches) % ranks
-    dealt = [*batches, *([empty_like(batches[0])] * missing if missing else [])]
-    return [dealt[rank::ranks] for rank in range(ranks)]
+    num_missing = -len(batches) % ranks
+    filled = [*batches, *(empty_like(batches[0]) for _ in range(num_missing))]
+    return [filled[rank::ranks] for rank in range(ranks)]
 
 
 def empty_like(batch: TokenBatch) -> TokenBatch:
@@ -195,10 +196,10 @@ def empty_like(batch: TokenBatch) -> TokenBatch:
     row = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
 
     columns = [field.name for field in fields(batch) if field.name not in _NO_COLUMNS]
-    none = {name: None if (column := getattr(batch, name)) is None else column[:0] for name in columns}
+    without_rows = {name: None if (column := getattr(batch, name)) is None else column[:0] for name in columns}
     return replace(
         batch,
-        **none,
+        **without_rows,
         prompt_ids=ids[None],
         prompt_mask=mask[None],
         packed=row and replace(row, predicting=row.predicting[:0]),
@@ -233,6 +234,14 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
     )
 
     return TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=batch.advantages[row, :length])
+
+
+def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
+    """Mark the tokens that were sampled with the weights of `version` of the model that sampled them: [B, T] bool."""
+    by_rollout_model = batch.versions[..., 1] == version.rollout_model
+    if batch.by_policy is None:
+        return by_rollout_model
+    return torch.where(batch.by_policy[:, None], batch.versions[..., 0] == version.policy, by_rollout_model)
 
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:

@@ -1,7 +1,4 @@
-"""The components of a run in one object: task, engines and learner. Only `launch` builds it.
-
-It also copies the learner's weights to the engines.
-"""
+"""The components of a run in one object: task, engines and learner. It copies the learner's weights to the engines."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,7 +66,7 @@ class RunComponents:
         passes: dict[Role, int] = {"policy": 3}
         if (settings := self.config.rollout_model) and self.config.uses_rollout_model(iteration):
             passes["rollout_model"] = 3 if settings.optimizer else 1
-        return sum(number * self.costs[role].sequence(tokens) for role, number in passes.items())
+        return sum(count * self.costs[role].sequence(tokens) for role, count in passes.items())
 
     def send_weights(self, engine: Engine, role: Role) -> Sums:
         """Copy the learner's weights of one model into an engine, and verify by a digest that all of them arrived.
@@ -105,24 +102,24 @@ class RunComponents:
 
 
 def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:
-    """Copy all weights of a model, of version `version`, into an engine, as `RunComponents.send_weights` does."""
+    """Copy all weights of a model, of `version`, into an engine, as `RunComponents.send_weights` does."""
     dtype, codes = engine.capabilities.dtype, engine.capabilities.coded_weights
     digest = WeightsDigest(None if codes else dtype)
 
     if codes:  # quantize once here, not in every process of the engine
-        numbers = ((name, tensor.to(dtype)) for name, tensor in weights)
-        weights = quantize_named(numbers, codes.names, codes.scheme)
+        cast = ((name, tensor.to(dtype)) for name, tensor in weights)
+        weights = quantize_named(cast, codes.names, codes.scheme)
 
     weights = digest.watch(weights)
-    held = engine.update_weights(weights, version)
+    engine_digest = engine.update_weights(weights, version)
     deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
-    sent = digest.hexdigest()
+    sent_digest = digest.hexdigest()
 
-    if held != sent:
-        what = "codes and scales of" if codes else "weights of"
+    if engine_digest != sent_digest:
+        content = "codes and scales of" if codes else "weights of"
         raise WeightsError(
-            f"after the weight update at {version} the engine holds {what} digest {held[:12]}, the learner sent "
-            f"{sent[:12]}; training on its rollouts would be training on unknown weights"
+            f"after the weight update at {version} the engine holds {content} digest {engine_digest[:12]}, the learner "
+            f"sent {sent_digest[:12]}; training on its rollouts would be training on unknown weights"
         )
 
     return {"mismatch/codes_differ": Sum.number(0)} if codes else {}

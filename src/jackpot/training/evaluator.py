@@ -21,7 +21,9 @@ class Evaluator:
     """
 
     def __init__(self, components: RunComponents, folder: RunFolder, engine_checks: Mapping[Role, EngineCheck]) -> None:
-        self._components, self._folder, self._engine_checks = components, folder, engine_checks
+        self._components = components
+        self._folder = folder
+        self._engine_checks = engine_checks
         self._prompts: dict[str, list[Prompt]] = {}  # of each evaluation set, once it was evaluated
 
     def evaluate(self, iteration: int, current: Collection[Engine]) -> dict[str, float]:
@@ -34,13 +36,14 @@ class Evaluator:
             current: engines that already hold these weights and keep them. Other engines are sent the weights, and
                 sleep afterwards.
         """
-        parts = self._components
-        engines: dict[Role, Engine] = {"policy": parts.policy_engine}
-        engines |= {} if parts.policy_engine is parts.engine else {"rollout_model": parts.engine}
+        components = self._components
+        engines: dict[Role, Engine] = {"policy": components.policy_engine}
+        if components.policy_engine is not components.engine:
+            engines["rollout_model"] = components.engine
 
-        others: dict[Role, Engine] = {role: engine for role, engine in engines.items() if engine not in current}
-        for role, engine in others.items():
-            parts.send_weights(engine, role)
+        woken: dict[Role, Engine] = {role: engine for role, engine in engines.items() if engine not in current}
+        for role, engine in woken.items():
+            components.send_weights(engine, role)
 
         results = {role: self._run(engine, OWN_SET) for role, engine in engines.items()}
         values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
@@ -50,29 +53,33 @@ class Evaluator:
 
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])
-            engine = engines.get(role, parts.engine)
+            engine = engines.get(role, components.engine)
             values |= {f"eval/{role}_{name}": value for name, value in result.role_metrics().items()}
             check = self._engine_checks.get(role, self._engine_checks["policy"])
             values[f"eval/{role}_engine_gap"] = check.gap(engine, result.rollouts, iteration + 1)
 
-        for benchmark in parts.benchmarks:
-            result = self._run(parts.policy_engine, benchmark)
+        for benchmark in components.benchmarks:
+            result = self._run(components.policy_engine, benchmark)
             self._folder.save_evaluation(iteration, benchmark, result)
             values |= {f"eval/{benchmark}/{name}": value for name, value in result.set_metrics().items()}
             values["tokens/evaluate"] += result.tokens
 
-        for engine in others.values():
+        for engine in woken.values():
             engine.sleep()
         return values
 
     def _run(self, engine: Engine, name: str) -> Evaluation:
         """Evaluate on one set: on `evaluation.problems` held-out problems of the task, or on a whole benchmark."""
-        config, parts = self._components.config, self._components
-        task = parts.task if name == OWN_SET else parts.benchmarks[name]
+        config, components = self._components.config, self._components
+        task = components.task if name == OWN_SET else components.benchmarks[name]
+
         if name not in self._prompts:
-            size, wanted = task.size("test"), config.evaluation.problems
-            count = wanted if size is None else size if name != OWN_SET else min(wanted, size)
-            self._prompts[name] = [task.prompt("test", index) for index in range(count)]
+            size, problems = task.size("test"), config.evaluation.problems
+            if name == OWN_SET or size is None:
+                size = problems if size is None else min(problems, size)
+            self._prompts[name] = [task.prompt("test", index) for index in range(size)]
+
         prompts, sampling = self._prompts[name], config.evaluation_sampling
-        k = {set_name(one.name): one.k for one in config.evaluation.benchmarks}.get(name) or config.evaluation.k
-        return evaluate(engine, task, parts.tokenizer, prompts, sampling, config.seed, k=k, name=name)
+        samples = {set_name(benchmark.name): benchmark.k for benchmark in config.evaluation.benchmarks}
+        k = samples.get(name) or config.evaluation.k
+        return evaluate(engine, task, components.tokenizer, prompts, sampling, config.seed, k=k, name=name)

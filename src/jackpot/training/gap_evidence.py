@@ -9,13 +9,41 @@ import torch
 from torch import Tensor
 
 from jackpot.core.errors import EngineError
-from jackpot.core.types import Rollout
+from jackpot.core.metrics import Max, Mean, Sums
+from jackpot.core.types import Rollout, TokenBatch, Version
+from jackpot.objectives.joint import OldLogProbs
+from jackpot.training.batching import sampled_with
 from jackpot.training.reported_lists import Bets
 
 DEPTHS = 20  # number of ranges of depth: tokens 1, 2-3, 4-7, ...; the last range has no end
 LEARNT = 2  # batches that a run learns from before it judges, as many as are checked thoroughly
 MAY_GROW = 4.0  # a range's gap may be so many times its mean gap in the run so far
 MEMORY = 0.95  # weight of a batch relative to the next one: gaps may grow as a run goes on
+
+
+def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[Tensor, Sums]:
+    """Measure |p_engine - p_training| of the tokens of a micro-batch.
+
+    Args:
+        old: training's log-probs of the tokens.
+        version: the weights that gave `old`.
+
+    Returns:
+        The gaps, [B, T], NaN where other weights sampled the token. Metrics: of the gaps, and the mean of
+        p_training / p_engine. This is the mass that top-p and top-k keep, because p_engine is normalized on the kept
+        tokens, on which the untruncated p_training sums to that mass.
+    """
+    log_probs = old.rollout_model_old_log_probs
+    if batch.by_policy is not None:
+        log_probs = torch.where(batch.by_policy[:, None], old.old_log_probs, log_probs)
+    gaps = (log_probs.exp() - batch.rollout_log_probs.exp()).abs()
+    is_known = batch.response_mask & sampled_with(batch, version)
+    kept_mass = (log_probs - batch.rollout_log_probs).exp()
+    return gaps.masked_fill(~is_known, torch.nan), {
+        "mismatch/engine_gap": Mean.of(gaps, is_known),
+        "mismatch/engine_gap_max": Max.of(gaps, is_known),
+        "mismatch/kept_mass": Mean.of(kept_mass, is_known),
+    }
 
 
 class GapEvidence:
@@ -45,7 +73,7 @@ class GapEvidence:
         Raises:
             EngineError: the gaps are larger than they were in earlier batches.
         """
-        means = _means(rollouts, gaps)
+        means = _means_by_depth(rollouts, gaps)
         known = means.isfinite()
         if not known.any():
             return self._bets.share
@@ -56,7 +84,7 @@ class GapEvidence:
         if self._batches > LEARNT:
             share = self._bets.add(torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0).sum(0))
             if share >= 1.0:
-                raise EngineError(_what(int(self._bets.products.argmax()), means, usual, limits))
+                raise EngineError(_error_text(int(self._bets.products.argmax()), means, usual, limits))
         else:
             limits = torch.full_like(limits, MAY_GROW * always)
 
@@ -66,7 +94,7 @@ class GapEvidence:
         return self._bets.share
 
 
-def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
+def _error_text(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
     """Describe, for the error, the gaps in one range of depths and how large they may be."""
     first, gap = 2**depth, float(means[:, depth].nanmean())
     return (
@@ -79,7 +107,7 @@ def _what(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
     )
 
 
-def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
+def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
     """Return the mean gap of each prompt in each range of depths, [P, D] float64; NaN where no gap is known."""
     prompts: dict[str, int] = {}
     rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
@@ -87,7 +115,7 @@ def _means(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
 
-    places = rows.repeat_interleave(lengths) * DEPTHS + ranges
-    known, size = values.isfinite(), len(prompts) * DEPTHS
-    sums = places[known].bincount(values[known], minlength=size)
-    return (sums / places[known].bincount(minlength=size)).view(-1, DEPTHS)
+    cells = rows.repeat_interleave(lengths) * DEPTHS + ranges  # a prompt's range, for each token
+    is_known, size = values.isfinite(), len(prompts) * DEPTHS
+    sums = cells[is_known].bincount(values[is_known], minlength=size)
+    return (sums / cells[is_known].bincount(minlength=size)).view(-1, DEPTHS)

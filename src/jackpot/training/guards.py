@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from jackpot.config.sampling import Sampling
 from jackpot.core.errors import EngineError, JackpotError, TrainingError
 from jackpot.core.prng import fold_in
 from jackpot.core.roles import Role
-from jackpot.core.types import Rollout, Version
+from jackpot.core.types import TOKEN_COLUMNS, Rollout, Version
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.sampler import discard_reason
 from jackpot.training.batching import plain_batches
@@ -32,12 +32,12 @@ CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole r
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one of so many rollouts, but at least so many
 ALWAYS_ALLOWED = 4.0  # a gap that is so many times smaller than the largest allowed gap is allowed at any depth
-LISTS_MAY = 3.0  # top-k lists, which differ more than single tokens, may have so many times the gap (total variation)
+LIST_GAP_FACTOR = 3.0  # top-k lists may differ so many times more (total variation) than single tokens
 
 # Ratios of the engine's temperature to training's that are tried as the cause of a gap
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # computes log-probs under `Sampling` by rollout uid
 RecordEvent = Callable[[int, dict[str, Any]], None]  # iteration, event
@@ -63,18 +63,20 @@ class EngineCheck:
     """
 
     def __init__(self, config: Config, learner: Scorer, role: Role, record: RecordEvent) -> None:
-        self._config, self._learner, self._record = config, learner, record
+        self._config = config
+        self._learner = learner
+        self._record = record
         self._role: Role = role
         self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
         self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
-        self._kept: int | None = None  # version of the copy of weights that the learner keeps
+        self._copied: int | None = None  # version of the copy of weights that the learner keeps
 
     def keep_weights(self) -> None:
         """Have the learner keep a copy of its weights, to check batches that are begun ahead after the next steps."""
         if self._config.guard.check_engine:
             self._learner.keep_weights(self._role)
-            self._kept = self._learner.version[self._column]
+            self._copied = self._learner.version[self._column]
 
     def check_batch(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> None:
         """Check the rollouts of an iteration that the model generated, before they are trained on.
@@ -91,31 +93,33 @@ class EngineCheck:
             return
         with stop_recorded(self._record, iteration):
             check_ids(rollouts, engine.capabilities.vocab_size)
-        if not config.guard.check_engine:
-            return
+            if not config.guard.check_engine:
+                return
 
-        seed = fold_in(config.seed, "glance", iteration)
-        with stop_recorded(self._record, iteration):
             version = self._version_of(rollouts, iteration)
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
-            chosen = first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed)
-            chosen = [
+            seed = fold_in(config.seed, "glance", iteration)
+            scored = [
                 rollout
-                for rollout in chosen
+                for rollout in (first_rollouts(rollouts) if is_thorough else sample_rollouts(rollouts, seed))
                 if rollout.sampled_mask.any() and bool((rollout.versions[:, self._column] == version).all())
             ]
 
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
-            if chosen:
-                score = self._score(chosen, kept=version != self._learner.version[self._column])
-                gaps = check_gap(chosen, config.sampling, self._precisions(engine), score)
+            if scored:
+                score = self._score(scored, from_copy=version != self._learner.version[self._column])
+                gaps = check_gap(scored, config.sampling, self._precisions(engine), score)
             evidence = self._evidence.add(lists, rollouts)
 
-        if version is not None and is_thorough and chosen:
+        if version is not None and is_thorough and scored:
             self._thorough.add(version)
-            tokens = sum(int(rollout.sampled_mask.sum()) for rollout in chosen)
-            event = {"event": "engine_check", "model": self._role, "tokens": tokens, "sampling_evidence": evidence}
+            event = {
+                "event": "engine_check",
+                "model": self._role,
+                "tokens": _sampled_tokens(scored),
+                "sampling_evidence": evidence,
+            }
             self._record(iteration, event | gaps)
 
     def check_gaps(
@@ -127,15 +131,15 @@ class EngineCheck:
         tokens that are left, because then training's log-probs are those of another distribution.
 
         Args:
-            gaps: `engine_gap` of `StepResult.traces`, by rollout uid.
+            gaps: `TrainResult.engine_gaps`.
 
         Raises:
             EngineError: the engine's log-probs are further from training's than earlier in this run.
         """
         config = self._config
         trained = [rollout for rollout in rollouts if rollout.uid in gaps]
-        is_other = config.sampling.truncated and not config.sampling.lists_support
-        if trained and config.guard.check_engine and not is_other:
+        is_comparable = config.sampling.lists_support or not config.sampling.truncated
+        if trained and config.guard.check_engine and is_comparable:
             with stop_recorded(self._record, iteration):
                 allowed = max(LARGEST_GAPS[precision] for precision in self._precisions(engine))
                 self._gap_evidence.add(trained, [gaps[rollout.uid] for rollout in trained], allowed / ALWAYS_ALLOWED)
@@ -150,19 +154,19 @@ class EngineCheck:
                 is on; an event of `iteration` reports the error.
         """
         config = self._config
-
-        usable = [item for item in rollouts if item.sampled_mask.any() and not discard_reason(item)]
-        chosen = sample_rollouts(usable, fold_in(config.seed, "gap", iteration))
-        if not chosen:
+        usable = [rollout for rollout in rollouts if rollout.sampled_mask.any() and not discard_reason(rollout)]
+        scored = sample_rollouts(usable, fold_in(config.seed, "gap", iteration))
+        if not scored:
             return math.nan
+
         with stop_recorded(self._record, iteration):
-            check_ids(chosen, engine.capabilities.vocab_size)
-        score = self._score(chosen)
-        if not config.guard.check_engine:
-            return engine_gap(chosen, score(config.evaluation_sampling))
-        with stop_recorded(self._record, iteration):
-            check_lists(ReportedLists.of(chosen))
-            return check_gap(chosen, config.evaluation_sampling, self._precisions(engine), score)["mean_gap"]
+            check_ids(scored, engine.capabilities.vocab_size)
+            score = self._score(scored)
+            if not config.guard.check_engine:
+                return engine_gap(scored, score(config.evaluation_sampling))
+
+            check_lists(ReportedLists.of(scored))
+            return check_gap(scored, config.evaluation_sampling, self._precisions(engine), score)["mean_gap"]
 
     def _version_of(self, rollouts: Sequence[Rollout], iteration: int) -> int | None:
         """Return the version of the weights that generated a batch, if the learner holds or keeps these weights.
@@ -173,31 +177,34 @@ class EngineCheck:
             EngineError: no rollout was generated by weights that the learner holds or keeps.
         """
         versions = torch.cat([rollout.versions[:, self._column] for rollout in rollouts]).unique().tolist()
-        known = [self._learner.version[self._column], self._kept]
-        found = [version for version in known if version in versions]
-        if not versions or found:
-            return found[0] if found else None
+        learner_versions = [self._learner.version[self._column], self._copied]
+        if not versions:
+            return None
+        for version in learner_versions:
+            if version in versions:
+                return version
+
         carried = f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else f"{versions[0]}"
-        sent = " or ".join(str(version) for version in dict.fromkeys(known) if version is not None)
+        sent = " or ".join(str(version) for version in dict.fromkeys(learner_versions) if version is not None)
         raise EngineError(
             f"none of the {len(rollouts)} rollouts of iteration {iteration} carries the version of the weights "
             f"that the engine was sent: {sent} optimizer steps of the model that generates; they carry {carried}. "
             f"Have the engine put the version of its last update_weights on every token"
         )
 
-    def _score(self, rollouts: Sequence[Rollout], kept: bool = False) -> ScoreFn:
+    def _score(self, rollouts: Sequence[Rollout], from_copy: bool = False) -> ScoreFn:
         config, pads = self._config, self._learner.pads
         batches = plain_batches(rollouts, config.batch.micro_batch_tokens, config.seed, pads)
-        return lambda sampling: self._learner.score(self._role, batches, sampling, kept)
+        return lambda sampling: self._learner.score(self._role, batches, sampling, from_copy)
 
     def _precisions(self, engine: Engine) -> list[str]:
         capabilities, config = engine.capabilities, self._config
-        same = (
-            capabilities.number_formats == config.number_formats and _NAMES[capabilities.dtype] == config.compute_dtype
-        )
-        if same and config.number_formats is not None:
-            return precisions(config.compute_dtype, config.compute_dtype, capabilities.device, config.sampling)
-        of_engine = "quantized" if capabilities.quantized else _NAMES[capabilities.dtype]
+        engine_dtype = _PRECISION_NAMES[capabilities.dtype]
+        are_equal = (capabilities.number_formats, engine_dtype) == (config.number_formats, config.compute_dtype)
+        if are_equal and config.number_formats is not None:
+            return precisions(engine_dtype, engine_dtype, capabilities.device, config.sampling)
+
+        of_engine = "quantized" if capabilities.quantized else engine_dtype
         of_training = "quantized" if config.number_formats else config.precision
         return precisions(of_engine, of_training, capabilities.device, config.sampling)
 
@@ -212,7 +219,9 @@ class NonFiniteGuard:
     """
 
     def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:
-        self._limit, self._record, self.count = limit, record, count
+        self._limit = limit
+        self._record = record
+        self.count = count
 
     def check(self, results: Sequence[StepResult], iteration: int) -> None:
         """Count the bad steps among the optimizer steps of an iteration.
@@ -268,22 +277,23 @@ def check_gap(
     gap, lists = engine_gap(rollouts, scores), list_gap(rollouts, scores)
 
     allowed = max(LARGEST_GAPS[precision] for precision in precisions)
-    tokens = sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
-    of_what = " and ".join(dict.fromkeys(precisions))
+    tokens = _sampled_tokens(rollouts)
+    formats = " and ".join(dict.fromkeys(precisions))
 
     if not gap <= allowed:
         raise EngineError(
             f"the engine's log-probs are not those of the distribution it was asked to sample from: over "
             f"{tokens} tokens they differ from training's by {gap:.2g} in probability on average; at most "
-            f"{allowed:g} is allowed in {of_what}. {_suspicion(rollouts, sampling, score, allowed)}"
+            f"{allowed:g} is allowed in {formats}. {_suspicion(rollouts, sampling, score, allowed)}"
         )
 
-    if not lists <= LISTS_MAY * allowed:
+    if not lists <= LIST_GAP_FACTOR * allowed:
         raise EngineError(
             f"the engine's top-k lists are not those of the distribution it samples from: over {tokens} tokens they "
             f"differ from training's at the same ids by {lists:.2g} in total variation on average, and the sampled "
-            f"tokens by {gap:.2g}; at most {LISTS_MAY * allowed:g} is allowed in {of_what}. Z is made of them. Likely "
-            f"causes: lists of another position or another request; a filter such as top_k that one side does not apply"
+            f"tokens by {gap:.2g}; at most {LIST_GAP_FACTOR * allowed:g} is allowed in {formats}. Z is made of them. "
+            f"Likely causes: lists of another position or another request; a filter such as top_k that one side does "
+            f"not apply"
         )
     return {"mean_gap": gap, "list_gap": lists, "allowed": allowed}
 
@@ -294,7 +304,7 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
     Args:
         scores: by rollout uid, [T, 1 + K] log-probs as training computes them (`Learner.score`).
     """
-    gaps = [_differences(one, one.rollout_log_probs, scores[one.uid][:, 0]) for one in rollouts]
+    gaps = [_differences(rollout, rollout.rollout_log_probs, scores[rollout.uid][:, 0]) for rollout in rollouts]
     return float(torch.cat(gaps).mean()) if gaps else math.nan
 
 
@@ -303,7 +313,7 @@ def list_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float
 
     It is 0 for empty lists. Arguments are as in `engine_gap`.
     """
-    gaps = [_differences(one, one.top_log_probs, scores[one.uid][:, 1:]) for one in rollouts]
+    gaps = [_differences(rollout, rollout.top_log_probs, scores[rollout.uid][:, 1:]) for rollout in rollouts]
     return float(torch.cat(gaps).sum(-1).mean() / 2.0) if gaps else math.nan
 
 
@@ -316,15 +326,14 @@ def _differences(rollout: Rollout, reported: Tensor, scored: Tensor) -> Tensor:
     return (scored.double().exp() - reported.double().exp())[rollout.sampled_mask].abs()
 
 
+def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+
+
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the first rollouts of a batch, up to the one with which they have CHECKED_TOKENS sampled tokens."""
-    taken, tokens = [], 0
-    for rollout in rollouts:
-        if tokens >= CHECKED_TOKENS:
-            break
-        taken.append(rollout)
-        tokens += int(rollout.sampled_mask.sum())
-    return taken
+    tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
+    return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 
 
 def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
@@ -335,32 +344,31 @@ def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
     rollouts took as long as scoring a quarter of the batch.
     """
     count = min(QUICK_ROLLOUTS, max(QUICK_FEWEST, len(rollouts) // QUICK_SHARE), len(rollouts))
-    edges = [len(rollouts) * part // count for part in range(count + 1)] if count else []
-    taken = [start + fold_in(seed, start) % (end - start) for start, end in pairwise(edges)]
-    return [_beginning(rollouts[index], QUICK_TOKENS // count) for index in taken]
+    edges = [len(rollouts) * share // count for share in range(count + 1)] if count else []
+    indices = [start + fold_in(seed, start) % (end - start) for start, end in pairwise(edges)]
+    return [_beginning(rollouts[index], QUICK_TOKENS // count) for index in indices]
 
 
 def _beginning(rollout: Rollout, length: int) -> Rollout:
-    names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
-    return replace(rollout, **{name: getattr(rollout, name)[:length] for name in names})
+    return replace(rollout, **{name: getattr(rollout, name)[:length] for name in TOKEN_COLUMNS})
 
 
 def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, allowed: float) -> str:
     """Guess, as a sentence, which distribution an engine's wrong log-probs belong to, or else name likely causes."""
     plain = {"top_p": 1.0, "top_k": 0}
-    known = {
+    suspects = {
         "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
         "of the model before top_p and top_k": plain,
         "of the model before the temperature": {"temperature": 1.0},
     }
-    known |= {
+    suspects |= {
         f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
         for factor in TEMPERATURES
     }
 
-    for description, changes in known.items():
-        other = sampling.model_copy(update=changes)
-        if other != sampling and engine_gap(rollouts, score(other)) <= allowed:
+    for description, changes in suspects.items():
+        suspect = sampling.model_copy(update=changes)
+        if suspect != sampling and engine_gap(rollouts, score(suspect)) <= allowed:
             return f"They are the log-probs {description}; have the engine return processed log-probs"
 
     reported = torch.cat([rollout.rollout_log_probs[rollout.sampled_mask] for rollout in rollouts])
@@ -369,10 +377,13 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
 
     # Compare each token's reported probability with training's of the token before it, and of the token after it.
     scores = score(sampling)
-    behind, before = slice(1, None), slice(None, -1)
-    for here, there in ((behind, before), (before, behind)):
-        pairs = [(one.rollout_log_probs[here].exp(), scores[one.uid][there, 0].exp()) for one in rollouts]
-        if float(torch.cat([(own - other).abs() for own, other in pairs]).mean()) <= allowed:
+    later, earlier = slice(1, None), slice(None, -1)
+    for engine_tokens, training_tokens in ((later, earlier), (earlier, later)):
+        differences = [
+            rollout.rollout_log_probs[engine_tokens].exp() - scores[rollout.uid][training_tokens, 0].exp()
+            for rollout in rollouts
+        ]
+        if float(torch.cat(differences).abs().mean()) <= allowed:
             return "They are off by one: those of the token next to it; shift them where the rollouts are made"
 
     largest = max(float(rollout.rollout_log_probs[rollout.sampled_mask].max()) for rollout in rollouts)

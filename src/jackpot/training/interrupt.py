@@ -4,7 +4,6 @@ import os
 import signal
 import stat
 import threading
-from types import TracebackType
 from typing import Any
 
 HANGUP = signal.SIGHUP  # the terminal was closed, or the connection to it lost
@@ -26,14 +25,14 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATIONS)}
+            self._before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *TERMINATIONS)}
             if self._before.get(HANGUP) is signal.SIG_IGN:
                 del self._before[HANGUP]
-            for number in self._before:
-                signal.signal(number, self._request)
+            for signum in self._before:
+                signal.signal(signum, self._request)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _request(self, signum: int, frame: Any) -> None:
@@ -45,8 +44,8 @@ class StopSignal:
             _drop_lost_output()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
 
 def _drop_lost_output() -> None:

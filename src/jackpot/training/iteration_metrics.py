@@ -69,20 +69,22 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
     """
     if not samples:
         return {}
+
     lags, masks = [], []
-    by_role = {role: torch.tensor([getattr(one, role) for one in starts]) for role in Version._fields}
+    by_role = {role: torch.tensor([getattr(version, role) for version in starts]) for role in Version._fields}
     for rollout in (sample.rollout for sample in samples):
         role = rollout.sampled_by
         assert role, "the sampler names the model of every rollout"
         versions = rollout.versions[:, Version._fields.index(role)]
         lags.append((by_role[role][:, None] > versions).sum(0))
         masks.append(rollout.sampled_mask)
+
     lag, mask = torch.cat(lags), torch.cat(masks)
     return {"lag/iterations": Mean.of(lag, mask), "lag/iterations_max": Max.of(lag, mask)}
 
 
 def metric_values(sums: Sums) -> dict[str, float]:
-    """Return the value of every metric by name, derived metrics included; waits for the device once."""
+    """Return the value of every metric by name, derived metrics included; this waits for the device once."""
     values: dict[str, Tensor] = {
         name: _of_many(entry, entry.value)
         if isinstance(entry, EffectiveSampleSize) and _PREFIX in name
@@ -93,7 +95,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
 
     for name, derived in _DERIVED.items():
         if name in sums:
-            values |= {other: value(sums[name]) for other, value in derived.items()}
+            values |= {derived_name: value(sums[name]) for derived_name, value in derived.items()}
     if _BY_RESPONSE in sums:
         values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
@@ -132,8 +134,8 @@ def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overl
         rollout_tokens: number of tokens generated in the iteration; None or 0 for an iteration without rollouts.
         overlaps: True where the engine generates while the learner trains, so that the time of generation is unknown.
     """
-    timings = {f"seconds/{phase}": one.wall for phase, one in spent.items()}
-    timings |= {f"cpu_seconds/{phase}": one.processor for phase, one in spent.items()}
+    timings = {f"seconds/{phase}": seconds.wall for phase, seconds in spent.items()}
+    timings |= {f"cpu_seconds/{phase}": seconds.processor for phase, seconds in spent.items()}
     busy = timings.get("seconds/rollout", 0.0) + timings.get("seconds/train", 0.0)
     if rollout_tokens and busy:
         timings["speed/tokens_per_second"] = rollout_tokens / busy

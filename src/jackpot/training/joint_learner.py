@@ -1,34 +1,26 @@
-"""The joint learner trains policy and rollout model, in one process or as one of several ranks.
-
-It runs the forward and backward passes of an optimizer step. What comes before a step is in `old_policy` (log-probs
-before the first update on a rollout batch) and `kappa` (sums that the correction needs first), and the step of the
-optimizers is in `joint_optimizer`. The objective, a pure function, is in `objectives.joint`.
-
-An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
-clipping, by denominators that cover all micro-batches and ranks.
+"""The joint learner, which trains policy and rollout model in one process or as one of several ranks.
 
 Status: supported.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from jackpot.config.sampling import Sampling
-from jackpot.config.schedules import DistillControlConfig
 from jackpot.core.errors import CheckpointError
 from jackpot.core.files import cause_of, flushed_checksum
-from jackpot.core.metrics import Max, Mean, Sum, Sums, add_sums, all_reduce_sums
+from jackpot.core.metrics import Mean, Sum, Sums, add_sums, all_reduce_sums
 from jackpot.core.roles import Role
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
-from jackpot.models.forward import can_pack, logit_softcap, output_layer, response_hidden
+from jackpot.models.forward import can_pack
 from jackpot.models.gathered import Gathered, gather
 from jackpot.models.lora import merged_weights, model_writer
 from jackpot.models.parts import WHOLE, Dealer, write_part
@@ -37,46 +29,32 @@ from jackpot.objectives.joint import (
     OldLogProbs,
     PolicyObjective,
     RolloutModelObjective,
-    TokenScores,
-    check_exact,
     joint_loss,
     measured_inputs,
-    on_support,
     policy_report,
-    scores_on_support,
-    token_scores,
 )
-from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions
-from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput, LinearHead
 from jackpot.objectives.metrics import lag
-from jackpot.objectives.obrs import known_z
 from jackpot.training.advantages import Critic, response_advantages
-from jackpot.training.batching import batch_to
+from jackpot.training.gap_evidence import token_gaps
+from jackpot.training.joint_forward import JointForward
 from jackpot.training.joint_optimizer import GradientSplit, JointOptimizer, next_distill_weight
 from jackpot.training.kappa import BeforeBackward, HiddenNorms, KappaRepair, PolicyPass, StepTotals
-from jackpot.training.learner import Learner, StepResult
+from jackpot.training.learner import Learner, StepResult, TrainResult
+from jackpot.training.learner_options import LearnerOptions
 from jackpot.training.old_policy import (
     KeptWeights,
     MicroBatch,
     OldPolicySnapshot,
+    column_on_host,
     first_readings,
-    holds_target,
     rows_on_host,
 )
 from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 
-_Result = TypeVar("_Result")
 _MOMENTS = "moments"  # folder of the optimizers' moments in a checkpoint
 
-
-class _Read(NamedTuple):
-    """The outputs of the models at the N tokens of a micro-batch."""
-
-    hidden: dict[Role, Tensor]  # states that predict the tokens, [N, H]
-    head: HeadOutput | JointOutput
-    reference_kl: Tensor | None  # [N] KL to the reference; None where there is no reference
-    budgeted: tuple[Tensor, Tensor] | None  # Z and lam that a budget chooses, [N] float64; None without a budget
+GapColumns = list[tuple[TokenBatch, Tensor]]  # micro-batches, on the CPU, with the gaps of their tokens, on the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,48 +64,15 @@ class _BackwardPass:
     policy: PolicyPass
     measured: Sums  # sums that the policy's correction measured
     metrics: Sums  # metrics of everything but the correction
-    trace: dict[str, Tensor]  # per-token columns: `engine_gap` and, where wanted, those of saved rollouts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerOptions:
-    """The settings of a joint learner, beside its models, optimizers and objectives."""
-
-    temperature: float
-    """Temperature of the sampling; every log-prob of the learner uses it."""
-    num_top_log_probs: int
-    """K of the policy's own top-k."""
-    max_length: int
-    """The sampling limit on response tokens, for `loss_agg_mode: seq-mean-token-sum-norm`."""
-    advantage: str
-    """Key of `objectives.advantages.ADVANTAGES`; a critic takes its place."""
-    within_model: bool = False
-    """As in `response_advantages`."""
-    beta: float = 1.0
-    """As in `response_advantages`."""
-    on_support: bool = False
-    """Whether both models' log-probs are renormalized on the tokens that a truncated sampler kept, which its lists
-    name. Entropies and divergences stay those of the whole vocabulary."""
-    exact_engines: Collection[Role] = ()
-    """Models whose engine samples from the weights it is sent, neither quantized nor truncated, so that their
-    forward pass can stand in for p_inf."""
-    is_mixed: bool = False
-    """Whether the policy generates some of the rollouts beside a rollout model."""
-    autocast: torch.dtype | None = None
-    """Dtype of the forward pass; None for the weights' own."""
-    rollout_model_each_step: bool = True
-    """Whether the rollout model steps with the policy; else once for each rollout batch, on the gradient of all its
-    steps."""
-    distill_control: DistillControlConfig | None = None
-    """Adapts the objective's `distill_weight` after every step of the rollout model; None for a constant weight."""
-    ess_scaling: str | None = None
-    """As in `JointOptimizer`."""
-    head: HeadOptions = DEFAULT_OPTIONS
-    """How the joint head is computed."""
+    gaps: Tensor  # [B, T], as `token_gaps` returns them
+    trace: dict[str, Tensor]  # per-token columns of saved rollouts
 
 
 class JointLearner(Learner):
     """A learner that trains both models on one device; several ranks, each with a learner, sum their gradients.
+
+    An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
+    clipping, by denominators that cover all micro-batches and ranks.
 
     Ranks may hold shards of the models (`gathered`). Then all ranks make equal calls, with equally many micro-batches
     (`batching.deal`). `weights` gives the first rank whole tensors, and other ranks nothing. Each rank saves a part of
@@ -159,19 +104,16 @@ class JointLearner(Learner):
     ) -> None:
         policy, rollout_model = models["policy"], models.get("rollout_model")
         self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
-        self._separate = rollout_model is not None
-        self._runs_both = self._separate  # whether both models run on the rollout batch that is trained on
         self._objective = objective
         self._rollout_objective = rollout_model_objective
         self._options = options
-        self._critic, self._reference = critic, reference
+        self.critic = critic
         self._gathered = gathered
 
         for role, model in self.models.items():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
             if role not in optimizers and (role == "policy" or rollout_model is not None):
                 model.requires_grad_(False)
-        self._device = gathered.device if gathered else policy.device
 
         self._optimizer = JointOptimizer(
             {**optimizers, **({"critic": critic.optimizer} if critic else {})},
@@ -180,72 +122,67 @@ class JointLearner(Learner):
             ess_scaling=options.ess_scaling,
         )
 
+        self._forward = JointForward(
+            self.models,
+            objective,
+            rollout_model_objective.distill if rollout_model_objective else None,
+            options,
+            partial(self._optimizer.version, rollout_model is not None),
+            reference=reference,
+            gathered=gathered,
+        )
+
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
             [weight for weight in policy.parameters() if weight.requires_grad],
-            self._policy_log_probs,
+            self._forward.policy_log_probs,
             max_length=options.max_length,
             pads=not can_pack(policy),
         )
 
         self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
-        self._kept: dict[Role, KeptWeights] = {}
+        self._kept_weights: dict[Role, KeptWeights] = {}
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
         )
 
-        self._head = LinearHead(
-            output_layer(policy),
-            output_layer(rollout_model) if rollout_model else None,
-            policy_soft_cap=logit_softcap(policy),
-            rollout_model_soft_cap=logit_softcap(rollout_model) if rollout_model else None,
-            options=options.head,
-        )
-
     @property
     def version(self) -> Version:
-        policy = self._optimizer.steps("policy")
-        return Version(policy, self._optimizer.steps("rollout_model") if self._separate else policy)
-
-    @property
-    def critic(self) -> Critic | None:
-        """Return the critic, or None without one."""
-        return self._critic
+        return self._optimizer.version(self._forward.is_separate)
 
     @property
     def pads(self) -> bool:
-        others = [part.model for part in (self._critic, self._reference) if part]
-        return not all(map(can_pack, (*self.models.values(), *others)))
+        models = [*self.models.values()]
+        models += [holder.model for holder in (self.critic, self._forward.reference) if holder]
+        return not all(map(can_pack, models))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
-        if self._critic:
-            return self._critic.compute_advantages(scored, self.values(self._critic.batches(scored)))
+        if self.critic:
+            return self.critic.compute_advantages(scored, self.values(self.critic.batches(scored)))
         return response_advantages(self._options.advantage, scored, self._options.within_model, self._options.beta)
 
-    @torch.no_grad()
     def values(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
         """Compute the critic's value of the state before each response token, by rollout uid: [T] float32, CPU."""
-        assert self._critic, "only a learner with a critic is asked for values"
-        estimate = self._critic.values
-        columns = [{"values": self._run(partial(estimate, batch_to(batch, self._device)))} for batch in batches]
-        rows = rows_on_host(list(zip(batches, columns, strict=True)))
-        return {uid: row["values"] for uid, row in rows.items()}
+        assert self.critic, "only a learner with a critic is asked for values"
+        return self._forward.column(batches, self.critic.values)
 
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
-    ) -> list[StepResult]:
-        self._runs_both = self._separate and with_rollout_model
-        steps, last = self.compute_old_log_probs(mini_batches), len(mini_batches) - 1
-        results, columns = [], []
-        for index, micro_batches in enumerate(steps):
-            result, traced = self._step(micro_batches, trace, self._options.rollout_model_each_step or index == last)
-            results.append(replace(result, traces=rows_on_host(traced)) if trace else result)
-            columns += traced
+    ) -> TrainResult:
+        self._forward.runs_both = self._forward.is_separate and with_rollout_model
+        steps = self.compute_old_log_probs(mini_batches)
+        results: list[StepResult] = []
+        gaps: GapColumns = []
 
-        if results and not trace:  # one copy, so one wait; of a token the columns of its first step count
-            results[0] = replace(results[0], traces=rows_on_host(columns[::-1]))
-        return results
+        for index, micro_batches in enumerate(steps):
+            steps_rollout_model = self._options.rollout_model_each_step or index == len(steps) - 1
+            result, step_gaps = self.update(micro_batches, trace, steps_rollout_model)
+            results.append(result)
+            gaps = step_gaps + gaps  # newest first: of a rollout's gaps those of its first step count
+
+        # All gaps come in one transfer, so that no step waits for the device.
+        return TrainResult(results, column_on_host(gaps))
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         """Compute the policy's log-probs of a rollout batch before the first update on the batch.
@@ -256,11 +193,14 @@ class JointLearner(Learner):
         self._old_version = self.version
         if len(mini_batches) == 1 or self._only_distils:
             return [[MicroBatch(tokens=batch, old=None) for batch in mini_batch] for mini_batch in mini_batches]
-        snapshot, batches = OldPolicySnapshot(), [batch for mini_batch in mini_batches for batch in mini_batch]
+
+        snapshot = OldPolicySnapshot()
+        batches = [batch for mini_batch in mini_batches for batch in mini_batch]
         with torch.no_grad():
             for batch in first_readings(batches):
-                snapshot.add(batch, OldLogProbs.of(self._forward(self._sent(batch, None))))
+                snapshot.add(batch, OldLogProbs.of(self._forward(self._forward.send(batch, None))))
         snapshot.fetch(batches)
+
         return [
             [MicroBatch(tokens=batch, old=snapshot.look_up(batch)) for batch in mini_batch]
             for mini_batch in mini_batches
@@ -268,54 +208,47 @@ class JointLearner(Learner):
 
     def update(
         self, micro_batches: Sequence[MicroBatch], trace: bool = True, steps_rollout_model: bool = True
-    ) -> StepResult:
+    ) -> tuple[StepResult, GapColumns]:
         """Take one optimizer step of policy and critic, and of the rollout model where it steps too.
-
-        The order is: find the totals that the correction needs, as far as they are known; run a forward and a backward
-        pass over each micro-batch; if the totals were those of an earlier step, adapt the policy's gradient to the
-        totals of this step; compute the metrics of the correction; step the optimizers.
 
         Args:
             trace: as in `train`.
             steps_rollout_model: False to keep adding up the rollout model's gradient instead of stepping it.
 
         Returns:
-            The result of the step; without `trace` it has no per-token columns, which `train` adds.
+            The result of the step, and |p_engine - p_training| of its tokens, which `column_on_host` fetches.
 
         Raises:
             ValueError: `micro_batches` is empty.
         """
-        result, traced = self._step(micro_batches, trace, steps_rollout_model)
-        return replace(result, traces=rows_on_host(traced)) if trace else result
-
-    def _step(
-        self, micro_batches: Sequence[MicroBatch], trace: bool, steps_rollout_model: bool
-    ) -> tuple[StepResult, list[tuple[TokenBatch, Mapping[str, Tensor]]]]:
-        """Take a step as `update` does; return the result without columns, and the columns for `rows_on_host`."""
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
-        on_device = [replace(micro, tokens=self._sent(micro.tokens, micro.old)) for micro in micro_batches]
+
+        # Find the totals that the correction needs, as far as they are known before the backward passes.
+        on_device = [replace(micro, tokens=self._forward.send(micro.tokens, micro.old)) for micro in micro_batches]
         known = self._totals.before_backward(on_device, self._forward)
-        done = [
-            self._backward(dealt.tokens, micro, known, trace)
-            for dealt, micro in zip(micro_batches, on_device, strict=True)
+
+        backward_passes = [
+            self._backward(on_host.tokens, micro, known, trace)
+            for on_host, micro in zip(micro_batches, on_device, strict=True)
         ]
-        totals = all_reduce_sums(add_sums(*(backward.measured for backward in done)))
-        parts, passes = [backward.metrics for backward in done], [backward.policy for backward in done]
-        traced: list[tuple[TokenBatch, Mapping[str, Tensor]]] = [(one.policy.batch, one.trace) for one in done]
+        totals = all_reduce_sums(add_sums(*(backward.measured for backward in backward_passes)))
+        metrics = [backward.metrics for backward in backward_passes]
+        passes = [backward.policy for backward in backward_passes]
 
+        # If the totals were those of an earlier step, adapt the policy's gradient to the totals of this step.
         if known.are_provisional:
-            passes, repaired = self._repair.apply(passes, totals)
-            parts.append(repaired)
-        reported = totals if known.totals is None or known.are_provisional else known.totals
-        for one in passes:
-            report = policy_report(self._objective, one.terms, one.correction, reported, self._options.max_length)
-            parts.append(report.metrics)
-            if trace:
-                traced.append((one.batch, report.trace))
+            passes, repair_metrics = self._repair.apply(passes, totals)
+            metrics.append(repair_metrics)
 
-        sums = all_reduce_sums(add_sums(*parts)) | totals
-        metrics, events = self._optimizer.step(
+        reported = totals if known.totals is None or known.are_provisional else known.totals
+        reports = [
+            policy_report(self._objective, micro.terms, micro.correction, reported, self._options.max_length)
+            for micro in passes
+        ]
+
+        sums = all_reduce_sums(add_sums(*metrics, *(report.metrics for report in reports))) | totals
+        step_metrics, events = self._optimizer.step(
             sums,
             sampled_tokens=Mean.named(totals, "obrs/acceptance").count,
             steps_rollout_model=steps_rollout_model,
@@ -323,24 +256,30 @@ class JointLearner(Learner):
         if all(event["model"] != "policy" for event in events):
             self._totals.keep(totals)
 
-        metrics["seconds/prepass"] = Sum.number(known.seconds)
-        metrics |= self._adapt_distillation(metrics, steps_rollout_model)
-        return StepResult(metrics=metrics, events=events, traces={}), traced
+        step_metrics["seconds/prepass"] = Sum.number(known.seconds)
+        step_metrics |= self._adapt_distillation(step_metrics, steps_rollout_model)
 
-    def _backward(self, dealt: TokenBatch, micro: MicroBatch, known: BeforeBackward, trace: bool) -> _BackwardPass:
+        traces: dict[str, dict[str, Tensor]] = {}
+        if trace:
+            columns = [backward.trace | report.trace for backward, report in zip(backward_passes, reports, strict=True)]
+            traces = rows_on_host([(micro.batch, named) for micro, named in zip(passes, columns, strict=True)])
+        gaps = [(backward.policy.batch, backward.gaps) for backward in backward_passes]
+        return StepResult(metrics=step_metrics, events=events, traces=traces), gaps
+
+    def _backward(self, on_host: TokenBatch, micro: MicroBatch, known: BeforeBackward, trace: bool) -> _BackwardPass:
         """Run the forward and backward pass of a micro-batch, which adds to the gradients of all models.
 
         Args:
-            dealt: tokens of the micro-batch, on the CPU.
+            on_host: tokens of the micro-batch, on the CPU.
             micro: the micro-batch, on the device.
             known: totals of the step, as far as they are known.
             trace: as in `train`.
         """
         batch = micro.tokens
-        read = self._run(lambda: self._read(batch, micro.old, is_trained=True))
+        outputs = self._forward.outputs(batch, micro.old, is_trained=True)
+        norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None
 
-        norms = HiddenNorms(read.hidden["policy"]) if known.are_provisional else None
-        scores = self._scores(batch, read, micro.old)
+        scores = self._forward.scores(batch, outputs, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: no others
@@ -349,34 +288,29 @@ class JointLearner(Learner):
             self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
         )
         splits = trace and loss.rollout_model_ppo.requires_grad
-        split = GradientSplit(loss.rollout_model_ppo, read.hidden["rollout_model"]) if splits else None
+        split = GradientSplit(loss.rollout_model_ppo, outputs.hidden["rollout_model"]) if splits else None
         (loss.policy + loss.rollout_model).backward()
 
-        gap, of_engine = self._engine_gap(micro, old)
-        metrics = loss.metrics | of_engine | lag(batch, self.version) | self._critic_backward(batch)
+        gaps, gap_metrics = token_gaps(batch, old, self._old_version if micro.old else self.version)
+        metrics = loss.metrics | gap_metrics | lag(batch, self.version) | self._critic_backward(batch)
         return _BackwardPass(
-            policy=PolicyPass(dealt, loss.terms, loss.correction, norms and norms.spread(batch)),
+            policy=PolicyPass(on_host, loss.terms, loss.correction, norms and norms.spread(batch)),
             measured=measured,
             metrics=metrics | (split.sums if split else {}),
-            trace={"engine_gap": gap, **(loss.trace if trace else {})},
+            gaps=gaps,
+            trace=loss.trace if trace else {},
         )
 
     def keep_weights(self, role: Role) -> None:
-        if role not in self._kept:
-            self._kept[role] = KeptWeights(self.models[role].parameters())
-        self._kept[role].keep()
+        if role not in self._kept_weights:
+            self._kept_weights[role] = KeptWeights(self.models[role].parameters())
+        self._kept_weights[role].keep()
 
-    @torch.no_grad()
     def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        if kept:
-            with self._kept[role].in_place():
-                return self.score(role, batches, sampling)
-        score = partial(list_log_probs, self.models[role], sampling=sampling)
-        columns = [{"all": self._run(partial(score, batch_to(batch, self._device)))} for batch in batches]
-        rows = rows_on_host(list(zip(batches, columns, strict=True)))
-        return {uid: row["all"] for uid, row in rows.items()}
+        with self._kept_weights[role].in_place() if from_copy else nullcontext():
+            return self._forward.column(batches, partial(list_log_probs, self.models[role], sampling=sampling))
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
         merged = merged_weights(self.models[role], dtype)
@@ -384,7 +318,7 @@ class JointLearner(Learner):
 
     def release_memory(self) -> None:
         """Release the GPU memory that torch keeps cached (not run on a GPU so far)."""
-        if self._device.type == "cuda":
+        if self._forward.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
@@ -400,18 +334,18 @@ class JointLearner(Learner):
 
     def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
         """Yield functions that write this rank's part of each model, and of each optimizer's moments."""
-        part = self._gathered.part if self._gathered else WHOLE
+        share = self._gathered.part if self._gathered else WHOLE
         for role in roles:
-            model = self._critic.model if self._critic and role == "critic" else self.models[role]
-            yield model_writer(model, folder / role, part)
+            model = self.critic.model if self.critic and role == "critic" else self.models[role]
+            yield model_writer(model, folder / role, share)
         for role, moments in self._optimizer.moments():
-            own = {name: moment.cpu() for name, moment in gather(moments, Dealer(part.size))}
-            yield partial(write_part, part.path(folder / _MOMENTS, role), own)
+            tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(share.size))}
+            yield partial(write_part, share.path(folder / _MOMENTS, role), tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        objective = self._rollout_objective
+        objective, reference = self._rollout_objective, self._forward.reference
         return self._optimizer.state_dict() | {
-            "reference": self._reference.digest if self._reference else None,
+            "reference": reference.digest if reference else None,
             "totals": self._totals.state_dict(),
             "distill_weight": objective.distill_weight if objective and self._options.distill_control else None,
         }
@@ -422,7 +356,7 @@ class JointLearner(Learner):
         Raises:
             CheckpointError: the run began with another reference model, or the moments do not fit the models.
         """
-        if self._reference and self._reference.digest != state["reference"]:
+        if (reference := self._forward.reference) and reference.digest != state["reference"]:
             raise CheckpointError(
                 "the weights of objective.reference are not those that the run began with; put the model back where "
                 "objective.reference.path (or policy.path) leads, or begin a new run"
@@ -432,87 +366,10 @@ class JointLearner(Learner):
         if self._rollout_objective and self._options.distill_control:
             self._rollout_objective = replace(self._rollout_objective, distill_weight=state["distill_weight"])
 
-    def _sent(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
-        """Check a micro-batch while it is on the CPU, where no check waits for the device, and copy it to the device.
-
-        Raises:
-            ConfigError: as `check_exact`.
-        """
-        if not self._options.is_mixed:
-            batch = replace(batch, by_policy=None)
-        if self._normalizer(old) == "exact":
-            check_exact(self._generated_by(self.version, batch), batch.response_mask)
-        return batch_to(batch, self._device)
-
     @property
     def _active_objective(self) -> RolloutModelObjective | None:
         """Return the rollout model's objective; None where the rollout model is not trained on this rollout batch."""
-        return self._rollout_objective if self._runs_both else None
-
-    def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Return the name of the way to estimate Z, which is not `exact` where `old` already holds the Z in use."""
-        return "topk" if holds_target(old, self._objective) else self._objective.normalizer
-
-    def _forward(self, batch: TokenBatch, old: OldLogProbs | None = None) -> TokenScores:
-        """Run both models and the joint head over a micro-batch."""
-        return self._scores(batch, self._run(lambda: self._read(batch, old)), old)
-
-    def _read(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool = False) -> _Read:
-        """Run the backbones and the joint head over a micro-batch; called inside `_run`.
-
-        Where `old` has the Z in use, the exact Z of the current policy is not computed, because the weights that
-        generated the rollouts may no longer exist.
-
-        Args:
-            is_trained: True to compute also what only a backward pass and its metrics need.
-        """
-        roles: tuple[Role, ...] = ("policy", "rollout_model") if self._runs_both else ("policy",)
-        hidden: dict[Role, Tensor] = {role: response_hidden(self.models[role], batch) for role in roles}
-        pair = (hidden["policy"], hidden.get("rollout_model"))
-
-        is_exact = self._normalizer(old) == "exact"
-        budget = self._objective.budget if is_exact else None
-        head = self._head(
-            *pair,
-            batch.at_sampled(batch.response_ids),
-            temperature=self._options.temperature,
-            lam=self._objective.correction.lam if is_exact and budget is None else None,
-            num_top=self._options.num_top_log_probs,
-            gather_ids=batch.at_sampled(batch.top_ids),
-            only_log_probs=not is_trained,
-        )
-
-        log_probs = head.policy.log_probs if self._runs_both else head.log_probs
-        wanted = self._reference if is_trained else None
-        reference_kl = wanted.kl(batch, hidden["policy"], log_probs) if wanted else None
-
-        if self._options.on_support:
-            head = on_support(head, self._head.heads(*pair), batch, self._options.temperature)
-
-        budgeted = (
-            self._head.z_for_budget(*pair, temperature=self._options.temperature, budget=budget) if budget else None
-        )
-        return _Read(hidden, head, reference_kl, budgeted)
-
-    def _scores(self, batch: TokenBatch, read: _Read, old: OldLogProbs | None) -> TokenScores:
-        """Return the outputs of the models as columns of the micro-batch, [B, T]."""
-        objective = self._objective
-        distill = self._active_objective.distill if self._active_objective else None
-
-        current = self._generated_by(self.version, batch)
-        normalizer = "topk" if read.budgeted else self._normalizer(old)
-        scores = token_scores(
-            read.head, batch, current, objective.correction.lam, normalizer, distill, read.reference_kl
-        )
-
-        if read.budgeted is None or objective.budget is None:
-            return scores
-
-        z, lam = (batch.spread(one.to(scores.log_probs.dtype)) for one in read.budgeted)
-        if batch.by_policy is not None:  # every ratio of the policy's own rollouts is 1
-            own = batch.by_policy[:, None] & batch.response_mask
-            z, lam = torch.where(own, objective.budget, z), torch.where(own, 1.0 / objective.budget, lam)
-        return replace(scores, z=known_z(z), lam=lam)
+        return self._rollout_objective if self._forward.runs_both else None
 
     def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
         """Report this step's weight of the distillation and, with `distill_control`, set the next step's weight."""
@@ -532,69 +389,9 @@ class JointLearner(Learner):
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
         """Run the critic forward and backward over a micro-batch, and return the metrics of its loss."""
-        critic = self._critic
+        critic = self.critic
         if critic is None:
             return {}
-        loss, metrics = self._run(lambda: critic.loss(batch))
+        loss, metrics = self._forward.run(lambda: critic.loss(batch))
         loss.backward()
         return metrics
-
-    def _engine_gap(self, micro: MicroBatch, old: OldLogProbs) -> tuple[Tensor, Sums]:
-        """Measure |p_engine - p_training| of the tokens that the weights of the old log-probs generated, else NaN.
-
-        The metrics have the mean of p_training / p_engine over these tokens, which is the mass that top-p and top-k
-        keep: p_engine is normalized on the kept tokens, and the untruncated p_training sums to that mass on them.
-        """
-        batch, log_probs = micro.tokens, old.rollout_model_old_log_probs
-        if batch.by_policy is not None:
-            log_probs = torch.where(batch.by_policy[:, None], old.old_log_probs, log_probs)
-        gap = (log_probs.exp() - batch.rollout_log_probs.exp()).abs()
-        own = batch.response_mask & _has_version(batch, self._old_version if micro.old else self.version)
-        kept = (log_probs - batch.rollout_log_probs).exp()
-        return gap.masked_fill(~own, torch.nan), {
-            "mismatch/engine_gap": Mean.of(gap, own),
-            "mismatch/engine_gap_max": Max.of(gap, own),
-            "mismatch/kept_mass": Mean.of(kept, own),
-        }
-
-    def _generated_by(self, version: Version, batch: TokenBatch) -> Tensor:
-        """Mark tokens whose model sampled them, at this version, as training computes its distribution: [B, T] bool."""
-        only = "rollout_model" if self._separate else "policy"
-        is_exact: bool | Tensor = only in self._options.exact_engines
-        if batch.by_policy is not None:
-            is_exact = torch.where(batch.by_policy[:, None], "policy" in self._options.exact_engines, is_exact)
-        return _has_version(batch, version) & is_exact
-
-    def _policy_log_probs(self, batch: TokenBatch) -> Tensor:
-        """Run the policy alone over a batch; return log-probs of the tokens, [B, T] with gradient, 0 where masked."""
-
-        def read() -> Tensor:
-            hidden, temperature = response_hidden(self.models["policy"], batch), self._options.temperature
-            if self._options.on_support:
-                return scores_on_support(self._head.heads(hidden, None)[0], batch, temperature)[0]
-            ids = batch.at_sampled(batch.response_ids)
-            return self._head(hidden, None, ids, temperature=temperature, only_log_probs=True).log_probs
-
-        return batch.spread(self._run(read))
-
-    def _run(self, work: Callable[[], _Result]) -> _Result:
-        """Call `work`, part of a forward pass, in the precision of the settings and with sharded weights gathered.
-
-        Autocast keeps no copies of sharded weights, which would outlive the gathered weights.
-        """
-        keeps = torch.is_autocast_cache_enabled() and self._gathered is None
-        precision = (
-            torch.autocast(self._device.type, self._options.autocast, cache_enabled=keeps)
-            if self._options.autocast
-            else None
-        )
-        with precision or nullcontext():
-            return self._gathered(work) if self._gathered else work()
-
-
-def _has_version(batch: TokenBatch, version: Version) -> Tensor:
-    """Mark the tokens that were sampled with the weights of `version` of the model that sampled them: [B, T] bool."""
-    by_rollout_model = batch.versions[..., 1] == version.rollout_model
-    if batch.by_policy is None:
-        return by_rollout_model
-    return torch.where(batch.by_policy[:, None], batch.versions[..., 0] == version.policy, by_rollout_model)

@@ -1,7 +1,6 @@
-"""The joint optimizer steps policy, critic and rollout model on their accumulated gradients.
+"""The joint optimizer, which steps policy, critic and rollout model on their accumulated gradients.
 
-Also here is what only the rollout model needs: a sum of its gradient over several steps, a measure of how the gradient
-splits into two losses, and the control of the weight of its distillation.
+The rollout model's gradient can also be summed over steps, split into its two losses, and steered by a weight.
 """
 
 import math
@@ -16,6 +15,7 @@ from jackpot.config.schedules import DistillControlConfig
 from jackpot.core.metrics import Mean, Sum, Sums, to_host
 from jackpot.core.roles import Role
 from jackpot.core.shards import local
+from jackpot.core.types import Version
 from jackpot.models.parts import read_parts
 from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
@@ -63,6 +63,11 @@ class JointOptimizer:
     def steps(self, role: Role) -> int:
         """Return the number of steps that a model has taken; 0 for a model that is not trained."""
         return self._optimizers[role].steps if role in self._optimizers else 0
+
+    def version(self, has_rollout_model: bool) -> Version:
+        """Return the version of the weights of both models; without a rollout model the policy's stands for both."""
+        policy = self.steps("policy")
+        return Version(policy, self.steps("rollout_model") if has_rollout_model else policy)
 
     def step(
         self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool
@@ -192,16 +197,16 @@ class GradientAccumulator:
         for parameter in self._parameters:
             parameter.grad = None
 
-        broken = [~local(grad).isfinite().all() for grad in grads if grad is not None]
-        bad = torch.stack([~others_are_finite, *(one.to(count.device) for one in broken)]).any().double()
-        sum_over_ranks([bad])
-        is_added = bad == 0
+        are_broken = [~local(grad).isfinite().all().to(count.device) for grad in grads if grad is not None]
+        num_broken = torch.stack([~others_are_finite, *are_broken]).any().double()
+        sum_over_ranks([num_broken])
+        is_added = num_broken == 0
 
         self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
         for saved, grad in zip(self._saved, grads, strict=True):
             if grad is not None:
-                part = local(grad)
-                local(saved).add_(part.masked_fill_(~is_added.to(part.device), 0.0))
+                shard = local(grad)
+                local(saved).add_(shard.masked_fill_(~is_added.to(shard.device), 0.0))
         self._count = self._count + torch.where(is_added, count, 0.0)
         return is_added
 
@@ -235,10 +240,10 @@ class GradientSplit:
         self.sums: Sums = {}  # sums over tokens for `split_numbers`, set by the backward pass
         hidden.register_hook(self._measure)
 
-    def _measure(self, whole: Tensor) -> None:
-        ppo, distill = self._ppo.float(), whole.float() - self._ppo
+    def _measure(self, gradient: Tensor) -> None:
+        ppo, distill = self._ppo.float(), gradient.float() - self._ppo
         products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}
-        self.sums = {f"{_SPLIT}/{name}": Sum(one.sum(dtype=torch.float64)) for name, one in products.items()}
+        self.sums = {f"{_SPLIT}/{name}": Sum(values.sum(dtype=torch.float64)) for name, values in products.items()}
 
 
 _SPLIT = "rollout_model/split"
@@ -257,11 +262,11 @@ def split_numbers(sums: Sums) -> Sums:
         return {}
     ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
     count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0
-    both = math.sqrt(ppo) * math.sqrt(distill)
+    norms = math.sqrt(ppo) * math.sqrt(distill)
     values = {
         "rollout_model/ppo_grad_norm": math.sqrt(ppo) / count,
         "rollout_model/distill_grad_norm": math.sqrt(distill) / count,
-        "rollout_model/grad_cosine": product / both if both else math.nan,
+        "rollout_model/grad_cosine": product / norms if norms else math.nan,
     }
     return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
 

@@ -1,26 +1,6 @@
 """The sums over an optimizer step that its correction needs, from which OBRS computes kappa = sum a / sum Z.
 
-`StepTotals` finds the sums. Where they are not known before the first backward pass, the gradient is computed with the
-kappa of another step, and `KappaRepair` then changes it to the gradient with the kappa of this step. With weights
-w(kappa) that are linear in kappa but for caps, S the surrogate and m the acceptance mask, the policy's gradient is
-
-    G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS        s = kappa / kappa_0
-    delta    = w(kappa) - s w(kappa_0)                                    0 unless a cap holds w(kappa) or w(kappa_0)
-
-So after backward passes with any kappa_0 the gradient is multiplied by s, which is exact for all tokens that no cap
-touches. Sequences with other tokens are read once more with the weights delta, but only as many as are needed for an
-error below a tolerance. With a tolerance of 0 the result is G(kappa) up to rounding for every correction; it is cheap
-where weights are piecewise linear.
-
-With h_i the hidden state that predicts token i, the error of sequences that are not read again is estimated as
-
-    3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
-
-relative to |G(kappa)|. The estimate assumes that gradients of tokens add up fully within a sequence and are unrelated
-between sequences, and that gradients of parameters are as large as those of the hidden states, through which alone a
-token reaches them. Without the factor 3 the error was up to 2.4 times the estimate (docs/corrections.md). The estimate
-is no bound: where the gradients of a step's tokens cancel, |G| is smaller than for unrelated tokens, and the relative
-error larger. A tolerance of 0 leaves no error.
+`StepTotals` finds the sums; `KappaRepair` mends a gradient that was computed with the kappa of another step.
 """
 
 import time
@@ -78,8 +58,8 @@ class StepTotals:
 
     def before_backward(self, micro_batches: Sequence[MicroBatch], forward: ForwardFn) -> BeforeBackward:
         """Return the totals that are known before the first backward pass of a step."""
-        wanted = self._objective.correction.kappa
-        if wanted == "none":
+        kappa = self._objective.correction.kappa
+        if kappa == "none":
             return BeforeBackward({}, False, 0.0)
 
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
@@ -89,7 +69,7 @@ class StepTotals:
         }
         counts = all_reduce_sums(counts)
 
-        if not are_held and counts["step"].value > 1 and wanted == "auto" and not self._objective.is_regularized:
+        if not are_held and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
             return BeforeBackward(self._last, True, 0.0)
         if not are_held and counts["rank"].value == 1:
             return BeforeBackward(None, False, 0.0)
@@ -99,8 +79,8 @@ class StepTotals:
         with torch.no_grad():
             for micro in micro_batches:
                 old = micro.old
-                now = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
-                _, measured = measured_inputs(self._objective, micro.tokens, old or now, now)
+                current = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
+                _, measured = measured_inputs(self._objective, micro.tokens, old or current, current)
                 totals = add_sums(totals, measured)
         return BeforeBackward(all_reduce_sums(totals), False, time.perf_counter() - started)
 
@@ -157,6 +137,27 @@ class HiddenNorms:
 class KappaRepair:
     """The repair of a policy gradient that was computed with the totals of an earlier optimizer step.
 
+    With weights w(kappa) that are linear in kappa but for caps, S the surrogate and m the acceptance mask, the policy's
+    gradient is
+
+        G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS      s = kappa / kappa_0
+        delta    = w(kappa) - s w(kappa_0)                                  0 unless a cap holds w(kappa) or w(kappa_0)
+
+    So after backward passes with any kappa_0 the gradient is multiplied by s, which is exact for all tokens that no cap
+    touches. Sequences with other tokens are read once more with the weights delta, but only as many as are needed for
+    an error below `kappa_tolerance`. With a tolerance of 0 the result is G(kappa) up to rounding for every correction;
+    it is cheap where weights are piecewise linear.
+
+    With h_i the hidden state that predicts token i, the error of sequences that are not read again is estimated as
+
+        3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
+
+    relative to |G(kappa)|. The estimate assumes that gradients of tokens add up fully within a sequence and are
+    unrelated between sequences, and that gradients of parameters are as large as those of the hidden states, through
+    which alone a token reaches them. Without the factor 3 the error was up to 2.4 times the estimate
+    (docs/corrections.md). The estimate is no bound: where the gradients of a step's tokens cancel, |G| is smaller than
+    for unrelated tokens, and the relative error larger.
+
     Args:
         parameters: trained parameters of the policy, whose gradients are sums that are not yet divided.
         log_probs: computes the policy's log-probs of a batch, [B, T] with gradient.
@@ -173,8 +174,11 @@ class KappaRepair:
         max_length: int,
         pads: bool,
     ) -> None:
-        self._objective, self._parameters, self._log_probs = objective, list(parameters), log_probs
-        self._max_length, self._pads = max_length, pads
+        self._objective = objective
+        self._parameters = list(parameters)
+        self._log_probs = log_probs
+        self._max_length = max_length
+        self._pads = pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
         """Change the gradient of all passes to the gradient with the weights that follow from `totals`.
@@ -186,23 +190,26 @@ class KappaRepair:
         Returns:
             The passes with the new weights, and metrics of this rank.
         """
-        final = [replace(one, correction=self._objective.correction.apply(one.terms.inputs, totals)) for one in passes]
+        correction = self._objective.correction
+        final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
         norms = [old.norms for old in passes if old.norms is not None]  # all of them: no correction was final
-        worth = [
-            torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * of_pass)
-            for delta, old, of_pass in zip(deltas, passes, norms, strict=True)
+        errors = [
+            torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * pass_norms)
+            for delta, old, pass_norms in zip(deltas, passes, norms, strict=True)
         ]
 
-        error, flags = _to_repair(worth, norms, self._objective.kappa_tolerance)
+        error, flags = _to_repair(errors, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
-        numbers = torch.cat([torch.stack([scale, any_rank_repairs]), flags]).tolist()  # waits for the device
+        decisions = torch.cat([torch.stack([scale, any_rank_repairs]), flags])
+        factor, is_repaired, *chosen = decisions.tolist()  # waits for the device
 
-        torch._foreach_mul_(locals_of(one.grad for one in self._parameters if one.grad is not None), numbers[0])
-        if numbers[1]:
-            self._repair(final, deltas, numbers[2:])
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_mul_(locals_of(gradients), factor)
+        if is_repaired:
+            self._repair(final, deltas, chosen)
 
         return final, {
             "obrs/kappa_error": Mean.of(error, torch.ones_like(error, dtype=torch.bool)),
@@ -214,49 +221,48 @@ class KappaRepair:
 
         All ranks run as many passes as the rank with the most; a rank that has finished reads a prompt without effect.
         """
-        batches = [one.batch for one in passes]
+        batches = [micro.batch for micro in passes]
         rows: list[list[int]] = []
         columns: dict[str, dict[str, Tensor]] = {}
-        left = iter(flags)
+        remaining_flags = iter(flags)
 
-        for one, delta in zip(passes, deltas, strict=True):
-            rows.append([row for row, flag in enumerate(islice(left, len(one.batch.uids))) if flag])
-            inputs = one.terms.inputs
-            counted = COUNTS[self._objective.count](one.correction, inputs.response_mask)
-            of_pass = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
+        for micro, delta in zip(passes, deltas, strict=True):
+            batch, inputs = micro.batch, micro.terms.inputs
+            rows.append([row for row, flag in enumerate(islice(remaining_flags, len(batch.uids))) if flag])
+            counted = COUNTS[self._objective.count](micro.correction, inputs.response_mask)
+            pass_columns = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
             for row in rows[-1]:
-                length = int(one.batch.attention_mask[row].sum())
-                columns[one.batch.uids[row]] = {name: column[row, :length] for name, column in of_pass.items()}
+                length = int(batch.attention_mask[row].sum())
+                columns[batch.uids[row]] = {name: column[row, :length] for name, column in pass_columns.items()}
 
-        parts = regroup(batches, rows, self._pads)
-        most = max_over_ranks(len(parts))
+        repairs = regroup(batches, rows, self._pads)
+        most_repairs = max_over_ranks(len(repairs))
 
-        for part in parts:
-            of_part = [columns[uid] for uid in part.uids]
-            self._backward(
-                part, *(pad_sequence([row[name] for row in of_part], batch_first=True) for name in of_part[0])
-            )
-        for _ in range(len(parts), most):
+        for batch in repairs:
+            batch_rows = [columns[uid] for uid in batch.uids]
+            padded = (pad_sequence([row[name] for row in batch_rows], batch_first=True) for name in batch_rows[0])
+            self._backward(batch, *padded)
+        for _ in range(len(repairs), most_repairs):
             self._backward(empty_like(batches[0]), *[deltas[0][:0]] * 3)
 
-    def _backward(self, part: TokenBatch, delta: Tensor, proximal: Tensor, counted: Tensor) -> None:
-        part = batch_to(part, delta.device)
-        surrogate = self._objective.surrogate_of(self._log_probs(part), proximal, part).value
+    def _backward(self, batch: TokenBatch, delta: Tensor, proximal: Tensor, counted: Tensor) -> None:
+        batch = batch_to(batch, delta.device)
+        surrogate = self._objective.surrogate_of(self._log_probs(batch), proximal, batch).value
         numerator, _ = self._objective.aggregate(-delta * surrogate, counted, self._max_length)
         numerator.backward()
 
 
-def _delta(wanted: Tensor, held: Tensor) -> Tensor:
-    """Return wanted - held, or 0 where the two differ by rounding alone: [B, T]."""
-    delta = wanted - held
-    return torch.where(delta.abs() > ROUNDING * wanted.abs(), delta, 0.0)
+def _delta(final_weights: Tensor, used_weights: Tensor) -> Tensor:
+    """Return the difference of the weights, or 0 where they differ by rounding alone: [B, T]."""
+    delta = final_weights - used_weights
+    return torch.where(delta.abs() > ROUNDING * final_weights.abs(), delta, 0.0)
 
 
-def _to_repair(worth: Sequence[Tensor], norms: Sequence[Tensor], tolerance: float) -> tuple[Tensor, Tensor]:
+def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], tolerance: float) -> tuple[Tensor, Tensor]:
     """Estimate the relative error of the policy's gradient over all ranks, and choose the sequences to read again.
 
     Args:
-        worth: |delta_i / (s w_i)| |dL/dh_i| of each micro-batch, [B, T].
+        token_errors: |delta_i / (s w_i)| |dL/dh_i| of each micro-batch, [B, T].
         norms: |dL/dh_i| of each micro-batch, [B, T].
         tolerance: largest error that all sequences which are not chosen may have together.
 
@@ -264,10 +270,12 @@ def _to_repair(worth: Sequence[Tensor], norms: Sequence[Tensor], tolerance: floa
         The error if no sequence is read again, a scalar, 0 where no cap touches a token; and for each sequence of this
         rank whether it is chosen. As few sequences as possible are chosen.
     """
-    squares = torch.cat([of_pass.double().sum(-1).square() for of_pass in worth])
-    of_all = all_gather(squares).sort().values
-    norm = sum((of_pass.double().square().sum() for of_pass in norms), start=squares.new_zeros(()))
+    squares = torch.cat([errors.double().sum(-1).square() for errors in token_errors])
+    ascending = all_gather(squares).sort().values  # of the sequences of all ranks
+    norm = sum((pass_norms.double().square().sum() for pass_norms in norms), start=squares.new_zeros(()))
     unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
-    errors = torch.where(of_all == 0, 0.0, of_all.cumsum(0) * unit).sqrt()  # error without this and all smaller ones
-    least = torch.where(errors <= tolerance, torch.inf, of_all).min()
-    return errors[-1], ~(squares < least) & (squares != 0)
+
+    # The error that is left if the sequence and all with smaller squares are not read again.
+    errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * unit).sqrt()
+    smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()
+    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)

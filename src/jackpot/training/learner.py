@@ -1,10 +1,10 @@
-"""The interface of a learner, which the trainer calls, and the result of an optimizer step."""
+"""The interface of a learner, which the trainer calls, and the results of its optimizer steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,30 +21,20 @@ class StepResult:
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
-    # Per-token columns [T] and [T, K] by name, for each rollout uid. `engine_gap` is |p_engine - p_training|, NaN where
-    # training has no log-prob of the weights that sampled the token; without a trace it is the only column, of all
-    # steps in the first one
-    traces: dict[str, dict[str, Tensor]]
+    traces: dict[str, dict[str, Tensor]]  # [T] and [T, K] by name, for each rollout uid; empty without a trace
+
+
+class TrainResult(NamedTuple):
+    """The results of all optimizer steps on one rollout batch."""
+
+    steps: list[StepResult]  # in the order in which they were taken
+    # |p_engine - p_training| of each token, [T] by rollout uid, at the first update on the rollout; NaN where training
+    # has no log-prob of the weights that sampled the token
+    engine_gaps: dict[str, Tensor]
 
 
 class Scorer(Protocol):
     """The part of a `Learner` that checks of an engine need: scores of the models in training."""
-
-    @property
-    def version(self) -> Version: ...
-
-    @property
-    def pads(self) -> bool: ...
-
-    def keep_weights(self, role: Role) -> None: ...
-
-    def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
-    ) -> dict[str, Tensor]: ...
-
-
-class Learner(ABC):
-    """A learner trains the policy and, where there is one, the rollout model."""
 
     @property
     @abstractmethod
@@ -57,6 +47,33 @@ class Learner(ABC):
         """Return whether some model reads padding, so that padding counts as tokens of a micro-batch."""
 
     @abstractmethod
+    def keep_weights(self, role: Role) -> None:
+        """Copy a model's weights to the host's memory, for `score`; the copy replaces an earlier copy.
+
+        A model that is not trained needs no copy.
+        """
+
+    @abstractmethod
+    def score(
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute the log-probs of every response token and of the `top_ids` at its position.
+
+        They belong to the distribution that `sampling` draws from, top-p and top-k included: a token that these filters
+        drop has -inf.
+
+        Args:
+            from_copy: True to compute with the weights of the last `keep_weights`.
+
+        Returns:
+            [T, 1 + K] float32 on the CPU, by rollout uid.
+        """
+
+
+class Learner(Scorer, ABC):
+    """A learner of the policy and, where there is one, of the rollout model."""
+
+    @abstractmethod
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
         """Compute the advantage of every token of a rollout batch, before the batch is trained on.
 
@@ -66,7 +83,7 @@ class Learner(ABC):
     @abstractmethod
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
-    ) -> list[StepResult]:
+    ) -> TrainResult:
         """Take all optimizer steps on one rollout batch.
 
         Args:
@@ -74,32 +91,6 @@ class Learner(ABC):
             trace: also return what costs extra: per-token columns for saved rollouts, and how the rollout model's
                 gradient splits into the gradients of its two losses.
             with_rollout_model: False to run and train the policy alone, on rollouts that the policy generated.
-
-        Returns:
-            The results of the optimizer steps, in their order.
-        """
-
-    @abstractmethod
-    def keep_weights(self, role: Role) -> None:
-        """Copy a model's weights to the host's memory, for `score`; the copy replaces an earlier copy.
-
-        A model that is not trained needs no copy.
-        """
-
-    @abstractmethod
-    def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
-    ) -> dict[str, Tensor]:
-        """Compute the log-probs of every response token and of the `top_ids` at its position.
-
-        They belong to the distribution that `sampling` draws from, top-p and top-k included: a token that these filters
-        drop has -inf.
-
-        Args:
-            kept: True to compute with the weights of the last `keep_weights`.
-
-        Returns:
-            [T, 1 + K] float32 on the CPU, by rollout uid.
         """
 
     @abstractmethod
@@ -113,9 +104,9 @@ class Learner(ABC):
                 others in their own. None: all come in their own.
         """
 
+    @abstractmethod
     def release_memory(self) -> None:
         """Release memory that the learner caches for its next steps, so that engines can use it meanwhile."""
-        return  # most learners do not share memory with engines
 
     @abstractmethod
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:

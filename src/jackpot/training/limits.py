@@ -1,7 +1,6 @@
-"""Limits beyond which a guard stops a run or takes it back. No torch.
+"""Limits of a healthy run: how far an engine's log-probs may be from training's, and how far accuracy may fall.
 
-One limit is how far an engine's log-probs may be from training's, by the number formats of both. The other is how far
-a policy's accuracy may fall before it counts as collapsed, for the guard of a run, `jackpot compare` and `diagnose`.
+The module needs no torch.
 """
 
 import math

@@ -1,7 +1,6 @@
-"""Copies of how the models were before: log-probs of the old policy, and weights.
+"""Copies of the models as they were before an update: log-probs of the old policy, and weights.
 
-The old policy is the policy before its first update on a rollout batch. Rollouts that were generated ahead are checked
-with a copy of the weights that generated them, once training has changed the model.
+The old policy is the policy before its first update on a rollout batch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ class OldPolicySnapshot:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Tensor]] = {}  # columns [T] by `_key` of the rollout
-        self._none: dict[str, Tensor] = {}  # columns [0, T], for micro-batches without rollouts
+        self._empty: dict[str, Tensor] = {}  # columns [0, T], for micro-batches without rollouts
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
         """Store the old log-probs of a micro-batch."""
@@ -51,41 +50,41 @@ class OldPolicySnapshot:
             **old.z._asdict(),
             **({} if old.lam is None else {"lam": old.lam}),
         }
-        self._none = {name: column[:0] for name, column in columns.items()}
+        self._empty = {name: column[:0] for name, column in columns.items()}
         rows = by_rollout(batch, columns)
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
         """Copy all stored rows to all ranks, if any rank lacks a row for its own `batches`."""
-        wanted = _keys(uid for batch in batches for uid in batch.uids).tolist()
-        if not max_over_ranks(not self._rows.keys() >= set(wanted)):
+        needed = _keys(uid for batch in batches for uid in batch.uids).tolist()
+        if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
-        own = list(self._rows.values())
+        rows = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
-        lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in own], dtype=torch.int64))
+        lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in rows], dtype=torch.int64))
         columns = {
-            name: all_gather(torch.cat([none.flatten(), *(row[name] for row in own)]))
-            for name, none in self._none.items()
+            name: all_gather(torch.cat([empty.flatten(), *(row[name] for row in rows)]))
+            for name, empty in self._empty.items()
         }
 
         ranks = dist.get_world_size()
-        shares = [one.view(ranks, -1).unbind() for one in (keys, lengths, *columns.values())]
-        for of_rank, counts, *values in zip(*shares, strict=True):  # padded to the longest share by rows of length 0
-            counts = [*counts.tolist(), len(values[0]) - int(counts.sum())]
-            rows = zip(*(column.split(counts) for column in values), strict=True)
-            self._rows |= {
-                key: dict(zip(columns, row, strict=True)) for key, row in zip(of_rank.tolist(), rows, strict=False)
-            }
+        shares = [gathered.view(ranks, -1).unbind() for gathered in (keys, lengths, *columns.values())]
+        for rank_keys, rank_lengths, *values in zip(*shares, strict=True):
+            # A rank's share is padded to the longest share by rows of length 0.
+            sizes = [*rank_lengths.tolist(), len(values[0]) - int(rank_lengths.sum())]
+            rank_rows = zip(*(column.split(sizes) for column in values), strict=True)
+            for key, row in zip(rank_keys.tolist(), rank_rows, strict=False):
+                self._rows[key] = dict(zip(columns, row, strict=True))
 
     def look_up(self, batch: TokenBatch) -> OldLogProbs:
         """Return the old log-probs of a micro-batch, padded to its T tokens: columns [B, T]."""
-        mine = [self._rows[key] for key in _keys(batch.uids).tolist()]
+        rows = [self._rows[key] for key in _keys(batch.uids).tolist()]
         padded = {
-            name: pad_sequence([row[name] for row in mine], batch_first=True)
-            if mine
-            else none.new_zeros(batch.response_mask.shape)
-            for name, none in self._none.items()
+            name: pad_sequence([row[name] for row in rows], batch_first=True)
+            if rows
+            else empty.new_zeros(batch.response_mask.shape)
+            for name, empty in self._empty.items()
         }
         z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
         return OldLogProbs(z=z, **padded)
@@ -97,13 +96,14 @@ def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     Batch i is left out where the rollouts in batch i of every rank are all in earlier batches of some rank. All ranks
     leave out batches with equal numbers i.
     """
-    uids = [(place, uid) for place, batch in enumerate(batches) for uid in batch.uids]
-    places = all_gather(torch.tensor([place for place, _ in uids], dtype=torch.int64)).tolist()
+    uids = [(index, uid) for index, batch in enumerate(batches) for uid in batch.uids]
+    indices = all_gather(torch.tensor([index for index, _ in uids], dtype=torch.int64)).tolist()
     keys = all_gather(_keys(uid for _, uid in uids)).tolist()
-    first: dict[int, int] = {}
-    for place, key in sorted(zip(places, keys, strict=True)):
-        first.setdefault(key, place)
-    return [batches[place] for place in sorted(set(first.values()))]
+
+    first_index: dict[int, int] = {}  # the smallest index of a batch with the rollout, by the rollout's key
+    for index, key in sorted(zip(indices, keys, strict=True)):
+        first_index.setdefault(key, index)
+    return [batches[index] for index in sorted(set(first_index.values()))]
 
 
 def _keys(uids: Iterable[str]) -> Tensor:
@@ -125,25 +125,30 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
     }
 
 
-def rows_on_host(parts: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
     """Copy columns of many micro-batches to the CPU in one transfer, and split them as `by_rollout` does.
 
     Args:
-        parts: pairs of a micro-batch, on the CPU, and its columns [B, T, ...], on the device. Several pairs may have
-            the same micro-batch and different columns.
+        micro_batches: pairs of a micro-batch, on the CPU, and its columns [B, T, ...], on the device.
     """
     rows: dict[str, dict[str, Tensor]] = {}
-    columns = iter(tensors_to_host([column for _, named in parts for column in named.values()]))
-    for batch, named in parts:
-        for uid, row in by_rollout(batch, {name: next(columns) for name in named}).items():
-            rows.setdefault(uid, {}).update(row)
+    columns = iter(tensors_to_host([column for _, named in micro_batches for column in named.values()]))
+    for batch, named in micro_batches:
+        rows |= by_rollout(batch, {name: next(columns) for name in named})
     return rows
+
+
+def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Tensor]:
+    """Copy one column of many micro-batches to the CPU as `rows_on_host` does; return its rows by rollout uid."""
+    rows = rows_on_host([(batch, {"": column}) for batch, column in columns])
+    return {uid: row[""] for uid, row in rows.items()}
 
 
 class KeptWeights:
     """A copy of the trained parameters, kept in the host's memory; other parameters never change.
 
-    Where parameters are sharded, each rank keeps the copy of its shard.
+    Rollouts that were generated ahead are checked with the copy, once training has changed the model. Where parameters
+    are sharded, each rank keeps the copy of its shard.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -168,15 +173,15 @@ class KeptWeights:
     @torch.no_grad()
     def _swap(self) -> None:
         for copy, piece in zip(self._copies, self._pieces(), strict=True):
-            now = piece.to("cpu", copy=True)
+            current = piece.to("cpu", copy=True)
             piece.copy_(copy)
-            copy.copy_(now)
+            copy.copy_(current)
 
     def _pieces(self) -> list[Tensor]:
         """Return the parameters as flat pieces of 2**n numbers, because torch rounds pinned memory up to such sizes."""
         pieces: list[Tensor] = []
         for parameter in self._parameters:
-            numbers = local(parameter.detach()).view(-1)
-            count = len(numbers)
-            pieces += numbers.split([1 << bit for bit in range(count.bit_length()) if count >> bit & 1])
+            flat = local(parameter.detach()).view(-1)
+            powers = [1 << bit for bit in range(len(flat).bit_length())]
+            pieces += flat.split([power for power in powers if len(flat) & power])
         return pieces

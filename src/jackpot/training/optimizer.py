@@ -46,7 +46,7 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
     by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
     for tensor in (tensor for tensor in tensors if not is_sharded(tensor)):
         messages = by_dtype.setdefault(tensor.dtype, [[]])
-        if messages[-1] and sum(one.nbytes for one in (*messages[-1], tensor)) > _MESSAGE:
+        if messages[-1] and sum(member.nbytes for member in (*messages[-1], tensor)) > _MESSAGE:
             messages.append([])
         messages[-1].append(tensor)
     for message in (message for messages in by_dtype.values() for message in messages):
@@ -59,14 +59,15 @@ class ModelOptimizer:
     """The optimizer of one model: AdamW, clipping and the learning rate. Gradients arrive as sums over micro-batches.
 
     Args:
+        parameters: of the model; those that require a gradient are trained.
         total_steps: number of optimizer steps of the whole run, where the schedule ends.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config, self._total_steps = config, total_steps
         self._adamw = torch.optim.AdamW(
-            self._parameters,
+            self.parameters,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
@@ -80,17 +81,12 @@ class ModelOptimizer:
         """Return the learning rate of the next step."""
         return learning_rate(self._config, self.steps, self._total_steps)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that are trained."""
-        return self._parameters
-
     def reduce(self, denominator: Tensor) -> None:
         """Sum the gradients over ranks and divide them by `denominator`, a scalar on the device of the gradients.
 
         A denominator of 0 means that no token was counted, so that all gradients are 0; they stay 0.
         """
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad is None:  # no token of this rank reached the parameter
                 parameter.grad = torch.zeros_like(parameter)
         sum_over_ranks(self._gradients())
@@ -99,14 +95,14 @@ class ModelOptimizer:
 
     def clip(self) -> Tensor:
         """Clip the gradients to `max_grad_norm`; return the norm before clipping, a float64 scalar on their device."""
-        whole = norm(self._gradients())
+        gradient_norm = norm(self._gradients())
         gradients = locals_of(self._gradients())
-        scale = (self._config.max_grad_norm / (whole + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        scale = (self._config.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         torch._foreach_mul_(gradients, scale.to(gradients[0]))
-        return whole
+        return gradient_norm
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def step(self, scale: float = 1.0) -> None:
         """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients.
@@ -117,7 +113,7 @@ class ModelOptimizer:
             group["lr"] = scale * self.learning_rate
         self._adamw.step()
         if self._config.weights_dtype == "bf16":
-            for weight in locals_of(self._parameters):
+            for weight in locals_of(self.parameters):
                 weight.detach().copy_(weight.detach().bfloat16())
         self.steps += 1
         self.discard()
@@ -127,13 +123,13 @@ class ModelOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of each parameter, named by parameter number and moment; none before the first step.
+        """Yield the moments of each parameter, named by the parameter's index and moment; none before the first step.
 
         The moments of a sharded parameter are sharded too.
         """
-        for number, parameter in enumerate(self._parameters):
-            held = self._adamw.state.get(parameter, {})
-            yield from ((f"{number}.{name}", held[name]) for name in _MOMENTS if name in held)
+        for index, parameter in enumerate(self.parameters):
+            state = self._adamw.state.get(parameter, {})
+            yield from ((f"{index}.{name}", state[name]) for name in _MOMENTS if name in state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to continue beside the moments; it is equal on all ranks."""
@@ -149,14 +145,14 @@ class ModelOptimizer:
             CheckpointError: the moments do not fit the parameters.
         """
         self.steps = state["steps"]
-        has_moments = enumerate(self._parameters) if self.steps else ()
-        held = {number: self._held(number, parameter, moments) for number, parameter in has_moments}
-        self._adamw.load_state_dict({"state": held, "param_groups": state["groups"]})
+        has_moments = enumerate(self.parameters) if self.steps else ()
+        states = {index: self._state(index, parameter, moments) for index, parameter in has_moments}
+        self._adamw.load_state_dict({"state": states, "param_groups": state["groups"]})
 
-    def _held(self, number: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _state(self, index: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return AdamW's state of one parameter; all parameters have taken equally many steps."""
         try:
-            found = {name: part_like(moments[f"{number}.{name}"], parameter) for name in _MOMENTS}
+            state = {name: part_like(moments[f"{index}.{name}"], parameter) for name in _MOMENTS}
         except (KeyError, ValueError) as error:
-            raise CheckpointError(f"the moments of parameter {number} do not fit the model: {error}") from error
-        return found | {"step": torch.tensor(float(self.steps))}
+            raise CheckpointError(f"the moments of parameter {index} do not fit the model: {error}") from error
+        return state | {"step": torch.tensor(float(self.steps))}

@@ -1,12 +1,7 @@
 """Training of one run by several processes: rank 0 runs the trainer, and the other ranks follow its commands.
 
-    rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ──┬──► its own learner
-    rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
-
-Only the learner runs on all ranks, which share its models. All ranks carry out a command at the same time, so that
-their collective calls (sums of gradients, gathered weights) meet. Commands and replies are messages over gloo
-(`core.messages`). Each rank writes its newest command to ranks/R.json of the run folder, for the error message when a
-rank is lost.
+rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ──┬──► its own learner
+rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
 """
 
 import contextlib
@@ -35,7 +30,7 @@ from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Versio
 from jackpot.models.parts import write_index
 from jackpot.training.batching import deal
 from jackpot.training.joint_learner import JointLearner
-from jackpot.training.learner import Learner, StepResult
+from jackpot.training.learner import Learner, TrainResult
 
 _BEATS = 4  # number of signs of life that rank 0 sends within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
@@ -45,6 +40,9 @@ _ALIVE = torch.tensor([0, ~0])
 
 class Ranks:
     """The channel for commands from rank 0 to the other ranks of torch.distributed's default group, and for replies.
+
+    All ranks carry out a command at the same time, so that their collective calls (sums of gradients, gathered weights)
+    meet. Commands and replies are messages over gloo (`core.messages`).
 
     Rank 0 may generate rollouts for hours between two commands, so it sends signs of life, a few within each time-out,
     and a rank waits for a command as long as they come. Within a command, the time-out of the default group holds.
@@ -67,24 +65,24 @@ class Ranks:
         if self.rank == 0:
             threading.Thread(target=self._beat, args=(timeout / _BEATS,), daemon=True).start()
 
-    def carry_out(self, name: str, parts: Sequence[Any], work: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+    def carry_out(self, name: str, arguments: Sequence[Any], work: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
         """Carry out one command on all ranks; only rank 0 calls this.
 
         Args:
-            parts: arguments of the command for each rank.
-            work: function that carries out the command on rank 0, with `parts[0]`.
+            arguments: what each rank gets with the command.
+            work: carries out the command on rank 0, with `arguments[0]`.
 
         Returns:
             What `work` returned, and the replies of ranks 1, 2, ...
 
         Raises:
-            RankError: a rank was lost, or does not answer within the time-out; names what each rank did last.
+            RankError: a rank was lost, or does not answer within the time-out. The message names what each rank did
+                last.
         """
-        with self._turn, self._command(self._last.number + 1, name):
-            for rank, part in enumerate(parts[1:], start=1):
-                self._send([self._last.number, name, torch.get_num_threads(), part], rank)
-            done = work(parts[0])
-            return done, [self._receive(rank, None) for rank in range(1, self.size)]
+        with self._turn, self._command(self._last.sequence_number + 1, name):
+            for rank in range(1, self.size):
+                self._send([self._last.sequence_number, name, torch.get_num_threads(), arguments[rank]], rank)
+            return work(arguments[0]), [self._receive(rank, None) for rank in range(1, self.size)]
 
     def follow(self, do: Callable[[str, Any], Any]) -> None:
         """Carry out the commands of rank 0 with `do`, and send back what `do` returns, until rank 0 ends.
@@ -99,11 +97,11 @@ class Ranks:
                 message = self._receive(0, self._waiting)
             if message is None:
                 return
-            number, name, threads, part = message
-            with self._command(number, name):
+            sequence_number, name, threads, arguments = message
+            with self._command(sequence_number, name):
                 if threads != torch.get_num_threads():
                     torch.set_num_threads(threads)
-                self._send(do(name, part), 0)
+                self._send(do(name, arguments), 0)
 
     def end(self) -> None:
         """End the other ranks; only rank 0 calls this. A rank within a command ends once it notices rank 0's end."""
@@ -126,8 +124,8 @@ class Ranks:
                     return
 
     @contextmanager
-    def _command(self, number: int, name: str) -> Iterator[None]:
-        self._last.begin(number, name)
+    def _command(self, sequence_number: int, name: str) -> Iterator[None]:
+        self._last.begin(sequence_number, name)
         self._is_idle = False
         try:
             with self._lost_named(str(self._last)):
@@ -162,8 +160,8 @@ class Ranks:
         head = _ALIVE.clone()
         while torch.equal(head, _ALIVE):
             dist.recv(head, rank, group=group)
-        size, same = head.tolist()
-        if size != ~same:
+        size, complement = head.tolist()
+        if size != ~complement:
             raise MessageError(
                 f"rank {self.rank} got the size of no message, {size}; look at the connection, and type the same "
                 f"command again, which continues from the newest checkpoint"
@@ -206,19 +204,23 @@ class LedLearner(Learner):
 
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
-    ) -> list[StepResult]:
-        dealt = [deal(one, self._ranks.size) for one in mini_batches]
-        same = {"trace": trace, "with_rollout_model": with_rollout_model}
-        parts = [{"mini_batches": [step[rank] for step in dealt]} | same for rank in range(self._ranks.size)]
-        results, others = self._all("train", parts)
-        traces = zip(*([one.traces for one in results], *others), strict=True)  # of each step, from all ranks
-        return [replace(one, traces=_merged(rows)) for one, rows in zip(results, traces, strict=True)]
+    ) -> TrainResult:
+        dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]
+        options = {"trace": trace, "with_rollout_model": with_rollout_model}
+        arguments = [{"mini_batches": [step[rank] for step in dealt]} | options for rank in range(self._ranks.size)]
+        result, *replies = self._all("train", arguments)
+
+        replies.insert(0, _rows_of(result))
+        traces = zip(*(reply["traces"] for reply in replies), strict=True)  # of each step, from all ranks
+        steps = [replace(step, traces=_merged(rows)) for step, rows in zip(result.steps, traces, strict=True)]
+        return TrainResult(steps, _merged(reply["engine_gaps"] for reply in replies))
 
     def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        same = {"role": role, "sampling": sampling.model_dump(), "kept": kept}
-        return self._by_rollout("score", batches, **same) if batches else {}
+        if not batches:
+            return {}
+        return self._by_rollout("score", batches, role=role, sampling=sampling.model_dump(), from_copy=from_copy)
 
     def keep_weights(self, role: Role) -> None:
         self._on_all("keep_weights", role=role)
@@ -231,12 +233,12 @@ class LedLearner(Learner):
         self._on_all("release_memory")
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
-        part = {"folder": str(folder.resolve()), "roles": list(roles)}
-        own, others = self._all("save", [part] * self._ranks.size)
-        saved = [own, *others]
-        if failed := [f"rank {rank}: {one['failed']}" for rank, one in enumerate(saved) if "failed" in one]:
-            raise CheckpointError("; ".join(failed))
-        files = _merged(one["files"] for one in saved)
+        arguments = {"folder": str(folder.resolve()), "roles": list(roles)}
+        replies = self._all("save", [arguments] * self._ranks.size)
+        if failures := [f"rank {rank}: {reply['failed']}" for rank, reply in enumerate(replies) if "failed" in reply]:
+            raise CheckpointError("; ".join(failures))
+
+        files = _merged(reply["files"] for reply in replies)
         for role in roles:
             write_index(folder / role, [folder / name for name in files if Path(name).parent == Path(role)])
         return files
@@ -244,17 +246,19 @@ class LedLearner(Learner):
     def state_dict(self) -> dict[str, Any]:
         return self._learner.state_dict()
 
-    def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **same: Any) -> dict[str, Tensor]:
+    def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **arguments: Any) -> dict[str, Tensor]:
         """Have each rank do a command on its share of the batches, and join the results, which are by rollout uid."""
-        own, others = self._all(name, [{"batches": mine} | same for mine in deal(batches, self._ranks.size)])
-        return _merged([own, *others])
+        shares = deal(batches, self._ranks.size)
+        return _merged(self._all(name, [{"batches": share} | arguments for share in shares]))
 
-    def _on_all(self, name: str, **same: Any) -> Any:
+    def _on_all(self, name: str, **arguments: Any) -> Any:
         """Carry out a command with equal arguments on all ranks, and return the result of rank 0."""
-        return self._all(name, [same] * self._ranks.size)[0]
+        return self._all(name, [arguments] * self._ranks.size)[0]
 
-    def _all(self, name: str, parts: Sequence[dict[str, Any]]) -> tuple[Any, list[Any]]:
-        return self._ranks.carry_out(name, parts, lambda part: _work(self._learner, name, part))
+    def _all(self, name: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+        """Carry out a command on all ranks; return the result of rank 0 and the replies of the others, by rank."""
+        result, replies = self._ranks.carry_out(name, arguments, lambda share: _work(self._learner, name, share))
+        return [result, *replies]
 
 
 def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> None:
@@ -268,48 +272,52 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
     """
     learner: list[JointLearner] = []
 
-    def do(name: str, part: dict[str, Any]) -> Any:
+    def do(name: str, arguments: dict[str, Any]) -> Any:
         if name == "build":
             learner.clear()  # frees the models before the next learner loads its own
-            learner.append(build(part))
+            learner.append(build(arguments))
             return None
-        done = _work(learner[0], name, part)
-        return _REPLIES[name](done) if name in _REPLIES else None
+        result = _work(learner[0], name, arguments)
+        if name == "train":
+            return _rows_of(result)
+        return result if name in _REPLIED else None
 
     ranks.follow(do)
 
 
-def _work(learner: JointLearner, name: str, part: dict[str, Any]) -> Any:
+def _work(learner: JointLearner, name: str, arguments: dict[str, Any]) -> Any:
     """Carry out a command with this rank's learner, and return its result."""
     match name:
         case "score":
-            return learner.score(part["role"], part["batches"], Sampling(**part["sampling"]), part["kept"])
+            arguments = arguments | {"sampling": Sampling(**arguments["sampling"])}
         case "save":
             try:
-                return {"files": learner.save(Path(part["folder"]), part["roles"])}
+                return {"files": learner.save(Path(arguments["folder"]), arguments["roles"])}
             except CheckpointError as error:  # returned and not raised, because a full disk does not end a run
                 return {"failed": str(error)}
         case "weights":
-            return list(learner.weights(part["role"], part["dtype"] and getattr(torch, part["dtype"])))
-    return getattr(learner, name)(**part)
+            dtype = arguments["dtype"] and getattr(torch, arguments["dtype"])
+            return list(learner.weights(arguments["role"], dtype))
+    return getattr(learner, name)(**arguments)
 
 
-# By command: a function that picks what rank 0 needs from the result of another rank; other commands need nothing
-_REPLIES: dict[str, Callable[[Any], Any]] = {
-    "train": lambda results: [one.traces for one in results],
-    "score": lambda scores: scores,
-    "values": lambda values: values,
-    "save": lambda saved: saved,
-}
+def _rows_of(result: TrainResult) -> dict[str, Any]:
+    """Return the rows by rollout uid that a rank's share of a rollout batch has given."""
+    return {"traces": [step.traces for step in result.steps], "engine_gaps": result.engine_gaps}
+
+
+_REPLIED = {"score", "values", "save"}  # commands whose whole result rank 0 needs from the other ranks
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Join dicts by rollout uid into one."""
-    return {uid: row for one in rows for uid, row in one.items()}
+    return {uid: row for share in rows for uid, row in share.items()}
 
 
 class LastCommand:
-    """The newest command of one rank, written to ranks/R.json; a file that cannot be written is left out.
+    """The newest command of rank R, written to ranks/R.json for the error message when a rank is lost.
+
+    A file that cannot be written is left out.
 
     Args:
         run: the run folder.
@@ -318,19 +326,20 @@ class LastCommand:
     def __init__(self, run: Path, rank: int) -> None:
         self._path = run / "ranks" / f"{rank}.json"
         self._facts: dict[str, Any] = {"rank": rank, "host": platform.node(), "pid": os.getpid()}
-        self.number, self.name = 0, "none"
+        self.sequence_number, self.name = 0, "none"
         self.write("waits")
 
-    def begin(self, number: int, name: str) -> None:
-        self.number, self.name = number, name
+    def begin(self, sequence_number: int, name: str) -> None:
+        self.sequence_number, self.name = sequence_number, name
         self.write("runs")
 
     def __str__(self) -> str:
-        return f"command {self.number} ({self.name})"
+        return f"command {self.sequence_number} ({self.name})"
 
     def write(self, state: str, **more: Any) -> None:
         """Write the state of the command: the rank waits for it, runs it, has done it, or has failed."""
-        facts = self._facts | {"number": self.number, "command": self.name, "state": state, "time": time.time()} | more
+        command = {"number": self.sequence_number, "command": self.name, "state": state, "time": time.time()}
+        facts = self._facts | command | more
         partial = self._path.with_suffix(".partial")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -347,12 +356,12 @@ def _sentence(path: Path, rank: int) -> str:
     try:
         facts = json.loads(path.read_text())
         ago = f"{max(0.0, time.time() - facts['time']):.0f} s ago"
-        of = f"rank {rank} (process {facts['pid']} on {facts['host']})"
+        process = f"rank {rank} (process {facts['pid']} on {facts['host']})"
+        command = f"command {facts['number']} ({facts['command']})"
         if facts["state"] == "waits":
-            return f"{of} has had no command"
-        what = f"command {facts['number']} ({facts['command']})"
+            return f"{process} has had no command"
         if facts["state"] == "failed":
-            return f"{of} failed in {what} {ago}: {facts['error']}"
-        return f"{of} {'began' if facts['state'] == 'runs' else 'finished'} {what} {ago}"
+            return f"{process} failed in {command} {ago}: {facts['error']}"
+        return f"{process} {'began' if facts['state'] == 'runs' else 'finished'} {command} {ago}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"rank {rank} has left no ranks/{rank}.json"

@@ -79,9 +79,9 @@ def check_lists(lists: ReportedLists) -> None:
         f"{twice} of {len(ids)} name a token twice": twice > 0,
         f"the probabilities of one sum to {float(mass.max()):.6g}": not bool((mass <= LARGEST_MASS).all()),
     }
-    if found := [problem for problem, is_so in problems.items() if is_so]:
+    if named := [problem for problem, is_so in problems.items() if is_so]:
         raise EngineError(
-            f"the engine's top-k lists are no part of a distribution: {'; '.join(found)}. Z is made of them, so "
+            f"the engine's top-k lists are no part of a distribution: {'; '.join(named)}. Z is made of them, so "
             f"nothing can be corrected with them; look at how the engine fills top_ids and top_log_probs"
         )
 
@@ -157,11 +157,11 @@ class SamplingEvidence:
         if (share := self._bets.share) >= 1.0:
             raise EngineError(
                 f"the engine reports one distribution and samples from another: over {self._tokens} tokens since the "
-                f"start, {self._most()}"
+                f"start, {self._strongest_bet()}"
             )
         return share
 
-    def _most(self) -> str:
+    def _strongest_bet(self) -> str:
         """Describe, for the error, what the bet with the largest product bets on."""
         largest = int(self._bets.products.argmax()) - len(TILTS)
         if largest < 0:

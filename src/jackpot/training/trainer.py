@@ -1,14 +1,11 @@
-"""The trainer is the loop of a run.
-
-next batch -> check the engine -> advantages -> optimizer steps -> check every token -> send weights -> save, evaluate,
-checkpoint
+"""The trainer, which is the loop of a run.
 
 Status: supported.
 """
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,12 +31,14 @@ from jackpot.training.run_folder.folder import RunFolder, measure_of
 from jackpot.training.run_folder.rollouts import write_rollouts
 
 MetricsLine = dict[str, Any]  # one line of metrics.jsonl
-Traces = dict[str, dict[str, Tensor]]  # as `StepResult.traces`
 OnMetrics = Callable[[MetricsLine], None]
 
 
 class Trainer:
     """The loop that trains a run from its newest checkpoint, or from the start, to its last iteration.
+
+    One iteration: next batch -> check the engine -> advantages -> optimizer steps -> check every token -> send weights
+    -> save, evaluate, checkpoint.
 
     The loop runs in one thread and waits at four places:
     - the sampler: consumes prompts and the weights in the engine, produces a rollout batch. Waits until the engine has
@@ -63,7 +62,10 @@ class Trainer:
         self, components: RunComponents, folder: RunFolder, state: dict[str, Any] | None, on_metrics: OnMetrics
     ) -> None:
         config = components.config
-        self._components, self._config, self._folder, self._on_metrics = components, config, folder, on_metrics
+        self._components = components
+        self._config = config
+        self._folder = folder
+        self._on_metrics = on_metrics
         self._clock = Clock()
 
         self._sampler = Sampler(
@@ -104,7 +106,7 @@ class Trainer:
             TrainingError: a guard stops the run.
             WeightsError: an engine holds other weights than the learner sent.
         """
-        config, parts = self._config, self._components
+        config, components = self._config, self._components
         with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
                 self._finish_iteration({})
@@ -112,37 +114,35 @@ class Trainer:
                 self._rest()
 
             while self.iteration < config.iterations and not stop.requested:
-                number = self.iteration + 1
-                batch = self._sampler.next_batch(number)
+                iteration = self.iteration + 1
+                batch = self._sampler.next_batch(iteration)
 
-                self._versions.append(parts.learner.version)
-                if self._sampler.begin_ahead(number):
+                self._versions.append(components.learner.version)
+                if self._sampler.begin_ahead(iteration):
                     with self._clock("check"):
                         for check in self._engine_checks.values():
                             check.keep_weights()
 
                 with self._clock("train"):
-                    samples = parts.learner.compute_advantages(batch.scored)
+                    samples = components.learner.compute_advantages(batch.scored)
                     mini_batches = list(self._mini_batches(samples))
-                    trace, both = self._saves_rollouts(number), config.uses_rollout_model(number)
-                    results = parts.learner.train(mini_batches, trace, with_rollout_model=both)
+                    trace, uses_rollout_model = self._saves_rollouts(iteration), config.uses_rollout_model(iteration)
+                    steps, gaps = components.learner.train(mini_batches, trace, uses_rollout_model)
 
-                # Results are read newest first, so that each rollout keeps the columns of its first update.
-                traces = {uid: row for result in reversed(results) for uid, row in result.traces.items()}
-                self._check_gaps(number, samples, traces)
+                self._check_gaps(iteration, samples, gaps)
 
-                writers = self._next_writers(number)
+                writers = self._next_writers(iteration)
                 if writers:
                     self._sampler.finish()
-                with self._clock("sync"), stop_recorded(self._folder.event, number, WeightsError):
-                    sent = [parts.send_weights(engine, role) for role, engine in writers.items()]
+                with self._clock("sync"), stop_recorded(self._folder.event, iteration, WeightsError):
+                    sent = [components.send_weights(engine, role) for role, engine in writers.items()]
                 with self._clock("save"):
-                    self._save(number, samples, results, traces)
+                    self._save(iteration, samples, steps)
 
-                sums = batch.sums | training_sums(samples, results, parts, number) | lag_sums(samples, self._versions)
-                sums |= add_sums(*sent)
+                sums = batch.sums | training_sums(samples, steps, components, iteration)
+                sums |= lag_sums(samples, self._versions) | add_sums(*sent)
 
-                self._non_finite.check(results, number)
+                self._non_finite.check(steps, iteration)
                 self._finish_iteration(sums)
 
             self._checkpointer.save_last(self.iteration, self._state)
@@ -155,20 +155,19 @@ class Trainer:
             closing.callback(self._components.close)
             self._record_events()  # events of an unfinished iteration may say why it did not finish
 
-    def _check_engines(self, number: int, rollouts: Sequence[Rollout]) -> None:
-        """Check what the engines report about the rollout batch of iteration `number`."""
+    def _check_engines(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        """Check what the engines report about the rollout batch of `iteration`."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
-                own = [one for one in rollouts if one.sampled_by == role]
-                check.check_batch(self._components.writers[role], own, number)
+                sampled = [rollout for rollout in rollouts if rollout.sampled_by == role]
+                check.check_batch(self._components.writers[role], sampled, iteration)
 
-    def _check_gaps(self, number: int, samples: Sequence[TrainingSample], traces: Traces) -> None:
-        """Check all tokens of iteration `number` by the log-probs of training, before any step on them is saved."""
-        gaps = {uid: row.pop("engine_gap") for uid, row in traces.items()}
+    def _check_gaps(self, iteration: int, samples: Sequence[TrainingSample], gaps: Mapping[str, Tensor]) -> None:
+        """Check all tokens of `iteration` by the log-probs of training, before any step on them is saved."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
-                written = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
-                check.check_gaps(self._components.writers[role], written, gaps, number)
+                sampled = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
+                check.check_gaps(self._components.writers[role], sampled, gaps, iteration)
 
     def _rest(self) -> None:
         """Put to sleep new engines that will get weights before they generate anything."""
@@ -176,9 +175,9 @@ class Trainer:
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()
 
-    def _next_writers(self, number: int) -> dict[Role, Engine]:
-        """Return the engines that will generate rollouts with the weights after iteration `number`, by model."""
-        return self._components.next_writers(number) if self._sampler.takes_weights else {}
+    def _next_writers(self, iteration: int) -> dict[Role, Engine]:
+        """Return the engines that will generate rollouts with the weights after `iteration`, by model."""
+        return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
         """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
@@ -211,26 +210,28 @@ class Trainer:
             pads=self._components.learner.pads,
         )
 
-    def _save(
-        self, number: int, samples: Sequence[TrainingSample], results: Sequence[StepResult], traces: Traces
-    ) -> None:
-        """Record the events of every optimizer step, and write the rollouts of iteration `number` if that is due.
+    def _save(self, iteration: int, samples: Sequence[TrainingSample], steps: Sequence[StepResult]) -> None:
+        """Record the events of every optimizer step, and write the rollouts of `iteration` if that is due.
 
         Per-token log-probs, acceptance and weights in the file are those of the first update on each rollout.
         """
         self._folder.check_in_place()
-        for event in (event for result in results for event in result.events):
-            self._folder.event(number, event)
-        if samples and self._saves_rollouts(number):
-            with self._folder.dispensable(number, "rollouts"):
+        for step in steps:
+            for event in step.events:
+                self._folder.event(iteration, event)
+
+        if samples and self._saves_rollouts(iteration):
+            # Steps are read newest first, so that each rollout keeps the columns of its first update.
+            traces = {uid: row for step in reversed(steps) for uid, row in step.traces.items()}
+            with self._folder.dispensable(iteration, "rollouts"):
                 folder, tokenizer = self._folder.rollouts, self._components.tokenizer
-                write_rollouts(folder, number, samples, traces, tokenizer, self._config)
+                write_rollouts(folder, iteration, samples, traces, tokenizer, self._config)
 
-    def _saves_rollouts(self, number: int) -> bool:
-        return number == 1 or self._is_last(number) or number % self._config.rollouts.every == 0
+    def _saves_rollouts(self, iteration: int) -> bool:
+        return iteration == 1 or self._is_last(iteration) or iteration % self._config.rollouts.every == 0
 
-    def _is_last(self, number: int) -> bool:
-        return number == self._config.iterations
+    def _is_last(self, iteration: int) -> bool:
+        return iteration == self._config.iterations
 
     def _state(self) -> dict[str, Any]:
         """Return what the loop needs to continue after `iteration`, once every batch begun ahead is complete.

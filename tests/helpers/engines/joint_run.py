@@ -44,7 +44,7 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         rollouts = engine.generate(_requests(config, iteration))
         steps = mini_batches(_scored(rollouts), mini_batch_size=len(rollouts), epochs=1, micro_batch_tokens=256, seed=0)
         [micro_batches] = learner.compute_old_log_probs(list(steps))
-        result = learner.update(micro_batches)
+        result, _ = learner.update(micro_batches)
         history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))
         held = engine.update_weights(learner.weights("rollout_model"), learner.version)
         assert held == weights_digest(learner.weights("rollout_model"), engine.capabilities.dtype)

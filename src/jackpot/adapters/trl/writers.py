@@ -32,7 +32,7 @@ from jackpot.rollout.sampler import assign_models
 from jackpot.training.batching import batch_to
 from jackpot.training.components import send_weights
 from jackpot.training.guards import EngineCheck
-from jackpot.training.old_policy import rows_on_host
+from jackpot.training.old_policy import column_on_host
 
 _log = logging.getLogger(__name__)
 
@@ -72,15 +72,14 @@ class TwoModels:
 
     @torch.no_grad()
     def score(
-        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, kept: bool = False
+        self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
         """Compute log-probs as `Learner.score`, without dropout."""
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
             on_device = (batch_to(batch, accelerator.device) for batch in batches)
-            columns = [{"all": list_log_probs(model, batch, sampling)} for batch in on_device]
-        rows = rows_on_host(list(zip(batches, columns, strict=True)))
-        return {uid: row["all"] for uid, row in rows.items()}
+            columns = [list_log_probs(model, batch, sampling) for batch in on_device]
+        return column_on_host(list(zip(batches, columns, strict=True)))
 
 
 class Writers:

@@ -1,18 +1,5 @@
 """Writing and reading of checkpoints, so that a checkpoint on the disk is complete or is known to be damaged.
 
-    checkpoints/step-N/{policy,rollout_model,critic}/   plain save_pretrained folders
-    checkpoints/step-N/moments/ROLE.safetensors         moments of the optimizers
-    checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with `weights_only`
-    checkpoints/step-N/checksums.json                   size and sha256 of every other file
-    checkpoints/last, checkpoints/best           links to one of them
-    checkpoints/step-N.corrupt                   put there by `set_aside`; nothing reads or removes it
-
-N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a killed
-run leaves either a whole checkpoint or a `.partial` folder, which the next start removes. Checksums show later damage.
-
-With several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and computes checksums of
-its part (`models.parts`). Rank 0 writes the rest, checksums.json last, and renames the folder when all ranks are done.
-
 Status: supported.
 """
 
@@ -50,7 +37,9 @@ class CorruptCheckpoint(CheckpointError):
 
     def __init__(self, folder: Path, file: str, why: str) -> None:
         super().__init__(f"{folder / file} {why}")
-        self.folder, self.file, self.why = folder, file, why
+        self.folder = folder
+        self.file = file
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +56,38 @@ class Checkpoint:
             CheckpointError: settings that decide the run's numbers differ; lists them.
         """
         try:
-            old = settings_of(build_config(json.loads(self.state["settings"])))
+            saved_settings = settings_of(build_config(json.loads(self.state["settings"])))
         except ConfigError as error:
             raise CheckpointError(
                 f"the settings in {self.folder / 'state.pt'} do not fit this version:\n{error}\nContinue the run with "
                 f"the version that began it, or give --run another folder"
             ) from error
-        if differing := fixed_changes(Config, old, settings_of(config)):
-            listed = "\n  ".join(map(str, differing))
+        if changes := fixed_changes(Config, saved_settings, settings_of(config)):
+            lines = "\n  ".join(map(str, changes))
             raise CheckpointError(
-                f"{self.folder} is of another run:\n  {listed}\nPut this run's own checkpoints back, or give --run "
+                f"{self.folder} is of another run:\n  {lines}\nPut this run's own checkpoints back, or give --run "
                 f"another folder"
             )
 
 
 class Checkpoints:
-    """The checkpoints of one run: they are written, found and pruned. The `keep` newest ones stay, and the best."""
+    """The checkpoints of one run: they are written, found and pruned. The `keep` newest ones stay, and the best.
+
+        checkpoints/step-N/{policy,rollout_model,critic}/   plain save_pretrained folders
+        checkpoints/step-N/moments/ROLE.safetensors         moments of the optimizers
+        checkpoints/step-N/state.pt                         versions, prompt stream, best; loaded with `weights_only`
+        checkpoints/step-N/checksums.json                   size and sha256 of every other file
+        checkpoints/last, checkpoints/best                  links to one of them
+        checkpoints/step-N.corrupt                          put there by `set_aside`; nothing reads or removes it
+
+    N counts iterations. A checkpoint is written under another name and renamed when every byte is on the disk, so a
+    killed run leaves either a whole checkpoint or a `.partial` folder, which the next start removes. Checksums show
+    later damage.
+
+    With several ranks each writes a part of weights and moments, ROLE-0000R-of-0000N.safetensors, and computes
+    checksums of its part (`models.parts`). Rank 0 writes the rest, checksums.json last, and renames the folder when all
+    ranks are done.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
@@ -174,7 +179,7 @@ class Checkpoints:
 
     def set_aside(self, folder: Path) -> None:
         """Rename a corrupt checkpoint to step-N.corrupt, so that nothing finds or counts it any more."""
-        names = (f"{folder.name}{_CORRUPT}{number or ''}" for number in itertools.count())
+        names = (f"{folder.name}{_CORRUPT}{count or ''}" for count in itertools.count())
         folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
 
     def restore_links(self, best: dict[str, float] | None) -> dict[str, float] | None:
@@ -189,23 +194,22 @@ class Checkpoints:
         Raises:
             CheckpointError: a link cannot be written.
         """
-        kept = best if best and self._step(best["iteration"]).is_dir() else None
         with checkpoint_error_in(self._folder):
             self._link("last", self._steps()[-1])
-            if kept:
-                self._link("best", self._step(kept["iteration"]))
-            else:
-                (self._folder / "best").unlink(missing_ok=True)
-        return kept
+            if best and self._step(best["iteration"]).is_dir():
+                self._link("best", self._step(best["iteration"]))
+                return best
+            (self._folder / "best").unlink(missing_ok=True)
+        return None
 
     def prune(self) -> None:
         """Remove checkpoints that are neither new nor best, then what `remove_unfinished` does."""
         best = self._folder / "best"
-        kept = {path.name for path in self._steps()[-self._keep :]}
+        names = {path.name for path in self._steps()[-self._keep :]}
         if best.is_symlink():
-            kept.add(best.readlink().name)
+            names.add(best.readlink().name)
         for path in self._steps():
-            if path.name not in kept:  # rename it before removal, so that no checkpoint is ever seen half removed
+            if path.name not in names:  # rename it before removal, so that no checkpoint is ever seen half removed
                 path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
         self.remove_unfinished()
 
@@ -220,16 +224,16 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         """List the folders of finished checkpoints, oldest first."""
-        names = (path for path in self._folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
-        return sorted(names, key=_iteration_of)
+        steps = (path for path in self._folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+        return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _link(self, name: str, target: Path) -> None:
-        link, new = self._folder / name, self._folder / f".{name}"
+        link, new_link = self._folder / name, self._folder / f".{name}"
         if link.is_symlink() and link.readlink().name == target.name:
             return  # the link is right, and writing it again could fail on a full disk
-        new.unlink(missing_ok=True)
-        new.symlink_to(target.name)
-        new.replace(link)
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(target.name)
+        new_link.replace(link)
 
 
 class Checkpointer:
@@ -253,8 +257,8 @@ class Checkpointer:
         if state is not None:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
-            for name, number in state["failed"].items():
-                folder.failed[name] += number  # added, since this start may already have counted a failure
+            for name, count in state["failed"].items():
+                folder.failed[name] += count  # added, since this start may already have counted a failure
             with folder.dispensable(self._saved, "removal of old checkpoints"):
                 self._checkpoints.remove_unfinished()
 
@@ -280,12 +284,12 @@ class Checkpointer:
             CheckpointError: it cannot be written; names the iteration that the run would continue from.
         """
         if iteration > max(self._saved, 0) and (error := self._save(iteration, state())):
-            what = (
+            next_start = (
                 f"continues from iteration {self._saved}, the newest checkpoint"
                 if self._saved >= 0
                 else "begins again from iteration 0, as there is no checkpoint, and keeps what it finds in superseded/"
             )
-            raise CheckpointError(f"{error}. Free space there and run the same command: it {what}") from error
+            raise CheckpointError(f"{error}. Free space there and run the same command: it {next_start}") from error
 
     @property
     def _is_best(self) -> bool:
@@ -293,13 +297,12 @@ class Checkpointer:
 
     def _save(self, iteration: int, state: dict[str, Any]) -> CheckpointError | None:
         """Write a checkpoint and prune older ones; return the error where it cannot be written."""
-        parts, is_best = self._components, self._is_best
-        config = parts.config
+        config, is_best = self._components.config, self._is_best
         roles: list[Role] = [role for role in get_args(Role) if getattr(config, role) is not None]
 
         best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
         state |= {"iteration": iteration, "best": best, "failed": self._folder.failed}
-        state |= {"version": list(parts.learner.version), "settings": config.model_dump_json()}
+        state |= {"version": list(self._components.learner.version), "settings": config.model_dump_json()}
 
         self._folder.flush(iteration)
         error = self._try(iteration, roles, state, is_best)
@@ -319,9 +322,9 @@ class Checkpointer:
     def _try(
         self, iteration: int, roles: Sequence[Role], state: dict[str, Any], is_best: bool
     ) -> CheckpointError | None:
-        parts = self._components
+        learner, tokenizer = self._components.learner, self._components.tokenizer
         try:
-            self._checkpoints.save(iteration, parts.learner, roles, parts.tokenizer, state, is_best)
+            self._checkpoints.save(iteration, learner, roles, tokenizer, state, is_best)
         except CheckpointError as error:
             return error
         return None
@@ -368,13 +371,9 @@ def resolve_model_path(model: str) -> str:
     return str(newest_checkpoint(folder, config).folder / "policy")
 
 
-def _iteration_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def _write_checksums(folder: Path, known: Mapping[str, Any]) -> None:
+def _write_checksums(folder: Path, written: Mapping[str, Any]) -> None:
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    checksums = {name: known.get(name) or checksum(folder / name) for name in sorted(names | known.keys())}
+    checksums = {name: written.get(name) or checksum(folder / name) for name in sorted(names | written.keys())}
     (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
 
 
@@ -387,10 +386,10 @@ def _verify(folder: Path) -> None:
     name = _CHECKSUMS
     try:
         for name, written in parse_json(read_foreign(folder / _CHECKSUMS, inside=folder), dict).items():
-            read, size = checksum(check_foreign(folder / name, inside=folder)), written.get("size")
-            if read["size"] != size:
-                raise CorruptCheckpoint(folder, name, f"has {read['size']} bytes, {size} were written")
-            if read != written:
+            current, size = checksum(check_foreign(folder / name, inside=folder)), written.get("size")
+            if current["size"] != size:
+                raise CorruptCheckpoint(folder, name, f"has {current['size']} bytes, {size} were written")
+            if current != written:
                 raise CorruptCheckpoint(folder, name, "has changed since it was written")
 
     except ForeignFileError as error:  # the file is not damaged, so the checkpoint is not set aside
@@ -401,12 +400,12 @@ def _verify(folder: Path) -> None:
         raise CorruptCheckpoint(folder, name, f"cannot be read: {cause_of(error)}") from error
 
 
-def _flush(folder: Path, done: Collection[str]) -> None:
-    """Flush all files in `folder` to the disk, except `done`, before the folder gets its final name."""
+def _flush(folder: Path, flushed: Collection[str]) -> None:
+    """Flush all files in `folder` to the disk, except `flushed`, before the folder gets its final name."""
     for path in folder.rglob("*"):
         if not path.is_file():
             flush_folder(path)
-        elif path.relative_to(folder).as_posix() not in done:
+        elif path.relative_to(folder).as_posix() not in flushed:
             flush_file(path)
     flush_folder(folder)
 

@@ -50,13 +50,15 @@ class Environment:
         """Append the start of this process, which continues after `iteration` (-1: a new run), and write the file.
 
         Returns:
-            Differences from the start before, (before, now) by name; empty for the first start.
+            Differences from the previous start, (previous, current) by name; empty for the first start.
         """
-        before, now = self.newest, _environment()
-        start = {"time": time.time(), "after_iteration": iteration} | now
+        previous, current = self.newest, _environment()
+        start = {"time": time.time(), "after_iteration": iteration} | current
         self._content = {"format": FORMAT, "threads": threads, "starts": [*self._content["starts"], start]}
         write_whole(self._path, json.dumps(self._content, indent=2).encode() + b"\n")
-        return {name: (before.get(name), now[name]) for name in now if before and before.get(name) != now[name]}
+        if not previous:
+            return {}
+        return {name: (previous.get(name), value) for name, value in current.items() if previous.get(name) != value}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -116,9 +118,9 @@ def commit(file: str = __file__) -> str | None:
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", file], capture_output=True, timeout=10.0, check=True)
-        done = subprocess.run(
+        described = subprocess.run(
             [*git, "--no-optional-locks", *describe], capture_output=True, text=True, timeout=10.0, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return described.stdout.strip()

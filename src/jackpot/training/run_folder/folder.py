@@ -1,16 +1,4 @@
-"""The run folder holds everything that a run writes, and all that a later start needs to continue the run.
-
-    config.yaml        resolved settings          environment.json   versions and machine of every start, threads
-    metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
-    rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
-    wandb/             what Weights & Biases gets, with `tracking.wandb`
-    ranks/             the newest command of each rank, where a run has several
-    superseded/        lines and files of iterations that were run again, one folder for each start that found any
-
-Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric for which
-nothing was counted is null. A start removes nothing but half-written files; files that it replaces go to superseded/. A
-full disk does not end the run: lines wait in memory until there is room; a file of rollouts or of an evaluation is
-given up, counted, and named in events.jsonl.
+"""The run folder, which holds everything that a run writes and all that a later start needs to continue the run.
 
 Status: supported.
 """
@@ -110,11 +98,23 @@ def measure_of(values: Mapping[str, Any]) -> Measure | None:
     Args:
         values: metrics of an iteration by name. Without an evaluation among them, None is returned.
     """
-    return next((one for one in get_args(Measure) if values.get(f"eval/policy_{one}") is not None), None)
+    return next((name for name in get_args(Measure) if values.get(f"eval/policy_{name}") is not None), None)
 
 
 class RunFolder:
     """The folder of a run, which one process at a time opens, continues and writes.
+
+        config.yaml        resolved settings          environment.json   versions and machine of every start, threads
+        metrics.jsonl      one line an iteration      events.jsonl       skipped steps and other events
+        rollouts/  eval/  tensorboard/  checkpoints/      .lock              held by the process that trains
+        wandb/             what Weights & Biases gets, with `tracking.wandb`
+        ranks/             the newest command of each rank, where a run has several
+        superseded/        lines and files of iterations that were run again, one folder for each start that found any
+
+    Line 0 of metrics.jsonl is the evaluation before training; line i is the state after iteration i. A metric for which
+    nothing was counted is null. A start removes nothing but half-written files; files that it replaces go to
+    superseded/. A full disk does not end the run: lines wait in memory until there is room; a file of rollouts or of an
+    evaluation is given up, counted, and named in events.jsonl.
 
     `failed` counts, over the whole run, the checkpoints and other files that could not be written.
     """
@@ -241,7 +241,7 @@ class RunFolder:
             environment = Environment(self.path)
             if before and before.threads == config.threads:
                 threads = environment.threads or threads
-            other = environment.add_start(iteration, threads)
+            differences = environment.add_start(iteration, threads)
 
             changed = list(changes(settings_of(before), settings_of(config))) if before else []
             if changed or not before:
@@ -249,10 +249,11 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
 
         if changed:
-            self.event(iteration, {"event": "settings_changed", "changes": {one.key: one[1:] for one in changed}})
-        if before and other:
-            shown = {name: f"{name} {old} -> {new}" for name, (old, new) in other.items()}
-            self.warn(iteration, {"event": "environment_changed"} | shown)
+            values = {change.key: change[1:] for change in changed}
+            self.event(iteration, {"event": "settings_changed", "changes": values})
+        if before and differences:
+            texts = {name: f"{name} {old} -> {new}" for name, (old, new) in differences.items()}
+            self.warn(iteration, {"event": "environment_changed"} | texts)
 
         if config.tracking.wandb:
             try:
@@ -267,18 +268,17 @@ class RunFolder:
     @cached_property
     def _superseded(self) -> Path:
         """Return the folder of this start in superseded/, made when a file first goes there. Nothing reads it."""
-        folders = (self.path / "superseded" / str(number) for number in itertools.count(1))
+        folders = (self.path / "superseded" / str(count) for count in itertools.count(1))
         folder = next(folder for folder in folders if not folder.exists())
         folder.mkdir(parents=True)
         return folder
 
     def supersede(self, paths: Iterable[Path]) -> None:
         """Move files and folders of the run folder to superseded/, under their old names."""
-        with checkpoint_error_in(self.path):
-            for path in paths:
-                target = self._superseded / path.relative_to(self.path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.rename(target)
+        for path in paths:
+            target = self._superseded / path.relative_to(self.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
 
     def rewind(self, iteration: int) -> None:
         """Move lines and files of iterations after `iteration`, where the run continues, to superseded/ (-1: all)."""
@@ -310,16 +310,18 @@ class RunFolder:
 
         path = self.path / name
         texts = _lines(path)
-        kept = list(filter(stays, texts))
-        if len(kept) == len(texts):
+        staying = list(filter(stays, texts))
+        if len(staying) == len(texts):
             return
-        if torn := [number for number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
+
+        if torn := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
             _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
+
         write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
-        if kept == texts[: len(kept)]:
-            os.truncate(path, sum(map(len, kept)))
+        if staying == texts[: len(staying)]:
+            os.truncate(path, sum(map(len, staying)))
         else:
-            write_whole(path, b"".join(kept))
+            write_whole(path, b"".join(staying))
 
     def check_in_place(self) -> None:
         """Refuse to go on if the folder of this process was removed or replaced, since another run may be there now.
@@ -373,14 +375,14 @@ class RunFolder:
         except OSError as error:
             self.failure(iteration, "files/failed", {"event": "write_failed", "file": file, "why": str(error)})
 
-    def save_evaluation(self, iteration: int, of: str, evaluation: "Evaluation") -> None:
-        """Write every problem, response and score of an evaluation as JSON lines; `of` names the model or benchmark."""
-        name = f"eval/iteration-{iteration:06d}-{of}.jsonl"
+    def save_evaluation(self, iteration: int, subject: str, evaluation: "Evaluation") -> None:
+        """Write every problem, response and score of an evaluation of `subject`, a model or a benchmark."""
+        name = f"eval/iteration-{iteration:06d}-{subject}.jsonl"
         rows = zip(evaluation.rollouts, evaluation.responses, evaluation.scores, strict=True)
         lines = (
             {
                 "prompt_uid": rollout.prompt.uid,
-                "sample": number % evaluation.k,
+                "sample": index % evaluation.k,
                 "prompt": rollout.prompt.text,
                 "response": response,
                 "answer": rollout.prompt.answers,
@@ -389,7 +391,7 @@ class RunFolder:
                 "finish": rollout.finish,
                 "reward_error": score.reward_error,
             }
-            for number, (rollout, response, score) in enumerate(rows)
+            for index, (rollout, response, score) in enumerate(rows)
         )
 
         with self.dispensable(iteration, name):
@@ -429,7 +431,7 @@ class RunFolder:
         lines = path.read_text().splitlines() if changed else []
         history = [line for line in lines if line.startswith(_HISTORY)]
         when = f"{_HISTORY} {iteration}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
-        history += [f"{when}: {one.key}: {json.dumps(one.old)} -> {json.dumps(one.new)}" for one in changed]
+        history += [f"{when}: {change.key}: {json.dumps(change.old)} -> {json.dumps(change.new)}" for change in changed]
         text = yaml.safe_dump(settings_of(config), sort_keys=False) + "".join(f"{line}\n" for line in history)
         write_whole(path, text.encode())
 

@@ -1,8 +1,4 @@
-"""Writing of saved rollouts, which are parquet files with one row for each response.
-
-List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each. Columns
-from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the file's metadata.
-"""
+"""Writing of saved rollouts, which are parquet files with one row for each response."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -31,6 +27,9 @@ def write_rollouts(
     config: Config,
 ) -> Path:
     """Write iteration-N.parquet, and remove older files where there are more than `rollouts.keep` (`thin_rollouts`).
+
+    List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each.
+    Columns from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the metadata.
 
     Args:
         folder: the folder `rollouts` of the run folder.

@@ -35,13 +35,13 @@ class RolloutFile:
 
 def list_rollout_files(run: Path) -> tuple[list[RolloutFile], list[str]]:
     """List the files of saved rollouts in a run folder by iteration, with a sentence about each unreadable one."""
-    found, unreadable = [], []
+    files, unreadable = [], []
     for path in sorted((run / "rollouts").glob("iteration-*.parquet")):
         try:
-            found.append(open_rollout_file(path))
+            files.append(open_rollout_file(path))
         except UnreadableRollouts as error:
             unreadable.append(str(error))
-    return found, unreadable
+    return files, unreadable
 
 
 def read_columns(
@@ -83,7 +83,7 @@ def open_rollout_file(path: Path) -> RolloutFile:
         if version != str(SCHEMA_VERSION):
             raise UnreadableRollouts(_why(path, f"its schema version is {version}, this one reads {SCHEMA_VERSION}"))
 
-        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         columns = [group.column(index) for group in groups for index in range(group.num_columns)]
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
 
@@ -104,12 +104,12 @@ def thin_rollouts(folder: Path, keep: int) -> None:
     """
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
-        numbers = sorted(files)
-        neighbours = zip(numbers, numbers[1:], numbers[2:], strict=False)
-        gaps = {number: after - before for before, number, after in neighbours}
-        if keep > 2 and (best := best_rollouts(folder.parent, numbers)) is not None:
+        iterations = sorted(files)
+        neighbours = zip(iterations, iterations[1:], iterations[2:], strict=False)
+        gaps = {iteration: after - before for before, iteration, after in neighbours}
+        if keep > 2 and (best := best_rollouts(folder.parent, iterations)) is not None:
             gaps.pop(best, None)
-        files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else numbers[0]).unlink()
+        files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else iterations[0]).unlink()
 
 
 def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
@@ -120,7 +120,7 @@ def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
     """
     link = run / "checkpoints" / "best"
     best = int(link.readlink().name.split("-")[1]) if link.is_symlink() else -1
-    return max((number for number in iterations if number <= best), default=None)
+    return max((iteration for iteration in iterations if iteration <= best), default=None)
 
 
 def _why(path: Path, why: object) -> str:

@@ -1,11 +1,7 @@
 """Trackers, to which the metrics of a run are sent: TensorBoard, and Weights & Biases (`tracking.wandb`).
 
-Records of TensorBoard are made here and appended by `RunFolder`, which keeps them in memory while the disk is full;
-TensorBoard's own writer would lose them.
-
-Only this file imports wandb, if the settings ask for it. A start that continues a run continues its W&B run too, whose
-id is in wandb/run_id; a start without lines in metrics.jsonl begins a new W&B run. A W&B history can only grow, so
-iterations that are computed again after a kill stand there twice, with equal `iteration`.
+`RunFolder` appends the records of TensorBoard, and keeps them in memory while the disk is full, where TensorBoard's own
+writer would lose them.
 
 Status of Weights & Biases: never run on its target (the service of W&B). It ran offline.
 """
@@ -110,6 +106,10 @@ def wandb_module() -> ModuleType:
 
 class WandbRun:
     """The W&B run of a run folder, begun or continued here, to which lines of metrics.jsonl are sent.
+
+    A start that continues a run continues its W&B run too, whose id is in wandb/run_id; a start without lines in
+    metrics.jsonl begins a new W&B run. A W&B history can only grow, so iterations that are computed again after a kill
+    stand there twice, with equal `iteration`.
 
     Args:
         settings: all settings of the run, which W&B shows.
