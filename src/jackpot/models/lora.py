@@ -28,7 +28,7 @@ from jackpot.core.package import install
 from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
 from jackpot.models.load import in_float32
-from jackpot.models.parts import WHOLE, Dealer, Part, write_part
+from jackpot.models.parts import Dealer, Part, write_part
 from jackpot.models.quantization.training import CodedLinear
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
@@ -126,16 +126,11 @@ def merged_weights(
         yield _plain(name), weight
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write the merged weights to a folder as `save_pretrained` does, and the adapter, if any, to `folder/adapter` in
-    peft's format."""
-    model_writer(model, folder, WHOLE)()
-
-
 def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[], list[Path]]:
     """Gather one part of a model, and return a function that writes the part and returns the files of its weights.
 
-    All ranks have to gather together; each writes by itself. The first rank also writes config and adapter, which are
+    The part has merged weights, in the format of `save_pretrained`. All ranks have to gather together; each writes by
+    itself. The first rank also writes the config and, in peft's format to `folder/adapter`, the adapter: both are
     small. `write_index` completes a folder of several parts.
     """
     adapter = _adapter_parameters(model)
@@ -166,7 +161,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Load into the model's adapter the weights that `save_model` wrote to `folder/adapter`.
+    """Load into the model's adapter the weights that `model_writer` wrote to `folder/adapter`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the adapter was trained on other weights than the model's.

@@ -83,8 +83,11 @@ class Sampler:
         event: Callable[[int, dict[str, Any]], None],
         check: Callable[[int, list[Rollout]], None] = lambda iteration, rollouts: None,
     ) -> None:
-        self._config, self._engines, self._task, self._tokenizer, self._costs = config, engines, task, tokenizer, costs
-        self._prompts, self._clock, self._event, self._check = prompts, clock, event, check
+        self._config = config
+        self._engines, self._costs = engines, costs
+        self._task, self._tokenizer = task, tokenizer
+        self._prompts, self._clock = prompts, clock
+        self._event, self._check = event, check
         self._reserve = batches_in_reserve(config.batch.ahead)
         # Batches that were begun and not yet trained on, by ascending iteration: complete ones, then pending ones.
         self._under_way: dict[int, list[GenerationBatch] | _PendingBatch] = {}
@@ -96,18 +99,19 @@ class Sampler:
         The batch does not depend on the order in which responses ended. With `batch.filter_groups`, groups with equal
         rewards are used only where too few other groups are left after the last generation batch that is allowed.
         """
-        config = self._config
         begun = self._under_way.pop(iteration, None) or self._submit(iteration)
         batches = self._complete(iteration, begun)
 
-        for uid, reason in (item for batch in batches for item in batch.discarded.items()):
-            self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
+        for batch in batches:
+            for uid, reason in batch.discarded.items():
+                self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
 
-        groups, wanted = [group for batch in batches for group in batch.groups], config.batch.prompts
+        groups = [group for batch in batches for group in batch.groups]
         self._record_errors(iteration, groups)
-        if config.batch.filter_groups:
+        if self._config.batch.filter_groups:
             groups.sort(key=lambda group: group.has_equal_rewards)
 
+        wanted = self._config.batch.prompts
         sums = self._sums(batches, groups) | {
             "sampling/gen_batches": Mean.number(len(batches)),
             "sampling/groups_filtered": Mean.number(max(0, len(groups) - wanted)),
@@ -129,14 +133,16 @@ class Sampler:
         """
         config = self._config
         last = min(iteration + config.batch.ahead, config.iterations)
-        numbers = range(max(self._under_way, default=iteration) + 1, last + 1)
-        begins = len(self._under_way) < self._reserve and len(numbers) > 0
-        if begins:
-            self._under_way |= {number: self._submit(number) for number in numbers}
-        elif not any(isinstance(begun, _PendingBatch) for begun in self._under_way.values()):
+        missing = range(max(self._under_way, default=iteration) + 1, last + 1)
+
+        if missing and len(self._under_way) < self._reserve:
+            self._under_way |= {later: self._submit(later) for later in missing}
+            return True
+
+        if not any(isinstance(begun, _PendingBatch) for begun in self._under_way.values()):
             for role in config.writers(iteration):
                 self._engines[role].sleep()
-        return begins
+        return False
 
     @property
     def takes_weights(self) -> bool:
@@ -152,21 +158,22 @@ class Sampler:
         Returns:
             The generation batches of each rollout batch that was begun, by iteration.
         """
-        complete = {number: self._complete(number, begun) for number, begun in self._under_way.items()}
+        complete = {iteration: self._complete(iteration, begun) for iteration, begun in self._under_way.items()}
         self._under_way = {**complete}
         return complete
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for all batches under way, and return them with the prompt stream's state, for a checkpoint."""
-        ahead = {number: [batch.state_dict() for batch in batches] for number, batches in self.finish().items()}
+        ahead = {}
+        for iteration, batches in self.finish().items():
+            ahead[iteration] = [batch.state_dict() for batch in batches]
         return {"prompts": self._prompts.state_dict(), "ahead": ahead}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned: the position of the prompt stream, and the batches begun ahead."""
         self._prompts.load_state_dict(state["prompts"])
-        self._under_way = {
-            number: [GenerationBatch.from_state(one) for one in batches] for number, batches in state["ahead"].items()
-        }
+        ahead = state["ahead"].items()
+        self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
     def _complete(self, iteration: int, begun: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
         """Wait for the rollout batch of an iteration and check it, unless it is already complete and checked."""
@@ -175,30 +182,34 @@ class Sampler:
 
         batches = self._generate(iteration, begun)
         first = next((batch for batch in batches if batch.groups), None)
+
         # Aborted responses are checked too: they are the long ones, and without them the rest would end too often.
         if first:
-            readable = [item for item in first.generated if first.discarded.get(item.uid) != "non_finite"]
+            readable = [rollout for rollout in first.generated if first.discarded.get(rollout.uid) != "non_finite"]
             self._check(iteration, [rollout for rollout in readable if len(rollout.token_ids)])
         return batches
 
     def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:
         """Wait for a generation batch; with `batch.filter_groups` also generate the further batches that are needed."""
-        wanted, filtering = self._config.batch.prompts, self._config.batch.filter_groups
         batches = [self._wait(pending)]
         if iteration == 1:
             self._check_rewards(batches[0].groups)
+
+        filtering = self._config.batch.filter_groups
         while filtering and len(batches) < filtering.max_num_gen_batches:
-            if sum(not group.has_equal_rewards for batch in batches for group in batch.groups) >= wanted:
+            useful = sum(not group.has_equal_rewards for batch in batches for group in batch.groups)
+            if useful >= self._config.batch.prompts:
                 break
             batches.append(self._wait(self._submit(iteration)))
         return batches
 
     def _record_errors(self, iteration: int, groups: Sequence[PromptGroup]) -> None:
         """Record an event for each response whose reward failed."""
-        for member in (member for group in groups for member in group.members if member.score.reward_error):
+        for member in (member for group in groups for member in group.members):
             score = member.score
-            event = {"event": f"reward_{score.reward_error}", "uid": member.rollout.uid, "why": score.error_text}
-            self._event(iteration, event)
+            if score.reward_error:
+                event = {"event": f"reward_{score.reward_error}", "uid": member.rollout.uid, "why": score.error_text}
+                self._event(iteration, event)
 
     def _check_rewards(self, groups: Sequence[PromptGroup]) -> None:
         """Stop a run whose reward fails for every response of its first batch: it would train on nothing but zeros.
@@ -225,13 +236,18 @@ class Sampler:
         """Submit the requests of one generation batch to the engine."""
         for engine in self._engines.values():
             engine.take_metrics()  # drops what an evaluation has left there
+
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
             sampled_by = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
-            streams = []
-            for role in dict.fromkeys(sampled_by):
-                of_role = [request for request, other in zip(requests, sampled_by, strict=True) if other == role]
-                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role))
+
+            by_role: dict[Role, list[Request]] = {}
+            for request, role in zip(requests, sampled_by, strict=True):
+                by_role.setdefault(role, []).append(request)
+            streams = [
+                stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role)
+                for role, of_role in by_role.items()
+            ]
             return _PendingBatch(requests=requests, sampled_by=sampled_by, rollouts=chain(*streams))
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
@@ -249,10 +265,12 @@ class Sampler:
         while len(scoring) < len(members):
             with self._clock("rollout"):
                 rollout = next(pending.rollouts)
-            rollouts[rollout.uid] = rollout = replace(rollout, sampled_by=sampled_by[rollout.uid])
+            rollouts[rollout.uid] = replace(rollout, sampled_by=sampled_by[rollout.uid])
             if reason := discard_reason(rollout):
                 discarded[rollout.uid] = reason
-            if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
+
+            group = members[rollout.prompt.uid]
+            if rollouts.keys() >= set(group):
                 with self._clock("score"):
                     usable = [rollouts[uid] for uid in group if uid not in discarded]
                     wait = start_scoring(usable, self._task, self._tokenizer)
@@ -276,23 +294,21 @@ class Sampler:
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """Make a group of requests for each prompt; the seed of a request is hashed from its uid."""
-        config = self._config
-        uids = [
-            (f"{iteration}/{prompt.uid}#{member}", prompt)
-            for prompt in prompts
-            for member in range(config.batch.group_size)
-        ]
-        return [
-            Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, "sample", uid), sampling=config.sampling)
-            for uid, prompt in uids
-        ]
+        seed, sampling = self._config.seed, self._config.sampling
+        requests = []
+        for prompt in prompts:
+            for member in range(self._config.batch.group_size):
+                uid = f"{iteration}/{prompt.uid}#{member}"
+                requests.append(Request(uid=uid, prompt=prompt, seed=fold_in(seed, "sample", uid), sampling=sampling))
+        return requests
 
     def _sums(self, batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup]) -> Sums:
         """Return the metrics of all generated rollouts and, where two models generate, of each model's rollouts."""
         generated = [rollout for batch in batches for rollout in batch.generated]
         discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
-        drafts = add_sums(*({name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches))
 
+        metrics_of_engines = [{name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches]
+        drafts = add_sums(*metrics_of_engines)
         costs = dict(self._costs)
         if drafts:
             costs["policy"] = _drafted_cost(self._costs, drafts)
@@ -306,15 +322,16 @@ class Sampler:
             if not of_role:
                 continue
             reasons = [discarded[rollout.uid] for rollout in of_role if rollout.uid in discarded]
-            parts = [
-                replace(group, members=[member for member in group.members if member.rollout.sampled_by == role])
+            groups_of_role = [
+                replace(group, members=members)
                 for group in groups
+                if (members := [member for member in group.members if member.rollout.sampled_by == role])
             ]
-            sums_of_role = _rollout_sums(of_role, reasons, [part for part in parts if part.members], costs)
+            sums_of_role = _rollout_sums(of_role, reasons, groups_of_role, costs)
             sums |= {f"{name}_by_{role}": entry for name, entry in sums_of_role.items()}
 
-        written = [rollout.sampled_by == "rollout_model" for rollout in generated]
-        return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
+        by_rollout_model = [rollout.sampled_by == "rollout_model" for rollout in generated]
+        return sums | {"sampling/rollout_model_share": Mean.numbers(by_rollout_model)}
 
     def _group(self, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> PromptGroup:
         """Pair the responses to one prompt with their scores.
@@ -361,22 +378,22 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     if share in (0.0, 1.0):
         return ["rollout_model" if share else "policy"] * len(prompts)
 
-    uids, size = list(dict.fromkeys(prompts)), config.batch.group_size
-    by_hash = sorted(uids, key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
+    by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
+    # How many responses to each prompt the rollout model generates
     if model.split == "prompt":
-        count = int(share * len(uids) + chance)
-        of_prompt = dict.fromkeys(by_hash[:count], size)
+        count = int(share * len(by_hash) + chance)
+        remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)
     else:
-        least, more = divmod(int(share * len(prompts) + chance), len(uids))
-        of_prompt = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
+        least, more = divmod(int(share * len(prompts) + chance), len(by_hash))
+        remaining = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
 
     roles: list[Role] = []
     for uid in prompts:
-        left = of_prompt.get(uid, 0)
-        roles.append("rollout_model" if left > 0 else "policy")
-        of_prompt[uid] = left - 1
+        count = remaining.get(uid, 0)
+        roles.append("rollout_model" if count > 0 else "policy")
+        remaining[uid] = count - 1
     return roles
 
 
@@ -400,7 +417,8 @@ def discard_reason(rollout: Rollout) -> str | None:
     if rollout.finish == "aborted":
         return "aborted"
     log_probs = rollout.rollout_log_probs
-    is_finite = math.isfinite(log_probs.sum()) or log_probs[rollout.sampled_mask].isfinite().all()  # a sum is cheaper
+    # The sum is cheaper and nearly always decides.
+    is_finite = math.isfinite(log_probs.sum()) or log_probs[rollout.sampled_mask].isfinite().all()
     return None if is_finite else "non_finite"
 
 
@@ -417,13 +435,14 @@ def _rollout_sums(
     """
     scored = [member for group in groups for member in group.members]
     scores = [member.score for member in scored]
+    rollouts = [member.rollout for member in scored]
     errors = [score.reward_error for score in scores]
 
-    verdicts = [
-        [member.score.correct for member in group.members if member.score.correct is not None] for group in groups
+    judged = [  # the verdicts of each group; empty where the task has no verdict
+        verdicts
+        for group in groups
+        if (verdicts := [member.score.correct for member in group.members if member.score.correct is not None])
     ]
-    judged = [verdict for verdict in verdicts if verdict]  # empty where the task has no verdict
-
     flops = sum(
         cost.sequence(tokens_read(rollout))
         for role, cost in costs.items()
@@ -433,15 +452,15 @@ def _rollout_sums(
 
     return {
         "reward/mean": Mean.numbers([score.reward for score in scores]),
-        "reward/correct": Mean.numbers([correct for verdict in judged for correct in verdict]),
+        "reward/correct": Mean.numbers([correct for verdicts in judged for correct in verdicts]),
         "reward/timeouts": Mean.numbers([error == "timeout" for error in errors]),
         "reward/errors": Mean.numbers([error in ("crash", "invalid") for error in errors]),
         "reward/retries": Mean.numbers([score.reward_retries for score in scores]),
-        "reward/all_right": Mean.numbers([all(verdict) for verdict in judged]),
-        "reward/all_wrong": Mean.numbers([not any(verdict) for verdict in judged]),
-        "response/tokens": Mean.numbers([len(member.rollout.token_ids) for member in scored]),
-        "response/tool_tokens": Mean.numbers([int((~member.rollout.sampled_mask).sum()) for member in scored]),
-        "response/truncated": Mean.numbers([member.rollout.finish == "length" for member in scored]),
+        "reward/all_right": Mean.numbers([all(verdicts) for verdicts in judged]),
+        "reward/all_wrong": Mean.numbers([not any(verdicts) for verdicts in judged]),
+        "response/tokens": Mean.numbers([len(rollout.token_ids) for rollout in rollouts]),
+        "response/tool_tokens": Mean.numbers([int((~rollout.sampled_mask).sum()) for rollout in rollouts]),
+        "response/truncated": Mean.numbers([rollout.finish == "length" for rollout in rollouts]),
         "response/aborted": Mean.number(discarded.count("aborted") / len(generated)),
         "response/non_finite": Mean.number(discarded.count("non_finite") / len(generated)),
         "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),

@@ -54,9 +54,6 @@ class QuantizedLinear(nn.Module):
         outputs = product(rows, self.quantized).to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.scheme.weights}"
-
 
 def round_to_fp8(states: Tensor) -> Tensor:
     """Round keys or values of any shape to FP8 with the scale 1, clamped to +-448, as vLLM's `kv_cache_dtype="fp8"`

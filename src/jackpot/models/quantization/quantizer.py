@@ -182,13 +182,12 @@ class Scheme:
     activations: Grid | None  # of the activations of each token; None: not quantized, and weights are dequantized first
 
 
-INT8_CHANNELS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature
-INT8_TOKENS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each token
+INT8_ROWS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature or token
 FP8_BLOCKS = Grid(codes=E4M3, rows=BLOCK, columns=BLOCK, scales="power_of_two")
 FP8_TOKEN_BLOCKS = Grid(codes=E4M3, rows=1, columns=BLOCK, scales="power_of_two")
 
 SCHEMES: Mapping[str, Scheme] = {
-    "int8_w8a16": Scheme(weights=INT8_CHANNELS, activations=None),
-    "int8_w8a8": Scheme(weights=INT8_CHANNELS, activations=INT8_TOKENS),
+    "int8_w8a16": Scheme(weights=INT8_ROWS, activations=None),
+    "int8_w8a8": Scheme(weights=INT8_ROWS, activations=INT8_ROWS),
     "fp8": Scheme(weights=FP8_BLOCKS, activations=FP8_TOKEN_BLOCKS),
 }

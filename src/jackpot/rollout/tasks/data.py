@@ -52,9 +52,9 @@ class DataSource:
         first = list(islice(records, COLUMN_SAMPLE))
         if not first:
             raise DataError(f"{self.name} has no rows; give a source that has some")
-        read = make_reader(first, self.benchmark, self.settings)
-        for number, record in enumerate(chain(first, records)):
-            yield read(number, record)
+        read_row = make_reader(first, self.benchmark, self.settings)
+        for index, record in enumerate(chain(first, records)):
+            yield read_row(index, record)
 
 
 def find_source(settings: DataConfig, split: Split) -> DataSource:
@@ -105,9 +105,9 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     names = [source.name for source in sources]
     for index, source in enumerate(sources):
         if names.count(source.name) > 1:
-            taken = {*names, *(other.name for other in sources)}
-            numbered = (f"{source.name}-{number}" for number in count(index + 1))
-            sources[index] = replace(source, name=next(name for name in numbered if name not in taken))
+            used = {*names, *(renamed.name for renamed in sources)}
+            numbered = (f"{source.name}-{suffix}" for suffix in count(index + 1))
+            sources[index] = replace(source, name=next(name for name in numbered if name not in used))
     return sources
 
 
@@ -117,12 +117,12 @@ _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="def
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     """Find the source of a benchmark; a benchmark's only split serves both for training and for testing."""
     benchmark = BENCHMARKS[name]
-    parts = {part.split: part for part in (benchmark.train, benchmark.test) if part}
-    wanted = settings.split or (getattr(benchmark, split) or next(iter(parts.values()))).split
-    if wanted not in parts:
-        raise DataError(f"{name}: {unknown_name('split', wanted, parts)}")
+    splits = {entry.split: entry for entry in (benchmark.train, benchmark.test) if entry}
+    wanted = settings.split or (getattr(benchmark, split) or next(iter(splits.values()))).split
+    if wanted not in splits:
+        raise DataError(f"{name}: {unknown_name('split', wanted, splits)}")
 
-    file, folder = parts[wanted].file, os.environ.get(DATA_FOLDER)
+    file, folder = splits[wanted].file, os.environ.get(DATA_FOLDER)
     if folder and not Path(folder).is_dir():
         raise DataError(f"{DATA_FOLDER} is {folder!r}, which is not a folder; name one, or unset it to use the hub")
     if folder and (path := Path(folder) / file).exists():
@@ -158,13 +158,8 @@ class RowCounts(Counter[str]):
 
     @property
     def kept(self) -> int:
-        """Return the number of rows that became problems."""
-        return self["rows"] - self.left_out
-
-    @property
-    def left_out(self) -> int:
-        """Return the number of rows left out: their answer is missing or too long, or their prompt is too long."""
-        return self["without_answer"] + self["long_answer"] + self["too_long"]
+        """Return the number of rows that became problems: the others lack an answer, or answer or prompt is too long."""
+        return self["rows"] - self["without_answer"] - self["long_answer"] - self["too_long"]
 
 
 class Problems:
@@ -208,8 +203,8 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):
         answered = [row for row in batch if row.answers]
-        short = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
-        verifiable = [row for row in short if row.answers]
+        readable = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
+        verifiable = [row for row in readable if row.answers]
         sized = zip(verifiable, measure(verifiable), strict=True)
         chosen = [(row, size) for row, size in sized if limit is None or size.tokens <= limit]
 

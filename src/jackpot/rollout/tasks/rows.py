@@ -65,15 +65,18 @@ class _OpenFile:
 
     def __init__(self, path: Path, content: Any) -> None:
         """Take over `content`, the binary file at `path`, decompressed where the file is compressed."""
-        self.content, self.done = content, 0
+        self.content = content
+        self.done = 0
         self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
 
     def lines(self) -> Iterator[str]:
+        """Yield every line as text, and count it."""
         while line := self._bounded(self.content.readline, LONGEST_LINE):
             yield str(line, "utf-8-sig")
             self.done += 1
 
     def whole(self) -> str:
+        """Return the whole file as text."""
         return str(self._bounded(self.content.read, LARGEST_JSON), "utf-8-sig")
 
     def _bounded(self, read: Callable[[int], bytes], largest: int) -> bytes:
@@ -148,7 +151,8 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
     """
     for path in files:
         suffix = kind_of(path) or ""
-        kind, file = _KINDS[suffix.removesuffix(GZIP)], None
+        kind = _KINDS[suffix.removesuffix(GZIP)]
+        file = None
 
         try:
             with open_foreign(path) as stored, gzip.open(stored) if suffix.endswith(GZIP) else stored as content:
@@ -186,8 +190,8 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
         if kind_of(file) and file.is_file() and not re.search(r"(^|/)\.", str(file.relative_to(path)))
     ]
     if not files:
-        said = f"is not one of {_LISTED}, and holds none" if path.exists() else "does not exist"
-        raise DataError(f"{path} {said}; give the path of a {_LISTED} file, or of a folder of them")
+        problem = f"is not one of {_LISTED}, and holds none" if path.exists() else "does not exist"
+        raise DataError(f"{path} {problem}; give the path of a {_LISTED} file, or of a folder of them")
 
     nameless = [file for file in files if not _SPLIT.search(str(file.relative_to(path)))]
     if split is None and nameless == files:
@@ -210,10 +214,10 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether a path belongs to a split: the innermost part that names any split names this split."""
+    """Return whether a path belongs to a split: its innermost file or folder name with any split has this split."""
     before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 belongs to train
     wanted = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
-    innermost = next((part for part in reversed(path.parts) if wanted.search(part) or _SPLIT.search(part)), "")
+    innermost = next((name for name in reversed(path.parts) if wanted.search(name) or _SPLIT.search(name)), "")
     return bool(wanted.search(innermost))
 
 
@@ -234,16 +238,17 @@ def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterato
     Raises:
         DataError: the package `datasets` is missing, or the data set cannot be fetched or has no such subset or split.
     """
-    name, number = f"{path} ({', '.join(filter(None, [subset, split]))})", 0
+    name = f"{path} ({', '.join(filter(None, [subset, split]))})"
+    count = 0
     try:
         from datasets import load_dataset  # takes a second to import, and most runs do not need it
 
-        for number, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
-            yield Record(f"{name} row {number}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
+        for count, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
+            yield Record(f"{name} row {count}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
     except Exception as error:  # datasets, huggingface_hub, httpx, fsspec and pyarrow have no common error class
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some errors contain a traceback
+        message = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some errors contain a traceback
         raise DataError(
-            f"{name} cannot be fetched from the hub, after row {number}: {said}. It needs the package datasets "
+            f"{name} cannot be fetched from the hub, after row {count}: {message}. It needs the package datasets "
             f"({install('train')}). Check its name, subset and split, and the connection (a private one needs "
             f"HF_TOKEN); or {instead}"
         ) from error
@@ -286,40 +291,43 @@ def make_reader(
     Raises:
         DataError: a column is missing (lists the columns there are).
     """
-    chosen, column = settings.columns, partial(_column, first)
-    problems = [chosen.problem] if chosen.problem else benchmark.problem
-    parts = [column("problem", [name]) for name in _IN_BRACES.findall(problems[0])]
-    problem = problems[0] if parts else column("problem", problems)
-    answer = column("answer", [chosen.answer] if chosen.answer else list(benchmark.answer))
-    options = [column("options", [name]) for name in chosen.options]
+    columns, choose_column = settings.columns, partial(_column, first)
+    problem_columns = [columns.problem] if columns.problem else benchmark.problem
+    joined = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
+    problem_column = problem_columns[0] if joined else choose_column("problem", problem_columns)
+    answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
+    option_columns = [choose_column("options", [name]) for name in columns.options]
 
-    uids = [name for name in benchmark.uid if any(name in record.values for record in first)]
-    uids = [] if chosen.uid == ROW_NUMBER else [chosen.uid] if chosen.uid else uids
-    uid = column("uid", uids) if uids else None
+    uid_column = None
+    if columns.uid != ROW_NUMBER:
+        present = [name for name in benchmark.uid if any(name in record.values for record in first)]
+        uid_columns = [columns.uid] if columns.uid else present
+        uid_column = choose_column("uid", uid_columns) if uid_columns else None
 
-    form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer, "plain"))
+    form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
-    def read(number: int, record: Record) -> DataRow:
-        values, uid_text = record.values, str(number)
+    def read(index: int, record: Record) -> DataRow:
+        values, uid = record.values, str(index)
         try:
-            asked = _needed("problem", problem, _problem(values, problem))
-            in_column = _lookup(values, answer)
-            found = in_column if isinstance(in_column, list) else [in_column]
-            texts = [text and extract(text) for text in (_text(value, answer) for value in found)]
+            problem = _needed("problem", problem_column, _problem(values, problem_column))
+            in_column = _lookup(values, answer_column)
+            given = in_column if isinstance(in_column, list) else [in_column]
+            texts = [_text(value, answer_column) for value in given]
+            answers = [text and extract(text) for text in texts]
 
-            if options:
-                listed, choose = _choice(values, options)
-                asked = append(asked, listed)
-                integers = [isinstance(value, int) for value in found]
-                texts = [text and choose(text, flag) for text, flag in zip(texts, integers, strict=True)]
+            if option_columns:
+                listed, choose = _choice(values, option_columns)
+                problem = append(problem, listed)
+                are_integers = [isinstance(value, int) for value in given]
+                answers = [answer and choose(answer, flag) for answer, flag in zip(answers, are_integers, strict=True)]
 
-            if uid is not None:
-                text = _text(_lookup(values, uid), uid)
-                uid_text = _needed("uid", uid, text) if chosen.uid else text or f"row-{number}"
+            if uid_column is not None:
+                text = _text(_lookup(values, uid_column), uid_column)
+                uid = _needed("uid", uid_column, text) if columns.uid else text or f"row-{index}"
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
-        return DataRow(uid_text, asked, tuple(dict.fromkeys(filter(None, texts))), record.where)
+        return DataRow(uid, problem, tuple(dict.fromkeys(filter(None, answers))), record.where)
 
     return read
 
@@ -370,9 +378,11 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
     """
     if _IN_BRACES.search(column):
         return _IN_BRACES.sub(lambda match: _text(_lookup(values, match[1]), match[1]) or "", column).strip() or None
+
     value = _lookup(values, column)
     if not isinstance(value, list):
         return _text(value, column)
+
     messages = tuple(_message(message, column) for message in value)
     if messages and messages[-1].role == "assistant":
         raise DataError(
@@ -383,10 +393,10 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
 
 
 def _message(value: Any, column: str) -> Message:
-    """Return a chat message, whose content may be a list of parts, as long as all parts are text."""
+    """Return a chat message, whose content may be a list of entries, as long as all entries are text."""
     role, content = (_lookup(value, name) for name in ("role", "content"))
-    if isinstance(content, list) and all(_lookup(part, "type") == "text" for part in content):
-        content = "".join(str(_lookup(part, "text", "")) for part in content)
+    if isinstance(content, list) and all(_lookup(entry, "type") == "text" for entry in content):
+        content = "".join(str(_lookup(entry, "text", "")) for entry in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(
             f"column {column!r} holds a list with {value!r:.80}; chat messages are "
@@ -428,18 +438,19 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
         named = [(names, answer)]
         if not is_integer or labels is not None:
             named += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
-        found = [texts.index(text) for texts, text in named if texts.count(text) == 1]
+        indices = [texts.index(text) for texts, text in named if texts.count(text) == 1]
         if labels is None and answer.isdecimal():
-            found.append(int(answer))
+            indices.append(int(answer))
 
-        if not found or found[0] >= len(plain):
+        if not indices or indices[0] >= len(plain):
             raise DataError(
                 f"the answer {answer!r:.80} is none of the {len(plain)} options ({', '.join(names)}); it is a label, a "
                 f"number from 0, or the text of an option: set columns.answer or answers"
             )
-        return choice(ascii_uppercase[found[0]], plain[found[0]])
+        return choice(ascii_uppercase[indices[0]], plain[indices[0]])
 
-    return "\n" + "".join(f"\n{letter}. {text}" for letter, text in zip(ascii_uppercase, plain, strict=False)), choose
+    lines = [f"\n{letter}. {text}" for letter, text in zip(ascii_uppercase, plain, strict=False)]
+    return "\n" + "".join(lines), choose
 
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
@@ -459,19 +470,17 @@ def _text(value: Any, column: str) -> str | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN stands for a missing value
         return None
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and _is_readable(value):
+
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if is_number and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
     if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half of a surrogate pair
         raise DataError(
             f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number, below 1e300"
         )
     return value.strip() or None
-
-
-def _is_readable(number: float | Decimal) -> bool:
-    """Tell whether a number is finite and below `_LARGEST_NUMBER`."""
-    return (isinstance(number, int) or math.isfinite(number)) and abs(number) < _LARGEST_NUMBER
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:

@@ -47,9 +47,9 @@ def parse_structure(text: str) -> Structure | None:
         return Structure("union", tuple(union), False)
     if len(members := _members(text, _SEPARATOR)) > 1:
         return Structure("list", members, False)
-    return _bracketed(text) or (
-        Structure("ratio", tuple(part.strip() for part in text.split(":")), True) if _RATIO.fullmatch(text) else None
-    )
+    if bracketed := _bracketed(text):
+        return bracketed
+    return Structure("ratio", tuple(map(str.strip, text.split(":"))), True) if _RATIO.fullmatch(text) else None
 
 
 def _bracketed(text: str) -> Structure | None:
@@ -61,21 +61,21 @@ def _bracketed(text: str) -> Structure | None:
     inside = text[len(opening) : -len(closing)]
     if opening == r"\{":
         return Structure("set", _members(inside, "[,;]"), False)
-    parts = split_outside_brackets(inside, "[,;]")
-    return Structure(opening + closing, tuple(parts), True) if len(parts) > 1 and all(parts) else None
+    members = split_outside_brackets(inside, "[,;]")
+    return Structure(opening + closing, tuple(members), True) if len(members) > 1 and all(members) else None
 
 
 def _members(text: str, separator: str) -> tuple[str, ...]:
     r"""Return the members of a list or set; `1 \pm x` is `1 + x` and `1 - x`."""
     members: list[str] = []
-    for part in filter(None, split_outside_brackets(text, separator)):
-        is_pair = len(_PLUS_MINUS.findall(part)) == 1 and _bracketed(part) is None
-        members += [_PLUS_MINUS.sub(sign, part).removeprefix("+") for sign in "+-"] if is_pair else [part]
+    for member in filter(None, split_outside_brackets(text, separator)):
+        is_pair = len(_PLUS_MINUS.findall(member)) == 1 and _bracketed(member) is None
+        members += [_PLUS_MINUS.sub(sign, member).removeprefix("+") for sign in "+-"] if is_pair else [member]
     return tuple(members)
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each part."""
+    """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each piece."""
     cuts = [0]
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):

@@ -138,23 +138,24 @@ def read_unit(text: str, symbols: bool) -> str | None:
         return _K
     if unit := _product(text, symbols):
         return unit
+
     words = [word for word in re.split(r"[\s.]+", text.lower()) if word]
-    parts = [part for word in words for part in word.split("/")]
-    if any(_MEANINGFUL & {part, _singular(part)} or _MILLIONS.fullmatch(part) for part in parts):
+    simple = re.split(r"[\s./]+", text.lower())
+    if any(_MEANINGFUL & {word, _singular(word)} or _MILLIONS.fullmatch(word) for word in simple):
         return None
     if len(words) > _MOST_WORDS or any(map(_NO_LABEL.search, words)) or (len(words) == 1 and len(words[0]) == 1):
         return None
     return LABEL if words else ""
 
 
-def units_agree(given: str, wanted: str) -> bool:
+def units_agree(answer: str, reference: str) -> bool:
     """Return whether an answer's unit fits the reference's unit.
 
     The units must be equal, where both have one. A label of the reference, such as `apples`, fits every unit.
     """
-    if given == _K:
-        return wanted in (_K, "kelvin")
-    return given in ("", wanted) or wanted in ("", LABEL) or (given, wanted) == ("kelvin", _K)
+    if answer == _K:
+        return reference in (_K, "kelvin")
+    return answer in ("", reference) or reference in ("", LABEL) or (answer, reference) == ("kelvin", _K)
 
 
 def _product(text: str, symbols: bool) -> str | None:
