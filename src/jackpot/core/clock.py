@@ -24,15 +24,15 @@ class Seconds(NamedTuple):
     wall: float = 0.0  # wall-clock time, seconds
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
-    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
-        """Return this time and `times` the other one."""
-        return Seconds(self.wall + times * other.wall, self.processor + times * other.processor)
+    def plus(self, seconds: "Seconds", times: float = 1.0) -> "Seconds":
+        """Return this time plus `times` times another time."""
+        return Seconds(self.wall + times * seconds.wall, self.processor + times * seconds.processor)
 
 
 class Clock:
     """A timer that adds up the time of each phase of an iteration: `with clock("rollout"): ...`.
 
-    The times of all phases add up to the whole time: a phase inside another one counts to the inner phase alone, and
+    The times of all phases add up to the whole time: a phase inside another phase counts to the inner phase alone, and
     time outside of all phases to the phase `other`.
     """
 
@@ -66,12 +66,12 @@ class Clock:
         """Return the time of each phase since the last call, and start again from 0."""
         now = _now()
         rest = now.plus(self._begin, -1.0)
-        for spent in self._seconds.values():
-            rest = rest.plus(spent, -1.0)
+        for seconds in self._seconds.values():
+            rest = rest.plus(seconds, -1.0)
 
-        seconds = self._seconds | {"other": rest}
+        by_phase = self._seconds | {"other": rest}
         self._seconds, self._begin = {}, now
-        return seconds
+        return by_phase
 
 
 def _now() -> Seconds:

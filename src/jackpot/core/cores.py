@@ -26,9 +26,10 @@ def free_cores() -> int:
     """
     cores = _usable_cores()
     try:
-        before, spent, since = _STAT.read_text(), time.process_time(), time.perf_counter()
+        before = _STAT.read_text()
+        processor_time, start = time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
-        used_here = (time.process_time() - spent) / (time.perf_counter() - since)
+        used_here = (time.process_time() - processor_time) / (time.perf_counter() - start)
         busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - used_here)
     except OSError:  # no /proc
         busy = os.getloadavg()[0]
@@ -38,10 +39,12 @@ def free_cores() -> int:
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
     """Return how many of `cores` were busy between two readings of /proc/stat, for other virtual machines too."""
     first, last = _ticks(before), _ticks(after)
-    spent = [
-        [end - begin for begin, end in zip(first[core], last[core], strict=True)] for core in last if core in cores
-    ]
-    return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in spent)
+    busy = 0.0
+    for core in last:
+        if core in cores:
+            ticks = [end - begin for begin, end in zip(first[core], last[core], strict=True)]
+            busy += 1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks))
+    return busy
 
 
 def _usable_cores() -> Collection[int]:

@@ -20,7 +20,7 @@ _GPU_ROWS = 1024  # at once: products of 32 MiB
 
 
 class WeightsDigest:
-    """The digest of tensors that are added one by one, in any order.
+    """The digest of named tensors, which are added in any order.
 
     The bytes of a tensor, in row-major order and padded with zeros to whole words, are signed 32-bit words w. Every row
     of 4096 words becomes one sum with fixed odd keys k,
@@ -84,8 +84,8 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     sums: list[Tensor] = []
     for chunk in chunks:
-        numbers = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
-        sums += _chunk_sums(_words(numbers), keys, products)
+        converted = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
+        sums += _chunk_sums(_words(converted), keys, products)
     return torch.cat(sums)
 
 

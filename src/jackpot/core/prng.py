@@ -28,21 +28,21 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 
-def fold_in(*parts: int | str) -> int:
+def fold_in(*purpose: int | str) -> int:
     """Hash the purpose of a stream of numbers, such as (seed, uid, "obrs", epoch), to its key, an unsigned 64-bit int.
 
-    As `jax.random.fold_in`, for any number of parts. Different parts give different keys, up to a chance of 2**-64:
-    type and length of every part are hashed with it, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
+    As `jax.random.fold_in`, for any number of entries. Different purposes give different keys, up to a chance of
+    2**-64: type and length of every entry are hashed too, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
 
     Raises:
-        TypeError: a part is neither an int nor a str.
+        TypeError: an entry is neither an int nor a str.
     """
     digest = blake2b(digest_size=8)
-    for part in parts:
-        if type(part) not in (int, str):
-            raise TypeError(f"fold_in takes ints and strings, got {part!r} ({type(part).__name__})")
-        data = str(part).encode()
-        digest.update(f"{type(part).__name__}:{len(data)}:".encode() + data)
+    for entry in purpose:
+        if type(entry) not in (int, str):
+            raise TypeError(f"fold_in takes ints and strings, got {entry!r} ({type(entry).__name__})")
+        data = str(entry).encode()
+        digest.update(f"{type(entry).__name__}:{len(data)}:".encode() + data)
     return int.from_bytes(digest.digest(), "big")
 
 

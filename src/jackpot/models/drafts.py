@@ -26,14 +26,14 @@ class Verdict(NamedTuple):
     """The result of verifying the draft in each of `N` positions."""
 
     accepted: Tensor  # [N] bool
-    others: Tensor  # [N] int64, the token to take where the draft was not accepted, or none was made
+    replacements: Tensor  # [N] int64, the token to take where the draft was not accepted, or none was made
     log_probs: Tensor  # [N, V] log m, nats
 
 
 def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:
     """Accept or replace the draft in each of `N` positions that do not depend on each other.
 
-    Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where it is NaN.
+    Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where `draft_probs` is NaN.
 
     Args:
         log_probs: log p, [N, V].
@@ -50,14 +50,14 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     residual = (probs - draft_probs).clamp_(min=0.0)
     is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where `draft_probs` is NaN
     residual = torch.where(is_empty, probs, residual)
-    others = sample_tokens(residual, uniforms[:, 1])
+    replacements = sample_tokens(residual, uniforms[:, 1])
 
     if lam < 1.0:
-        kept = torch.minimum(draft_probs, probs / lam)
-        rejected = (draft_probs - kept).sum(-1, keepdim=True)  # 1 - sum kept, without its rounding
-        mixed = kept + rejected * residual / residual.sum(-1, keepdim=True)
+        accepted_mass = torch.minimum(draft_probs, probs / lam)  # q a
+        rejected = (draft_probs - accepted_mass).sum(-1, keepdim=True)  # 1 - sum q a, without the rounding of 1 - ...
+        mixed = accepted_mass + rejected * residual / residual.sum(-1, keepdim=True)
         log_probs = torch.where(is_draft, mixed.log(), log_probs)
-    return Verdict(accepted[:, 0], others, log_probs)
+    return Verdict(accepted[:, 0], replacements, log_probs)
 
 
 def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:

@@ -70,7 +70,9 @@ def pad_tokens(rows: Sequence[Sequence[int]], side: PaddingSide, device: torch.d
     width = max(map(len, rows))
     gaps = [[0] * (width - len(row)) for row in rows]
     padded = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
-    lengths, columns = torch.tensor([[len(row)] for row in rows]), torch.arange(width)
+
+    columns = torch.arange(width)
+    lengths = torch.tensor([[len(row)] for row in rows])
     mask = columns >= width - lengths if side == "left" else columns < lengths
     return upload(torch.tensor(padded, dtype=torch.int64), device), upload(mask, device)
 
@@ -170,20 +172,20 @@ def predicting_hidden(
         prompts, response_ids = torch.where(prompt_mask, prompt_ids, 0), torch.where(response_mask, response_ids, 0)
         mask = torch.cat([prompt_mask[prompt_index], response_mask[:, :-1]], dim=1)
 
-    read = response_ids[:, :-1]  # the last token predicts nothing
+    inputs = response_ids[:, :-1]  # the last token predicts nothing
 
     if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
-        states = _states(model, torch.cat([prompts[prompt_index], read], dim=1), mask, None)
+        states = _states(model, torch.cat([prompts[prompt_index], inputs], dim=1), mask, None)
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
 
     # Without the config a sliding layer keeps all tokens too, and the mask hides those outside of the window.
     cache = DynamicCache()
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
 
-    if not read.shape[1]:
+    if not inputs.shape[1]:
         return first[:, : response_ids.shape[1]]
     cache.reorder_cache(prompt_index)  # pyright: ignore[reportArgumentType] (any int64 tensor); carries gradient
-    return torch.cat([first, _states(model, read, mask, cache)], dim=1)
+    return torch.cat([first, _states(model, inputs, mask, cache)], dim=1)
 
 
 def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: DynamicCache | None) -> Tensor:
@@ -214,9 +216,9 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
 def can_pack(model: PreTrainedModel) -> bool:
     """Tell whether a model can read a micro-batch as one row without padding, each sequence as if it stood alone.
 
-    It cannot where a layer does more than attention over plain keys (`keeps_plain_keys`), where its attention cannot be
-    replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron and StableLM, or
-    where the rotary angles depend on the sequence length.
+    A model cannot where a layer does more than attention over plain keys (`keeps_plain_keys`), where the attention
+    cannot be replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron and
+    StableLM, or where the rotary angles depend on the sequence length.
     """
     layers = {type(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     return _is_length_free(model) and replaces_attention(backbone(model)) and all(map(_passes_options_on, layers))
@@ -228,10 +230,10 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     function = inspect.unwrap(layer_class.forward)
     parameters = inspect.signature(function).parameters
     options = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
-    read = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
+    names_in_code = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
 
     # A layer without a cache has no attention.
-    return "past_key_values" not in parameters or bool(options & read)
+    return "past_key_values" not in parameters or bool(options & names_in_code)
 
 
 _ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
@@ -241,9 +243,9 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     """Tell whether a prompt's keys and values, computed once, serve all its responses exactly.
 
     They do not where a layer caches other things (`keeps_plain_keys`), where the rotary angles depend on the sequence
-    length, or where activations are checkpointed: their forward pass in backward would write to the cache again. Nor
-    where weights are sharded: all ranks have to run the same number of passes, and a micro-batch takes two passes of
-    the backbone only if a prompt has several responses.
+    length, or where activations are checkpointed: the second forward pass, in backward, would write to the cache again.
+    Prompts are not shared where weights are sharded either: all ranks have to run the same number of passes, and a
+    micro-batch takes two passes of the backbone only if a prompt has several responses.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return not model.is_gradient_checkpointing and _is_length_free(model) and not is_sharded

@@ -5,8 +5,8 @@ in transformers, every step reads and writes all tokens. Here each part is a sin
 gradient in closed form. It goes over the tokens in runs that stay in the cache, and keeps little more for backward than
 the products around it: for an RMSNorm its input, for a gated MLP the two products before the gate.
 
-`fuse` lets the modules of a loaded model compute so. They keep their classes, parameters and names, and compute as
-before what these functions do not know, such as a layer with an adapter. There is no second derivative.
+`fuse` gives these functions to the modules of a loaded model. The modules keep their classes, parameters and names,
+and compute as before what the functions do not know, such as a layer with an adapter. There is no second derivative.
 """
 
 import inspect
@@ -80,7 +80,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute d w = sum g n and d x = r (g w - n mean(g w n)), with r = 1 / sqrt(mean x^2 + eps) and n = x r."""
         x, weight, scale = ctx.saved_tensors
-        rows, grads, wide = _rows(x), _rows(grad), weight.to(_WIDE)
+        rows, grads = _rows(x), _rows(grad)
+        wide = weight.to(_WIDE)
         to_x, to_weight = torch.empty_like(rows), torch.zeros_like(wide)
 
         for run in _runs(len(rows), CHUNK // rows.shape[1]):
@@ -105,7 +106,8 @@ class GatedProduct(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        gates, ups, transposed = _rows(gate), _rows(up), weight.to(gate.dtype).t()
+        gates, ups = _rows(gate), _rows(up)
+        transposed = weight.to(gate.dtype).t()
         out = gates.new_empty((len(gates), len(weight)))
         for run in _runs(len(gates), PRODUCT_ROWS):
             torch.mm(silu(gates[run]).mul_(ups[run]), transposed, out=out[run])
@@ -117,7 +119,8 @@ class GatedProduct(torch.autograd.Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        gates, ups, grads, matrix = _rows(gate), _rows(up), _rows(grad), weight.to(gate.dtype)
+        gates, ups = _rows(gate), _rows(up)
+        grads, matrix = _rows(grad), weight.to(gate.dtype)
         to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
         to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
 
@@ -173,11 +176,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
     else:
-        total += left @ right
+        total += a @ b
 
 
 def fuse(model: PreTrainedModel) -> int:
@@ -207,8 +210,9 @@ def _norm(module: nn.Module) -> Forward | None:
     if not (is_known and _takes_one(module)):
         return None
 
-    forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.get_parameter("weight")))
-    agrees = all(_agree(module.forward, forward, [numbers.to(dtype)], module) for dtype in TOLERANCES)
+    forward = partial(_run_norm, module, module.forward)
+    inputs = _random_inputs(4, len(module.get_parameter("weight")))
+    agrees = all(_agree(module.forward, forward, [inputs.to(dtype)], module) for dtype in TOLERANCES)
     return forward if agrees else None
 
 
@@ -225,8 +229,9 @@ def _mlp(module: nn.Module) -> Forward | None:
     if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:
         return None
 
-    forward, numbers = partial(_run_mlp, module, module.forward), _numbers(4, linears["gate_proj"].in_features)
-    return forward if _agree(module.forward, forward, [numbers], module) else None
+    forward = partial(_run_mlp, module, module.forward)
+    inputs = _random_inputs(4, linears["gate_proj"].in_features)
+    return forward if _agree(module.forward, forward, [inputs], module) else None
 
 
 def _run_mlp(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
@@ -263,8 +268,8 @@ def _rotates_alike(before: Forward) -> bool:
     """Tell whether a model's own rotation computes what `_rotate` does."""
     if list(inspect.signature(before).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
-    queries, keys = _numbers(2, 3, 4, 6), _numbers(2, 1, 4, 6)
-    angles = [_numbers(2, 4, 6), _numbers(2, 4, 6) + 1.0]
+    queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)
+    angles = [_random_inputs(2, 4, 6), _random_inputs(2, 4, 6) + 1.0]
     try:
         return _agree(lambda q, k: before(q, k, *angles), lambda q, k: _rotate(before, q, k, *angles), [queries, keys])
     except RuntimeError:  # it takes angles of another shape
@@ -279,11 +284,11 @@ def _rotate(before: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **o
     return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
 
 
-def _numbers(*shape: int) -> Tensor:
+def _random_inputs(*shape: int) -> Tensor:
     """Return random numbers in rows of two sizes: sums of squares are far above a norm's epsilon, or near it."""
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    numbers[::2] *= 1e-3
-    return numbers
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    inputs[::2] *= 1e-3
+    return inputs
 
 
 @torch.enable_grad()
@@ -300,7 +305,7 @@ def _agree(before: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn
         for run in (before, fused):
             outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            factors = [_numbers(*output.shape).to(output.dtype) for output in outputs]
+            factors = [_random_inputs(*output.shape).to(output.dtype) for output in outputs]
             results.append([*outputs, *torch.autograd.grad(outputs, [*leaves, *weights], factors)])
 
     tolerance = TOLERANCES[inputs[0].dtype]

@@ -103,8 +103,10 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     """
     device = torch.device(mesh.device_type)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    root = Gathered(models, device)
     before = {name: _ties(model) for name, model in models.items()}
-    root, units = Gathered(models, device), []
+
+    units = []
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
@@ -151,7 +153,7 @@ def gather(
 
         rank = rank_of(name, tensor.nbytes)
         bucket = buckets.setdefault(rank, [])
-        if bucket and sum(other.nbytes for _, other in bucket) + tensor.nbytes > BUCKET:
+        if bucket and sum(waiting.nbytes for _, waiting in bucket) + tensor.nbytes > BUCKET:
             yield from _gathered(bucket, rank)
             bucket.clear()
         bucket.append((name, tensor))

@@ -231,13 +231,13 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
     except _LOADING_ERRORS:
         return None  # `_read` raises the error, or loads the model in its way
 
-    read = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
-    is_plain = read.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in read)
+    parameters = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
+    is_plain = parameters.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in parameters)
     if not is_plain or any(name in weights for name, _ in model.named_buffers()):
         return None
 
-    for name, weight in read.items():
-        if weight.shape == weights[name].shape:  # else `_check_fit` refuses it
+    for name, weight in parameters.items():
+        if weight.shape == weights[name].shape:  # else `_check_fit` refuses the weight
             weight.data = weights[name]
 
     model.name_or_path = model.config.name_or_path = source
@@ -452,9 +452,9 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def _place(path: str | Path, source: str, error: Exception) -> str:
     """Describe where a library looked for a model, with the class and the first line of the library's error."""
     lines = str(error).strip().splitlines()
+    message = lines[0].rstrip(".") if lines else "no message"
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
-    said = lines[0].rstrip(".") if lines else "no message"
-    return f"{where}: {type(error).__name__}: {said}{REMEDIES.get(source, '')}"
+    return f"{where}: {type(error).__name__}: {message}{REMEDIES.get(source, '')}"
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:

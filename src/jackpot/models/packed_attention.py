@@ -123,8 +123,10 @@ def packed_attention(
     unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
     unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if packed is None or unknown or not getattr(module, "is_causal", True):
-        what = f"takes {', '.join(unknown)}" if unknown else "is not causal, or is not given the arguments of the model"
-        raise ModelError(f"the attention of {type(module).__name__} {what}, so it cannot read rows without padding")
+        reason = "is not causal, or is not given the arguments of the model"
+        if unknown:
+            reason = f"takes {', '.join(unknown)}"
+        raise ModelError(f"the attention of {type(module).__name__} {reason}, so it cannot read rows without padding")
 
     window = packed.window(module.layer_idx, sliding_window)
 
@@ -147,7 +149,7 @@ def _by_block(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """Return the output [S, heads, D'], one block of the plan after the other."""
-    row, outputs = plan.row, []
+    row = plan.row
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # CUDA's kernels take grouped heads only without a mask
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -161,17 +163,14 @@ def _by_block(
         and query.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")
     )
-
-    for block, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
-        if suits_products and block[1].shape[2] <= SHORT:
-            output = _by_products(*block, mask, scaling)
+    outputs = []
+    for q, k, v, mask in zip(queries, keys, values, plan.masks(window, query.dtype), strict=True):
+        if suits_products and k.shape[2] <= SHORT:
+            output = _by_products(q, k, v, mask, scaling)
         else:
+            shares = q.shape[1] != k.shape[1]
             output = scaled_dot_product_attention(
-                *block,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=block[0].shape[1] != block[1].shape[1],
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shares
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, row.block_outputs)

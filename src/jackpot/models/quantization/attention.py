@@ -74,12 +74,13 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
     """
     if model.device.type == "meta":
         return True
-    cache, read = DynamicCache(config=model.config), list[Tensor]()
+    cache = DynamicCache(config=model.config)
+    attended: list[Tensor] = []
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        read.extend((key, value))
+        attended.extend((key, value))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, attention)
@@ -90,7 +91,7 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
 
     states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     cached = {tensor.untyped_storage().data_ptr() for tensor in states if tensor is not None}
-    return {tensor.untyped_storage().data_ptr() for tensor in read} <= cached
+    return {tensor.untyped_storage().data_ptr() for tensor in attended} <= cached
 
 
 _SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes below

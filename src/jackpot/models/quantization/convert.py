@@ -28,7 +28,7 @@ class Conversion:
     """The names of converted and of kept parameters, in the order of the model."""
 
     converted: tuple[str, ...]
-    kept: dict[str, str]  # name -> reason
+    kept: dict[str, str]  # by name, the reason why a parameter is not quantized
 
 
 def quantized_names(model: nn.Module) -> Conversion:

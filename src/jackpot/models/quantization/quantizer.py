@@ -87,14 +87,14 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
     Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
     """
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
-    numbers = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
+    matrix = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
 
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
         compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, nothing is compiled
-        for values in (numbers, numbers.bfloat16(), numbers[: BLOCK - 1].T):
+        for values in (matrix, matrix.bfloat16(), matrix[: BLOCK - 1].T):
             pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
-            if not all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs):
+            if not all(torch.equal(actual.view(torch.uint8), exact.view(torch.uint8)) for actual, exact in pairs):
                 raise RuntimeError("the compiled codes are not those of torch's operators")
     except Exception as error:
         warnings.warn(f"a dozen kernels quantize in place of one, which is slow: {error}", stacklevel=2)
@@ -131,21 +131,21 @@ def block_scales(largest: Tensor, grid: Grid) -> Tensor:
     return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 
 
-def next_power_of_two(numbers: Tensor, divisor: float = 1.0) -> Tensor:
-    """Return the smallest power of two that is at least number / divisor, for each number; infinity and NaN stay.
+def next_power_of_two(values: Tensor, divisor: float = 1.0) -> Tensor:
+    """Return the smallest power of two that is at least value / divisor, for each value; infinity and NaN stay.
 
-    The power is read from the bits, since logarithms and, in compiled code, divisions round. `lacks` is what the
-    divisor's mantissa lacks to the largest mantissa: adding it carries into the exponent exactly where the number's
-    mantissa is larger than the divisor's.
+    The power is read from the bits, since logarithms and, in compiled code, divisions round. `missing` is the largest
+    mantissa minus the divisor's: adding it carries into the exponent exactly where the value's mantissa is larger than
+    the divisor's.
 
     Args:
-        numbers: positive normal float32.
+        values: positive normal float32.
         divisor: from 1 to below 2.
     """
     mantissa = 2**23 - 1
-    lacks = mantissa - int((divisor - 1.0) * 2**23)
-    bits = (numbers.view(torch.int32) + lacks) & ~mantissa
-    return torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
+    missing = mantissa - int((divisor - 1.0) * 2**23)
+    bits = (values.view(torch.int32) + missing) & ~mantissa
+    return torch.where(values.isfinite(), bits.view(torch.float32), values)
 
 
 def _blocks(matrix: Tensor, grid: Grid) -> Tensor:

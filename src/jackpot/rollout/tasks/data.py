@@ -158,7 +158,7 @@ class RowCounts(Counter[str]):
 
     @property
     def kept(self) -> int:
-        """Return the number of rows that became problems: the others lack an answer, or answer or prompt is too long."""
+        """Return the number of rows that became problems: the other rows have no answer, or too long a text."""
         return self["rows"] - self["without_answer"] - self["long_answer"] - self["too_long"]
 
 

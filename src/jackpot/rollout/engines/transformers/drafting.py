@@ -211,7 +211,7 @@ class DraftedBatch(DecodingBatch):
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
         """Decide as `_verify` on some columns of some rows, flattened: returns [M, 3 + 2K] for M columns."""
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
-        tokens = torch.where(verdict.accepted, drafts, verdict.others)
+        tokens = torch.where(verdict.accepted, drafts, verdict.replacements)
         top = largest(verdict.log_probs, self._settings.num_top_log_probs)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
         return torch.cat([pack_draw(Draw(tokens, log_probs, top[1], top[0])), verdict.accepted[:, None].int()], dim=1)
