@@ -1,7 +1,6 @@
 """The bytes of the values that processes exchange: JSON and flat tensors, without pickle.
 
-`pack` writes and `unpack` reads them. A message begins with a checksum of the rest, and can make no objects but those
-of the classes in `_CLASSES`.
+A message begins with a checksum of the rest, and can make no objects but those of the classes in `_CLASSES`.
 """
 
 import json
@@ -83,6 +82,7 @@ def _checksum(message: Tensor) -> Tensor:
 
 
 def _unpacked(message: Tensor) -> Any:
+    """Return the value of a message without its checksum."""
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
     plain, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
@@ -129,7 +129,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _value(plain: Any, tensors: list[Tensor]) -> Any:
-    """Undo `_plain`."""
+    """Return the value that `_plain` made JSON of."""
     if isinstance(plain, list):
         return [_value(item, tensors) for item in plain]
     if not isinstance(plain, dict):

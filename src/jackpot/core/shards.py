@@ -53,7 +53,7 @@ def part_like(source: Any, like: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return `local` of each tensor."""
+    """Return this rank's part of each tensor, as `local` does."""
     return [local(tensor) for tensor in tensors]
 
 

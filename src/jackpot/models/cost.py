@@ -1,10 +1,4 @@
-"""The number of floating-point operations (FLOPs) of a forward pass, from a model's shapes.
-
-The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): for every token two operations for every weight of
-a matrix; and for every key that a query sees two operations for every channel of the query and of the value. A backward
-pass costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of some
-implementations, such as recomputing activations.
-"""
+"""The number of floating-point operations (FLOPs) of a forward pass, from a model's shapes."""
 
 from dataclasses import dataclass
 
@@ -28,6 +22,11 @@ class ForwardCost:
 
 def forward_cost(model: PreTrainedModel) -> ForwardCost:
     """Count the cost of a forward pass of `model`, which may be on the meta device.
+
+    The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): for every token two operations for every weight
+    of a matrix; and for every key that a query sees two operations for every channel of the query and of the value. A
+    backward pass costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of some
+    implementations, such as recomputing activations.
 
     Only the experts that a token is routed to count. A layer with a sliding window counts as full attention.
     """

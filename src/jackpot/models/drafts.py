@@ -1,12 +1,6 @@
-"""Speculative sampling (arXiv 2211.17192, 2302.01318): a model drafts tokens, another one accepts or replaces them.
+"""Speculative sampling (arXiv 2211.17192, 2302.01318): one model drafts tokens, another accepts or replaces them.
 
-A draft x ~ q is accepted with probability a(x) = min(1, p(x) / (lam q(x))), and else replaced by a token of the
-residual distribution r = (p - q a)+ / sum (p - q a)+. So the token of a position is drawn from
-
-    m = q a + (1 - sum q a) r,   with q a = min(q, p / lam).
-
-At lam = 1, m is p. With lam < 1 more drafts are accepted and m differs from p; (p - q a)+ is (p - q)+ for every lam up
-to 1. Torch only, pure.
+Torch only, pure.
 
 Status: experimental.
 """
@@ -32,6 +26,14 @@ class Verdict(NamedTuple):
 
 def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:
     """Accept or replace the draft in each of `N` positions that do not depend on each other.
+
+    A draft x ~ q is accepted with probability a(x) = min(1, p(x) / (lam q(x))), and else replaced by a token of the
+    residual distribution r = (p - q a)+ / sum (p - q a)+. So the token of a position is drawn from
+
+        m = q a + (1 - sum q a) r,   with q a = min(q, p / lam).
+
+    At lam = 1, m is p. With lam < 1 more drafts are accepted and m differs from p; (p - q a)+ is (p - q)+ for every lam
+    up to 1.
 
     Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where `draft_probs` is NaN.
 

@@ -1,12 +1,7 @@
 """The element-wise parts of a language model in fewer passes over memory, for training on a CPU.
 
-Between its matrix products a layer normalizes, rotates and gates. Written with an operator for each arithmetic step, as
-in transformers, every step reads and writes all tokens. Here each part is a single `torch.autograd.Function` with its
-gradient in closed form. It goes over the tokens in runs that stay in the cache, and keeps little more for backward than
-the products around it: for an RMSNorm its input, for a gated MLP the two products before the gate.
-
-`fuse` gives these functions to the modules of a loaded model. The modules keep their classes, parameters and names,
-and compute as before what the functions do not know, such as a layer with an adapter. There is no second derivative.
+Between its matrix products a layer normalizes, rotates and gates; here each of these is a single function, which `fuse`
+gives to the modules of a loaded model.
 """
 
 import inspect
@@ -186,8 +181,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def fuse(model: PreTrainedModel) -> int:
     """Replace the forward of a model's known modules by functions of fewer passes, in place, and return how many.
 
-    A module is known by its attributes, if on a few numbers its output and all gradients stay the same up to rounding;
-    on the meta device, where there are no numbers, by its attributes alone. On a GPU nothing changes.
+    Written with an operator for each arithmetic step, as in transformers, every step reads and writes all tokens. Each
+    function here is a single `torch.autograd.Function` with its gradient in closed form, without a second derivative.
+    It goes over the tokens in runs that stay in the cache, and keeps little more for backward than the products around
+    it: for an RMSNorm its input, for a gated MLP the two products before the gate.
+
+    The modules keep their classes, parameters and names, and compute as before what the functions do not know, such as
+    a layer with an adapter. A module is known by its attributes, if on a few numbers its output and all gradients stay
+    the same up to rounding; on the meta device, where there are no numbers, by its attributes alone. On a GPU nothing
+    changes.
     """
     if model.device.type not in ("cpu", "meta"):
         return 0

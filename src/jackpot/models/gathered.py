@@ -1,9 +1,5 @@
 """Models of a learner that are sharded over ranks (FSDP2): every rank keeps a part of each weight, gradient and moment.
 
-All models have one root module. The root's own weights, final norms and heads, are gathered while the root runs; the
-weights of a layer, or of an embedding that shares none with a head, while that layer or embedding runs. A weight that
-embedding and head share belongs to the root and stays one weight: sharded apart, it would become two without an error.
-
 Status: experimental.
 """
 
@@ -29,7 +25,7 @@ BUCKET = 2**30
 
 
 class Gathered(nn.Module):
-    """The root module of a learner's sharded models; a call runs `work`, for which it gathers the weights.
+    """The root module of a learner's sharded models; a call gathers the weights and runs a part of a forward pass.
 
     All ranks have to make the same calls in the same order, and each call has to run the same layers.
 
@@ -92,7 +88,12 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     weights are still in their files (`load_model`), only one layer at a time is read whole into memory, or all that
     stands outside of layers.
 
-    Gradients are summed over ranks, and never divided by their number.
+    Gradients are summed over ranks, and never divided by the number of ranks.
+
+    All models have one root module. The root's own weights, final norms and heads, are gathered while the root runs;
+    the weights of a layer, or of an embedding that shares none with a head, while that layer or embedding runs. A
+    weight that embedding and head share belongs to the root and stays one weight: sharded apart, it would become two
+    without an error.
 
     Args:
         models: all that a learner reads, by any name; equal on all ranks.

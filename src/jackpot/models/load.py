@@ -1,10 +1,6 @@
 """The loading of models and tokenizers from folders, the hub or the starters that the package carries.
 
-A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
-are read from safetensors only, and code from a model folder is never run.
-
-Where the hub cannot be reached, earlier downloads are read, and configs of published models come from a table
-(`published.py`), which suffices for a plan but not for a run.
+Weights are read from safetensors only, and code from a model folder is never run.
 """
 
 import contextlib
@@ -32,7 +28,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from jackpot.core.errors import DataError, ModelError
+from jackpot.core.errors import DataError, ModelError, first_line
 from jackpot.core.foreign import check_foreign, parse_json, read_foreign
 from jackpot.core.roles import Role
 from jackpot.core.stages import stage
@@ -58,6 +54,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
     """Load the causal language model in `path`, in eval mode.
 
     Args:
+        path: a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Where
+            the hub cannot be reached, earlier downloads are read.
         device: where the weights go. None, for `gathered.shard`: weights stay in their files, in the files' dtypes, and
             take no memory until they are read; if the files have other names for them, they are on the CPU in `dtype`.
 
@@ -326,7 +324,10 @@ def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """Load the config of the model in `path`; where the hub cannot be reached, take it from our table if it is there.
+    """Load the config of the model in `path`.
+
+    Where the hub cannot be reached, the config of a published model comes from a table (`published.py`), which suffices
+    for a plan but not for a run.
 
     Raises:
         ModelError: there is no config that can be read.
@@ -451,10 +452,8 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 def _place(path: str | Path, source: str, error: Exception) -> str:
     """Describe where a library looked for a model, with the class and the first line of the library's error."""
-    lines = str(error).strip().splitlines()
-    message = lines[0].rstrip(".") if lines else "no message"
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
-    return f"{where}: {type(error).__name__}: {message}{REMEDIES.get(source, '')}"
+    return f"{where}: {type(error).__name__}: {first_line(error).rstrip('.')}{REMEDIES.get(source, '')}"
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:

@@ -1,9 +1,6 @@
 """LoRA: a small adapter that is trained on linear layers whose own weights are frozen (arXiv 2106.09685).
 
-A layer with an adapter computes W x + alpha / rank * B A x. Engines and checkpoint folders get the *merged* weights
-W + alpha / rank * B A under the names that the model has without an adapter, so they need not know of it. With
-`precision: fp8` the layer itself also computes with the codes of the merged weight. Only this file needs peft, and only
-for a model that gets an adapter.
+Engines and checkpoint folders get the merged weights, under the names that the model has without an adapter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,8 +61,9 @@ def adapter_size(model: PreTrainedModel, config: LoraConfig) -> int:
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze the model and add an adapter to it, in place.
 
-    A is drawn from `seed`, without a change of torch's random state, and B is 0, so that the merged weights are still
-    those of the model.
+    A layer with an adapter computes W x + alpha / rank * B A x. With `precision: fp8` it computes with the codes of the
+    merged weight, W + alpha / rank * B A. A is drawn from `seed`, without a change of torch's random state, and B is 0,
+    so that the merged weights are still those of the model.
 
     Raises:
         ConfigError: peft is not installed.

@@ -1,8 +1,6 @@
 """Attention over a packed row, as an attention function of transformers' interface.
 
-`AttentionSet` puts it in the place of a model's own attention for one forward pass. The plan of the row is an argument
-of the forward pass, so a layer that is run again in backward gets it again. A CPU attends in blocks; flash and flex
-attention have run on one H200.
+A CPU attends in blocks; flash and flex attention have run on one H200.
 """
 
 import inspect
@@ -108,6 +106,9 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over a packed row, in transformers' signature.
+
+    `AttentionSet` puts this function in the place of a model's own attention for one forward pass. The plan of the row
+    is an argument of the forward pass, so a layer that is run again in backward gets the plan again.
 
     Args:
         query: [1, heads, S, D].

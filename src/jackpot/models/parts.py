@@ -1,14 +1,8 @@
-"""Files of tensors in parts: each rank writes a part, and any number of ranks reads them.
+"""Files of tensors in parts: each rank writes a part, and any number of ranks reads all parts."""
 
-A part has whole tensors, dealt out such that all parts are about as large. So a model folder in parts is like the
-folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the rank that
-writes a tensor gathers it (`models.gathered.gather`). A single process writes a single part, without a number in its
-name.
-
-Why not torch.distributed.checkpoint: its `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering,
-but writes the rows of every rank under the same names. Only torch can read these before another pass over all files
-joins them. It also has neither checksums nor a way to report a full disk. Its other writer needs pickle.
-"""
+# Why not torch.distributed.checkpoint: its `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering,
+# but writes the rows of every rank under the same names. Only torch can read these before another pass over all files
+# joins them. It also has neither checksums nor a way to report a full disk. Its other writer needs pickle.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +16,13 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """One of the parts of a model or checkpoint."""
+    """One of the parts of a model or checkpoint.
+
+    A part has whole tensors, dealt out such that all parts are about as large. So a model folder in parts is like the
+    folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the rank
+    that writes a tensor gathers the tensor (`models.gathered.gather`). A single process writes a single part, without
+    a number in its name.
+    """
 
     number: int  # from 0; the rank that writes the part
     size: int  # number of parts

@@ -1,10 +1,4 @@
-"""The conversion of a model to linear layers with quantized weights. Torch only.
-
-The linear layers inside the model are quantized. Embeddings and the output layer are kept, as their rounding reaches
-every token at once; so are norms, biases, and the routers of experts, which choose by small differences. Two more kinds
-of weights are kept: a weight that belongs to no linear layer, such as one tensor of all experts, and a weight that the
-layer around it multiplies in its own code, as a Mamba layer does. `Conversion.kept` names everything that is kept.
-"""
+"""The conversion of a model to linear layers with quantized weights. Torch only."""
 
 import inspect
 import re
@@ -32,7 +26,13 @@ class Conversion:
 
 
 def quantized_names(model: nn.Module) -> Conversion:
-    """Return what `quantize_linears` would convert, without changing the model."""
+    """Return what `quantize_linears` would convert, without changing the model.
+
+    The linear layers inside the model are converted. Embeddings and the output layer are kept, as their rounding
+    reaches every token at once; so are norms, biases, and the routers of experts, which choose by small differences.
+    Two more kinds of weights are kept: a weight that belongs to no linear layer, such as one tensor of all experts, and
+    a weight that the layer around it multiplies in its own code, as a Mamba layer does.
+    """
     modules = dict(model.named_modules())
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers

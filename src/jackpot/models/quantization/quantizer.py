@@ -1,15 +1,5 @@
 """The quantization of matrices of floating-point numbers to codes and scales. Torch only.
 
-A matrix [R, C] is cut into blocks of `rows` x `columns`; the last ones may be smaller. With L the largest code,
-each block has
-
-    scale = max |x| / L                       (float32; with power_of_two the next power of two that is not below)
-    code  = round(x / scale)                  to the nearest code, ties to even, never beyond L
-    x     ~ code * scale
-
-A division by a power of two does not round, so with `power_of_two` every formula in use (x / s, x * (1/s), x * (L/max))
-gives the same codes; with `float32` the formulas differ in one code of about two thousand (docs/precision.md).
-
 Status: experimental.
 """
 
@@ -60,6 +50,17 @@ class Quantized(NamedTuple):
 
 def quantize(values: Tensor, grid: Grid) -> Quantized:
     """Quantize a matrix [R, C], float32 or bfloat16.
+
+    The matrix is cut into blocks of `grid.rows` x `grid.columns`; the last ones may be smaller. With L the largest
+    code, each block has
+
+        scale = max |x| / L                       (float32; with power_of_two the next power of two that is not below)
+        code  = round(x / scale)                  to the nearest code, ties to even, never beyond L
+        x     ~ code * scale
+
+    A division by a power of two does not round, so with `power_of_two` every formula in use (x / s, x * (1/s),
+    x * (L/max)) gives the same codes; with `float32` the formulas differ in one code of about two thousand
+    (docs/precision.md).
 
     In FP8 a NaN makes its whole block NaN. A block with an infinite number loses all its numbers, as in every
     implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the

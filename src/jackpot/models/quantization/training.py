@@ -1,13 +1,5 @@
 """Linear layers that are trained through the codes that an engine computes with: Jet-RL's unified flow, in FP8 or INT8.
 
-Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what it
-computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity.
-
-Weights are quantized in every forward pass, and no codes are kept from one pass to the next. So no optimizer step,
-loaded checkpoint, or swap of weights can leave codes of other weights behind. (A cache could not notice a fused AdamW,
-which does not change `weight._version`.) Quantizing costs a few operations on each weight, where the product costs one
-for each token.
-
 Shapes: `M` tokens, `N` features out, `K` features in.
 
 Status: experimental.
@@ -94,8 +86,15 @@ class CodedProduct(torch.autograd.Function):
 class CodedLinear(nn.Linear):
     """A linear layer whose weight is trained through codes; it replaces an `nn.Linear` and has its parameters' names.
 
-    The bias is not quantized and is added last. Under autocast inputs and weight are first cast to its dtype, as those
-    of an `nn.Linear` are.
+    Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what
+    it computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity. The bias is
+    not quantized and is added last. Under autocast inputs and weight are first cast to its dtype, as those of an
+    `nn.Linear` are.
+
+    Weights are quantized in every forward pass, and no codes are kept from one pass to the next. So no optimizer step,
+    loaded checkpoint, or swap of weights can leave codes of other weights behind. (A cache could not notice a fused
+    AdamW, which does not change `weight._version`.) Quantizing costs a few operations on each weight, where the product
+    costs one for each token.
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:

@@ -1,13 +1,4 @@
-"""A pool of worker processes (`worker.py`) that call one function, with hard limits of time and memory.
-
-A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that it
-started, in whatever session, and another process takes its place. A call that ended its process, such as by the
-kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
-another call left behind.
-
-Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
-further responses. A process is started only when a call would have to wait for one.
-"""
+"""A pool of worker processes (`worker.py`) that call one function, with hard limits of time and memory."""
 
 import json
 import math
@@ -75,6 +66,14 @@ class RewardResult(NamedTuple):
 
 class RewardWorkerPool:
     """A pool of worker processes that call one function.
+
+    A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that
+    it started, in whatever session, and another process takes its place. A call that ended its process, such as by the
+    kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
+    another call left behind.
+
+    Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
+    further responses. A process is started only when a call would have to wait for one.
 
     Args:
         function: `package.module:function`, importable from `sys.path` or the current folder.

@@ -1,22 +1,6 @@
 """The program of a reward worker process: it calls one function, such as the verifier or the user's reward function.
 
-A function has one of four forms. It takes one response or, if it has a parameter `responses`, a batch; and it is plain
-or async. A call is given the keyword arguments of its item; a batched call is given these names in the plural, each
-with a list. The calls of an async function for the items of one job are awaited together.
-
-The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
-function reads nothing from standard input, and what it prints goes to standard error. `rollout/rewards/pool.py` starts
-the process, limits the time of each job and replaces the process when it ends. The worker itself imports no torch; a
-reward function's module may.
-
-The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing one is ended
-by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function are ended by
-the parent only. Ctrl-C is ignored here and handled by the parent.
-
-The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
-(RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
-results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS, whose kernel would
-not enforce it. Open files, the size of a file and the number of processes have fixed limits.
+`rollout/rewards/pool.py` starts the process, limits the time of each job and replaces the process when it ends.
 """
 
 import asyncio
@@ -50,16 +34,18 @@ Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
 
 def main() -> None:
-    """Serve jobs until their socket ends. The first line on the socket names the function and its limits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    """Serve jobs until their socket ends. The first line on the socket names the function and its limits.
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
-    lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
-    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
-    if _LOAD.exists():
-        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+    The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
+    function reads nothing from standard input, and what it prints goes to standard error. The worker itself imports no
+    torch; a reward function's module may.
+
+    The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
+    (RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
+    results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS, whose kernel
+    would not enforce it.
+    """
+    _set_limits()
 
     # Keep the socket, and give the function an empty standard input and standard error as its standard output.
     pool = socket.socket(fileno=os.dup(0))
@@ -101,6 +87,24 @@ def main() -> None:
         send({"worn": caller.is_worn, "job": job["job"]})
 
 
+def _set_limits() -> None:
+    """Set fixed limits of open files, the size of a file and the number of processes, and leave Ctrl-C to the parent.
+
+    The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing worker is
+    ended by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function
+    are ended by the parent only.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
+    lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
+    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
+    if _LOAD.exists():
+        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+
+
 def takes_batches(function: Function) -> bool:
     """Return whether a function takes the lists of a batch, which its parameter `responses` shows."""
     try:
@@ -115,7 +119,12 @@ def is_async(function: Function) -> bool:
 
 
 class _Caller:
-    """A caller of one function, which sends the result of each item of a job as soon as it is known."""
+    """A caller of one function, which sends the result of each item of a job as soon as the result is known.
+
+    A function has one of four forms. It takes one response or, if it has a parameter `responses`, a batch; and it is
+    plain or async. A call is given the keyword arguments of its item; a batched call is given these names in the
+    plural, each with a list. The calls of an async function for the items of one job are awaited together.
+    """
 
     def __init__(self, name: str, function: Function, timeout: float, send: Send) -> None:
         self._name, self._function = name, function

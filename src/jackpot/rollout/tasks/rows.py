@@ -1,19 +1,6 @@
 """Reading of rows from files and from the hub, and of each row's problem, right answers and id from its columns.
 
-A record is a row as it stands in the file, with file and line for messages: `problems.jsonl line 17`. Each call reads
-from the first row to the last; all kinds of file but `.json` are read piece by piece. Columns may have the forms that
-published data has:
-
-| of a row | forms |
-|---|---|
-| a column's name | the name itself, or a path into nested values: `reward_model.ground_truth`, `prompt.0.content` |
-| problem | text, chat messages, or several columns: `{Body} {Question}` |
-| answer | text or a number, or a list of them, any of which is right |
-| options of multiple choice | a list, a mapping from label to text, lists `text` and `label`, or one column for each |
-| answer to multiple choice | a letter or label, the number of the option from 0, or its text; it becomes `(B) text` |
-
-The library `datasets` does not read local files here, because its readers name neither file nor line of a damaged row,
-fill up a short row of CSV with nothing, and turn the answer 007 into 7.
+Each call reads from the first row to the last; all kinds of file but `.json` are read piece by piece.
 """
 
 import csv
@@ -32,7 +19,7 @@ from typing import Any, NamedTuple
 from pyarrow import parquet
 
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
-from jackpot.core.errors import DataError
+from jackpot.core.errors import DataError, first_line
 from jackpot.core.foreign import MOST_EXPANSION, MOST_REPETITION, Expansion, open_foreign
 from jackpot.core.package import install
 from jackpot.rollout.rewards.verifier.choices import choice, letter_choice
@@ -56,7 +43,7 @@ _log = logging.getLogger(__name__)
 class Record(NamedTuple):
     """A row of a file or data set, before its columns are interpreted."""
 
-    where: str  # file or data set and row number, for messages
+    where: str  # file or data set, and line or row, for messages: `problems.jsonl line 17`
     values: Mapping[str, Any]  # by column
 
 
@@ -145,6 +132,9 @@ def kind_of(path: Path) -> str | None:
 
 def read_files(files: Iterable[Path]) -> Iterator[Record]:
     """Yield every row of every file, in order.
+
+    The library `datasets` does not read local files here, because its readers name neither file nor line of a damaged
+    row, fill up a short row of CSV with nothing, and turn the answer 007 into 7.
 
     Raises:
         DataError: a file cannot be read, or the content does not fit the file's ending; names the line or row.
@@ -246,7 +236,7 @@ def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterato
         for count, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
             yield Record(f"{name} row {count}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
     except Exception as error:  # datasets, huggingface_hub, httpx, fsspec and pyarrow have no common error class
-        message = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some errors contain a traceback
+        message = f"{type(error).__name__}: {first_line(error)[:500]}"  # some errors contain a traceback
         raise DataError(
             f"{name} cannot be fetched from the hub, after row {count}: {message}. It needs the package datasets "
             f"({install('train')}). Check its name, subset and split, and the connection (a private one needs "
@@ -285,8 +275,16 @@ def make_reader(
 ) -> Callable[[int, Record], DataRow]:
     """Choose the columns by what the first rows have, and return the function that reads a record into a `DataRow`.
 
-    The function takes the number of the row, from 0, and the record. It raises DataError for a row that has no problem,
-    or a value that is no text.
+    The function takes the index of the row and the record. It raises DataError for a row that has no problem, or a
+    value that is no text. Columns may have the forms that published data has:
+
+    | of a row | forms |
+    |---|---|
+    | a column's name | the name itself, or a path into nested values: `reward_model.ground_truth`, `prompt.0.content` |
+    | problem | text, chat messages, or several columns: `{Body} {Question}` |
+    | answer | text or a number, or a list of them, any of which is right |
+    | options of multiple choice | a list, a mapping from label to text, lists `text` and `label`, or a column each |
+    | answer to multiple choice | a letter or label, the index of the option, or its text; it becomes `(B) text` |
 
     Raises:
         DataError: a column is missing (lists the columns there are).

@@ -1,25 +1,4 @@
-r"""Prompt templates, which turn a problem into the text that the model continues.
-
-`chat`: the chat template that comes with the tokenizer, with the problem and the instruction as the user's message:
-
-    [system prompt]
-    [user] What is 1+1?
-           Please reason step by step, and put your final answer within \boxed{}.
-    [assistant]
-
-`base`: plain text for a model that never saw a chat; the system prompt, if any, stands above it:
-
-    Question:
-    What is 1+1?
-    Please reason step by step, and put your final answer within \boxed{}.
-
-    Answer:
-
-`plain`: problem and instruction without any frame, below the system prompt if there is one.
-
-A problem that is chat messages keeps them: the instruction stands after the last one, and the system prompt of the
-settings replaces that of the messages. `base` and `plain` put the messages below each other.
-"""
+"""Prompt templates, which turn a problem into the text that the model continues."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -39,7 +18,13 @@ _MARKER = "What the model said."  # an answer that can be found again in the tex
 
 
 class Template:
-    """A template with its tokenizer: it formats and tokenizes prompts.
+    """A template with its tokenizer, which formats and tokenizes prompts.
+
+    A problem that is chat messages keeps them: the instruction stands after the last message, and the system prompt of
+    the settings replaces that of the messages.
+
+    Args:
+        name: key of `TEMPLATES`.
 
     Raises:
         DataError: for `chat`, the tokenizer has no chat template, or one that takes no system prompt.
@@ -143,7 +128,14 @@ def _ends(template: str, ask: Callable[[], object]) -> bool:
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Format messages with the tokenizer's chat template.
+    r"""Format messages with the chat template that comes with the tokenizer.
+
+    The problem and the instruction are the user's message:
+
+        [system prompt]
+        [user] What is 1+1?
+               Please reason step by step, and put your final answer within \boxed{}.
+        [assistant]
 
     Raises:
         DataError: there is no chat template, or it refuses these messages.
@@ -167,7 +159,14 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 
 
 def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Format messages as plain text for a base model: a question below the system prompt if there is one."""
+    r"""Format messages as plain text for a model that never saw a chat, below the system prompt if there is one.
+
+    Question:
+    What is 1+1?
+    Please reason step by step, and put your final answer within \boxed{}.
+
+    Answer:
+    """
     above = "".join(f"{message.content}\n\n" for message in messages if message.role == "system" and message.content)
     question = "\n\n".join(message.content for message in messages if message.role != "system")
     return f"{above}Question:\n{question}\n\nAnswer:\n"

@@ -1,15 +1,6 @@
 """Equality of two expressions, decided with math-verify and corrections to it. Only this file imports math-verify.
 
-The comparison runs in reward workers only, because it can take unbounded time and memory. math-verify's own time limits
-are signals, which C code ignores; they are off.
-
-Corrections of `math_verify.verify`:
-
-- Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
-- Two expressions must also agree to 30 digits at three points: math-verify ignores differences below 1e-15.
-- Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
-  compares solutions, so that all equations without a solution are equal.
-- Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
+The comparison runs in reward workers only, because it can take unbounded time and memory.
 """
 
 import logging
@@ -43,6 +34,15 @@ def verify(*, answer: str, reference: str) -> float:
 
 def equal_expressions(answer: str, reference: str) -> bool:
     """Return whether two normalized expressions are equal; False where math-verify cannot parse one of them.
+
+    `math_verify.verify` is corrected as follows:
+
+    - Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
+    - Two expressions must also agree to 30 digits at three points: math-verify ignores differences below 1e-15.
+    - Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
+      compares solutions, so that all equations without a solution are equal.
+    - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
+    - Its own time limits are off: they are signals, which C code ignores.
 
     Raises:
         MemoryError: the process is out of memory.

@@ -1,8 +1,4 @@
-r"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
-
-A structure keeps brackets, order and number of its members, so that only members are compared as mathematics. Hence
-`(2,1)` is not an empty interval and `4:51` not a quotient.
-"""
+"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +20,11 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """A structured answer: its kind and its members."""
+    """A structured answer: its kind and its members.
+
+    Brackets, order and number of the members are kept, so that only members are compared as mathematics. Hence `(2,1)`
+    is not an empty interval and `4:51` not a quotient.
+    """
 
     kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
     members: tuple[str, ...]  # texts of the members

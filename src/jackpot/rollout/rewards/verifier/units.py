@@ -1,8 +1,4 @@
-r"""Reading of units of measure and labels. Standard library only.
-
-A unit is one of the words and symbols below, or a product or quotient of them in any usual spelling: `km/h`,
-`kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Other words are a label. Nothing is converted.
-"""
+"""Reading of units of measure and labels. Standard library only."""
 
 import re
 from collections import Counter
@@ -127,6 +123,9 @@ _K = "K"  # kelvin, or perhaps thousand if the reference has no unit
 
 def read_unit(text: str, symbols: bool) -> str | None:
     r"""Return the unit that a text denotes: `LABEL` for other words, "" for no text, None if it changes the number.
+
+    A unit is one of the words and symbols above, or a product or quotient of them in any usual spelling: `km/h`,
+    `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Nothing is converted.
 
     Args:
         text: content of `\text{...}`, or the text after a number, such as ` km/h`; powers are in LaTeX.
