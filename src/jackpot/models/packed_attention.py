@@ -124,9 +124,8 @@ def packed_attention(
     unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
     unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if packed is None or unknown or not getattr(module, "is_causal", True):
-        reason = "is not causal, or is not given the arguments of the model"
-        if unknown:
-            reason = f"takes {', '.join(unknown)}"
+        misplaced = "is not causal, or is not given the arguments of the model"
+        reason = f"takes {', '.join(unknown)}" if unknown else misplaced
         raise ModelError(f"the attention of {type(module).__name__} {reason}, so it cannot read rows without padding")
 
     window = packed.window(module.layer_idx, sliding_window)

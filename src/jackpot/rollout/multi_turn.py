@@ -109,16 +109,15 @@ class _Episode:
             "max_new_tokens": request.sampling.max_new_tokens - len(response),
             "stop_token_ids": request.sampling.stop_token_ids + self._task.turn_end_token_ids,
         }
-        turn = replace(
+
+        turn = len(self._segments) // 2
+        return replace(
             request,
+            uid=f"{request.uid}/turn {turn}" if turn else request.uid,
             prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *response.tolist())),
+            seed=fold_in("turn", request.seed, turn) if turn else request.seed,
             sampling=request.sampling.model_copy(update=settings),
         )
-
-        index = len(self._segments) // 2
-        if not index:
-            return turn
-        return replace(turn, uid=f"{request.uid}/turn {index}", seed=fold_in("turn", request.seed, index))
 
     def add_turn(self, turn: Rollout) -> None:
         """Append a turn of the model and the environment's reply to that turn, or set `finish`."""

@@ -49,7 +49,7 @@ class _PendingBatch:
     """A generation batch that was submitted to the engines and is not complete."""
 
     requests: list[Request]
-    sampled_by: list[Role]  # model that generates the response to each request
+    sampled_by: dict[str, Role]  # by uid of the request, the model that generates the response
     rollouts: Iterator[Rollout]  # finished rollouts, for each engine in the order in which they end
 
 
@@ -164,10 +164,9 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for all batches under way, and return them with the prompt stream's state, for a checkpoint."""
-        ahead = {}
-        for iteration, batches in self.finish().items():
-            ahead[iteration] = [batch.state_dict() for batch in batches]
-        return {"prompts": self._prompts.state_dict(), "ahead": ahead}
+        ahead = self.finish().items()
+        states = {iteration: list(map(GenerationBatch.state_dict, batches)) for iteration, batches in ahead}
+        return {"prompts": self._prompts.state_dict(), "ahead": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned: the position of the prompt stream, and the batches begun ahead."""
@@ -239,15 +238,13 @@ class Sampler:
 
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
-            sampled_by = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
+            roles = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
+            sampled_by = {request.uid: role for request, role in zip(requests, roles, strict=True)}
 
-            by_role: dict[Role, list[Request]] = {}
-            for request, role in zip(requests, sampled_by, strict=True):
-                by_role.setdefault(role, []).append(request)
-            streams = [
-                stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role)
-                for role, of_role in by_role.items()
-            ]
+            streams = []
+            for role in dict.fromkeys(roles):
+                of_role = [request for request in requests if sampled_by[request.uid] == role]
+                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role))
             return _PendingBatch(requests=requests, sampled_by=sampled_by, rollouts=chain(*streams))
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
@@ -255,8 +252,6 @@ class Sampler:
         members: dict[str, list[str]] = {}
         for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
-        order = [request.uid for request in pending.requests]
-        sampled_by = dict(zip(order, pending.sampled_by, strict=True))
 
         rollouts: dict[str, Rollout] = {}
         discarded: dict[str, str] = {}
@@ -265,7 +260,7 @@ class Sampler:
         while len(scoring) < len(members):
             with self._clock("rollout"):
                 rollout = next(pending.rollouts)
-            rollouts[rollout.uid] = replace(rollout, sampled_by=sampled_by[rollout.uid])
+            rollouts[rollout.uid] = replace(rollout, sampled_by=pending.sampled_by[rollout.uid])
             if reason := discard_reason(rollout):
                 discarded[rollout.uid] = reason
 
@@ -281,26 +276,25 @@ class Sampler:
 
         metrics = {name: value for engine in self._engines.values() for name, value in engine.take_metrics().items()}
         # No metrics: all responses had finished while the sampler waited for the batch before.
-        if not metrics and "policy" in pending.sampled_by:
+        if not metrics and "policy" in pending.sampled_by.values():
             metrics = self._engine_metrics
         self._engine_metrics = metrics
 
         return GenerationBatch(
-            generated=[rollouts[uid] for uid in order],
-            discarded={uid: discarded[uid] for uid in order if uid in discarded},
+            generated=[rollouts[request.uid] for request in pending.requests],
+            discarded={request.uid: discarded[request.uid] for request in pending.requests if request.uid in discarded},
             groups=[groups[prompt] for prompt in members if groups[prompt].members],
             metrics=metrics,
         )
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """Make a group of requests for each prompt; the seed of a request is hashed from its uid."""
-        seed, sampling = self._config.seed, self._config.sampling
-        requests = []
-        for prompt in prompts:
-            for member in range(self._config.batch.group_size):
-                uid = f"{iteration}/{prompt.uid}#{member}"
-                requests.append(Request(uid=uid, prompt=prompt, seed=fold_in(seed, "sample", uid), sampling=sampling))
-        return requests
+        config, group = self._config, range(self._config.batch.group_size)
+        prompt_of = {f"{iteration}/{prompt.uid}#{member}": prompt for prompt in prompts for member in group}
+        return [
+            Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, "sample", uid), sampling=config.sampling)
+            for uid, prompt in prompt_of.items()
+        ]
 
     def _sums(self, batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup]) -> Sums:
         """Return the metrics of all generated rollouts and, where two models generate, of each model's rollouts."""

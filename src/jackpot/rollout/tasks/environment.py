@@ -86,16 +86,16 @@ class EnvironmentTask(Task):
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
         """Play the episode of the prompt `uid` from its beginning, and close the environment."""
         seed = fold_in(uid) % MAX_SEED
-        total, has_ended = 0.0, False
-        count = 0  # actions before the one that is being taken, for the error
+        count = 0  # actions before the last, for the error
 
         try:
             environment: EpisodeEnvironment = self._make(**self._settings.kwargs)
             try:
                 observation, _ = environment.reset(seed=seed)
+                played = _Played(observation, 0.0, False)
                 for count, action in enumerate(actions):  # noqa: B007
                     observation, reward, terminated, truncated, _ = environment.step(action)
-                    total, has_ended = total + float(reward), bool(terminated or truncated)
+                    played = _Played(observation, played.reward + float(reward), bool(terminated or truncated))
             finally:
                 getattr(environment, "close", lambda: None)()
         except Exception as error:  # the user's own code may raise anything
@@ -103,4 +103,4 @@ class EnvironmentTask(Task):
                 f"the environment {self._settings.import_path!r} failed in {uid}, seed {seed}, after {count} actions: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return _Played(observation, total, has_ended)
+        return played

@@ -296,11 +296,9 @@ def make_reader(
     answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
     option_columns = [choose_column("options", [name]) for name in columns.options]
 
-    uid_column = None
-    if columns.uid != ROW_NUMBER:
-        present = [name for name in benchmark.uid if any(name in record.values for record in first)]
-        uid_columns = [columns.uid] if columns.uid else present
-        uid_column = choose_column("uid", uid_columns) if uid_columns else None
+    present = [name for name in benchmark.uid if any(name in record.values for record in first)]
+    uid_columns = [columns.uid] if columns.uid else present
+    uid_column = choose_column("uid", uid_columns) if uid_columns and columns.uid != ROW_NUMBER else None
 
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))

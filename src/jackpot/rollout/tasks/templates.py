@@ -52,8 +52,8 @@ class Template:
         question = append(problem, f"\n{self._instruction}") if self._instruction else problem
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         if self._system_prompt is not None:
-            others = [message for message in messages if message.role != "system"]
-            messages = [Message("system", self._system_prompt), *others]
+            system = Message("system", self._system_prompt)
+            messages = [system, *(message for message in messages if message.role != "system")]
         return self._format(self._tokenizer, messages)
 
     def prompt(self, uid: str, problem: Problem, answers: Sequence[str]) -> Prompt:
