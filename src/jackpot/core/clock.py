@@ -49,7 +49,7 @@ class Clock:
         stage(self._open[-1])
 
         begin = _now()
-        before, self._inner = self._inner, Seconds()
+        inner_before, self._inner = self._inner, Seconds()
         try:
             yield
         finally:
@@ -58,18 +58,18 @@ class Clock:
                 stage(self._open[-1])
 
         # Inner phases have counted their time themselves, and the phase around this one must not count it either.
-        whole = _now().plus(begin, -1.0)
-        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(whole).plus(self._inner, -1.0)
-        self._inner = before.plus(whole)
+        duration = _now().plus(begin, -1.0)
+        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(duration).plus(self._inner, -1.0)
+        self._inner = inner_before.plus(duration)
 
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""
         now = _now()
-        rest = now.plus(self._begin, -1.0)
+        outside = now.plus(self._begin, -1.0)
         for seconds in self._seconds.values():
-            rest = rest.plus(seconds, -1.0)
+            outside = outside.plus(seconds, -1.0)
 
-        by_phase = self._seconds | {"other": rest}
+        by_phase = self._seconds | {"other": outside}
         self._seconds, self._begin = {}, now
         return by_phase
 

@@ -48,9 +48,9 @@ class WeightsDigest:
         """Add one tensor under its name."""
         dtype = self._dtype or tensor.dtype
         shape = json.dumps([name, list(tensor.shape), str(dtype)])
-        whole = sha256(f"{shape}\n".encode())
-        whole.update(array("q", _row_sums(tensor.detach(), dtype).tolist()).tobytes())
-        self._hashes.append(whole.hexdigest())
+        tensor_hash = sha256(f"{shape}\n".encode())
+        tensor_hash.update(array("q", _row_sums(tensor.detach(), dtype).tolist()).tobytes())
+        self._hashes.append(tensor_hash.hexdigest())
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and add each as it is taken, so that they need not be produced twice."""

@@ -101,10 +101,10 @@ class AppendedFile:
         """
         self.waiting += record
         with self.path.open("ab", buffering=0) as file:
-            end, rest = file.tell(), memoryview(self.waiting)
+            end, unwritten = file.tell(), memoryview(self.waiting)
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(end)
                 raise
@@ -144,9 +144,9 @@ def hold_lock(path: Path) -> IO[str]:
         has_locks = False
         if path.stat().st_size:
             _log.warning("cannot lock %s: %s; waiting %g s whether another process uses it", path, error, LEASE_SECONDS)
-            before = path.stat().st_mtime_ns
+            modified = path.stat().st_mtime_ns
             time.sleep(LEASE_SECONDS)
-            if path.stat().st_mtime_ns != before:
+            if path.stat().st_mtime_ns != modified:
                 raise _in_use(file, path) from None
 
     file.truncate(0)

@@ -333,8 +333,8 @@ def all_gather(values: Tensor) -> Tensor:
     without torch.distributed."""
     if not _has_ranks():
         return values
-    missing = max_over_ranks(len(values)) - len(values)
-    return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, missing))))
+    padding = max_over_ranks(len(values)) - len(values)
+    return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, padding))))
 
 
 def _has_ranks() -> bool:
@@ -343,9 +343,9 @@ def _has_ranks() -> bool:
 
 def _of_every_rank(row: Tensor) -> list[Tensor]:
     """Return the rows of all ranks, which have one shape, on the device of this rank's `row`."""
-    sent = row.cuda() if dist.get_backend() == "nccl" else row
-    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, sent)
+    message = row.cuda() if dist.get_backend() == "nccl" else row
+    rows = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, message)
     return [received.to(row.device) for received in rows]
 
 
@@ -393,11 +393,11 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
     """Write all fields into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
     entries = {name: tuple(entry) for name, entry in sums.items()}
-    like = next(iter(entries.values()))[0]
+    any_field = next(iter(entries.values()))[0]
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
         how = metric_class.added_by[index]
-        return like.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
+        return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
     columns = [
         entries[name][index] if name in entries else nothing(layout.classes[name], index)

@@ -27,9 +27,9 @@ def _watch(parent: int, signal_number: int) -> None:
         starter.join()
     else:
         with suppress(AttributeError, OSError):  # on Linux; readable once the process has ended
-            ended = select.poll()
-            ended.register(os.pidfd_open(parent), select.POLLIN)
-            ended.poll()
+            parent_ended = select.poll()
+            parent_ended.register(os.pidfd_open(parent), select.POLLIN)
+            parent_ended.poll()
         while os.getppid() == parent:
             time.sleep(_LOOKS)
 

@@ -46,8 +46,8 @@ def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
         return 0
     matrices = [weight for weight in module.parameters(recurse=False) if weight.ndim == 2]
     experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
-    chosen = getattr(config, "num_experts_per_tok", None) or 0
-    return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * chosen for weight in experts)
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
+    return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * experts_per_token for weight in experts)
 
 
 def head_cost(model: PreTrainedModel) -> int:

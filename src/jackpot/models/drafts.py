@@ -45,9 +45,9 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
         lam: in (0, 1]; 1 is exact.
     """
     probs, index = log_probs.exp(), drafts[:, None]
-    chosen = draft_probs.gather(1, index)  # [N, 1]
-    is_draft = chosen > 0.0
-    accepted = is_draft & (uniforms[:, :1] * lam * chosen < probs.gather(1, index))
+    drafted_probs = draft_probs.gather(1, index)  # [N, 1]
+    is_draft = drafted_probs > 0.0
+    accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))
 
     residual = (probs - draft_probs).clamp_(min=0.0)
     is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where `draft_probs` is NaN

@@ -154,10 +154,10 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return x cos + (x_2 first, x_1 second), with the strides of x."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
     for run in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
-        source, into = x[:, :, run], out[:, :, run]
-        torch.mul(source, cos[:, :, run], out=into)
-        into[..., :half].addcmul_(source[..., half:], first[:, :, run])
-        into[..., half:].addcmul_(source[..., :half], second[:, :, run])
+        source, target = x[:, :, run], out[:, :, run]
+        torch.mul(source, cos[:, :, run], out=target)
+        target[..., :half].addcmul_(source[..., half:], first[:, :, run])
+        target[..., half:].addcmul_(source[..., :half], second[:, :, run])
     return out
 
 
@@ -218,9 +218,9 @@ def _norm(module: nn.Module) -> Forward | None:
     return forward if agrees else None
 
 
-def _run_norm(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
+def _run_norm(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     if module.weight.dtype != _WIDE or x.dtype not in TOLERANCES:
-        return before(x)
+        return own_forward(x)
     return RMSNorm.apply(x, module.weight, module.variance_epsilon)
 
 
@@ -236,10 +236,10 @@ def _mlp(module: nn.Module) -> Forward | None:
     return forward if _agree(module.forward, forward, [inputs], module) else None
 
 
-def _run_mlp(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
+def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     last = module.get_submodule("down_proj")
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
-        return before(x)
+        return own_forward(x)
     gate, up = module.get_submodule("gate_proj")(x), module.get_submodule("up_proj")(x)
     if gate.dtype != up.dtype:
         return last(module.get_submodule("act_fn")(gate) * up)
@@ -254,34 +254,38 @@ def _takes_one(module: nn.Module) -> bool:
 def _attention(module: nn.Module) -> Forward | None:
     """Return the forward of an attention module with `_rotate` in place of the rotation that it calls; None without."""
     function = type(module).forward
-    before = getattr(function, "__globals__", {}).get(_ROTATE)
-    if before is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(before):
+    own_rotation = getattr(function, "__globals__", {}).get(_ROTATE)
+    if own_rotation is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own_rotation):
         return None
 
     # The same code with other global names: the rotation is a function of its module, which other models share.
-    names = function.__globals__ | {_ROTATE: partial(_rotate, before)}
+    names = function.__globals__ | {_ROTATE: partial(_rotate, own_rotation)}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return MethodType(changed, module)
 
 
 @cache
-def _rotates_alike(before: Forward) -> bool:
+def _rotates_alike(own_rotation: Forward) -> bool:
     """Tell whether a model's own rotation computes what `_rotate` does."""
-    if list(inspect.signature(before).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+    if list(inspect.signature(own_rotation).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
     queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)
     angles = [_random_inputs(2, 4, 6), _random_inputs(2, 4, 6) + 1.0]
     try:
-        return _agree(lambda q, k: before(q, k, *angles), lambda q, k: _rotate(before, q, k, *angles), [queries, keys])
+        return _agree(
+            lambda q, k: own_rotation(q, k, *angles), lambda q, k: _rotate(own_rotation, q, k, *angles), [queries, keys]
+        )
     except RuntimeError:  # it takes angles of another shape
         return False
 
 
-def _rotate(before: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _rotate(
+    own_rotation: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
     is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
-        return before(q, k, cos, sin, **options)
+        return own_rotation(q, k, cos, sin, **options)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
 
@@ -294,7 +298,7 @@ def _random_inputs(*shape: int) -> Tensor:
 
 
 @torch.enable_grad()
-def _agree(before: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
+def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
     """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
     if any(weight.is_meta for weight in weights):
@@ -304,7 +308,7 @@ def _agree(before: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn
     results = []
 
     with in_float32(module) if module else nullcontext():
-        for run in (before, fused):
+        for run in (own_forward, fused):
             outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             factors = [_random_inputs(*output.shape).to(output.dtype) for output in outputs]

@@ -105,13 +105,13 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     device = torch.device(mesh.device_type)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     root = Gathered(models, device)
-    before = {name: _ties(model) for name, model in models.items()}
+    ties_before = {name: _ties(model) for name, model in models.items()}
 
     units = []
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
-        shared = {path for paths in before[name] for path in paths}
+        shared = {path for paths in ties_before[name] for path in paths}
         units += [
             module for path, module in model.named_modules() if module is embedding and f"{path}.weight" not in shared
         ]
@@ -127,7 +127,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
 
     for name, model in models.items():
-        if lost := before[name] - _ties(model):
+        if lost := ties_before[name] - _ties(model):
             raise ModelError(
                 f"sharding would make different weights of {', '.join(sorted(lost.pop()))} of the {name}, which are "
                 f"one; train it in one process"
@@ -178,7 +178,9 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
     if received is None:
         return
 
-    for (name, tensor), *shares in zip(bucket, *(sent.split(lengths) for sent in received), strict=True):
+    for (name, tensor), *shares in zip(
+        bucket, *(rank_message.split(lengths) for rank_message in received), strict=True
+    ):
         yield name, torch.cat(shares)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

@@ -85,13 +85,13 @@ def load_value_model(
         ModelError: as `load_model`, or an architecture without token classification.
     """
     stage(f"loading the critic {path}")
-    shown = transformers_logging.get_verbosity()
+    verbosity = transformers_logging.get_verbosity()
 
     transformers_logging.set_verbosity_error()  # it would advise to train the new head, which a critic does anyway
     try:
         model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     finally:
-        transformers_logging.set_verbosity(shown)
+        transformers_logging.set_verbosity(verbosity)
 
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
@@ -114,13 +114,13 @@ def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.floa
     Args:
         cast: returns the float32 tensor of a weight.
     """
-    before = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
-    for weight, data in before:
+    originals = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
+    for weight, data in originals:
         weight.data = cast(data)
     try:
         yield
     finally:
-        for weight, data in before:
+        for weight, data in originals:
             weight.data = data
 
 
@@ -159,16 +159,16 @@ def _check_named_files(path: str | Path) -> None:
     try:
         _check_regular(source)
         shards = content(SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
-        named = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
+        named_files = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
 
         config = content("config.json")
         if (explicit := config.get("transformers_weights")) is not None:
-            named.append(("config.json", explicit))
+            named_files.append(("config.json", explicit))
         _check_numbers(config)
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
-    for file, name in named:
+    for file, name in named_files:
         if not _is_inside(name):
             raise ModelError(
                 f"{file} of {path} names {name!r} as a file of weights; weights are read only from .safetensors files "
@@ -312,12 +312,12 @@ def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
 
 def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
     """Raise ModelError for weights that are NaN, infinite or beyond LARGEST_WEIGHT; reads every weight once."""
-    named = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
-    largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in named.values()]).tolist()
-    if bad := [(name, value) for name, value in zip(named, largest, strict=True) if not value <= LARGEST_WEIGHT]:
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
+    largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in weights.values()]).tolist()
+    if bad := [(name, value) for name, value in zip(weights, largest, strict=True) if not value <= LARGEST_WEIGHT]:
         name, value = bad[0]
         raise ModelError(
-            f"the weights in {path} are damaged: {name} has the value {value:g}, and {len(bad)} of {len(named)} "
+            f"the weights in {path} are damaged: {name} has the value {value:g}, and {len(bad)} of {len(weights)} "
             f"tensors have NaN, infinity or more than {LARGEST_WEIGHT:g}. Fetch or save the model again, or take an "
             f"earlier checkpoint"
         )
@@ -336,8 +336,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=stays_local(source))
     except _LOADING_ERRORS as error:
-        if stays_local(source) and (known := published_config(source)):
-            return known
+        if stays_local(source) and (config := published_config(source)):
+            return config
         raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {ADVICE}") from error
 
 
@@ -435,16 +435,16 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     Raises:
         ModelError: they are no token ids of the model.
     """
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    named = model.config.get_text_config().eos_token_id if named is None else named
-    if named is None:
+    setting = model.generation_config.eos_token_id if model.generation_config is not None else None
+    setting = model.config.get_text_config().eos_token_id if setting is None else setting
+    if setting is None:
         return ()
 
-    ids = tuple(named) if isinstance(named, list | tuple) else (named,)
+    ids = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     rows = model.config.get_text_config().vocab_size
     if not all(type(token) is int and 0 <= token < rows for token in ids):
         raise ModelError(
-            f"eos_token_id of {model.name_or_path or 'the model'} is {named!r:.80}; it is a token id from 0 to "
+            f"eos_token_id of {model.name_or_path or 'the model'} is {setting!r:.80}; it is a token id from 0 to "
             f"{rows - 1}, or a list of them: correct generation_config.json, or config.json where there is none"
         )
     return ids

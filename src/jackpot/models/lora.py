@@ -228,13 +228,13 @@ def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] 
 def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
     """Write one of several parts of a model's weights, by the names that its architecture has in files."""
     if part.number == 0:
-        alone = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
-        model.save_pretrained(alone, state_dict={})
-        for path in alone.iterdir():
+        config_folder = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
+        model.save_pretrained(config_folder, state_dict={})
+        for path in config_folder.iterdir():
             path.rename(folder / path.name)
-        alone.rmdir()
-    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
-    return write_part(part.path(folder, "model"), named)
+        config_folder.rmdir()
+    renamed_state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    return write_part(part.path(folder, "model"), renamed_state)
 
 
 def _leaf(name: str) -> str:

@@ -43,7 +43,7 @@ class AttentionPlan:
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    def window(self, layer: int, named: int | None) -> int | None:
+    def window(self, layer: int, passed_window: int | None) -> int | None:
         """Return the number of tokens that a query of a layer attends to, itself included; None for all up to it.
 
         Args:
@@ -54,8 +54,10 @@ class AttentionPlan:
             ModelError: the layer passes another window than the config has.
         """
         window = self._windows[layer]
-        if named not in (None, window):
-            raise ModelError(f"layer {layer} has a sliding window of {named}, but the model's config one of {window}")
+        if passed_window not in (None, window):
+            raise ModelError(
+                f"layer {layer} has a sliding window of {passed_window}, but the model's config one of {window}"
+            )
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
@@ -211,7 +213,7 @@ def _by_sequence(
     The last query of a sequence is aligned with its last key.
     """
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
-    before = -1 if window is None else window - 1
+    tokens_before = -1 if window is None else window - 1
     return kernel(
         query.contiguous(),
         keys,
@@ -220,7 +222,7 @@ def _by_sequence(
         row.cu_keys,
         *row.longest,
         scale=scaling,
-        window_size=(before, 0),
+        window_size=(tokens_before, 0),
     )
 
 

@@ -51,16 +51,23 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     begin, end = sequence.index_select(0, first), sequence.index_select(0, last)
     shared = prompt.index_select(0, first)
 
-    # Rows are blocks of queries, columns blocks of keys. `some`: a query may see a key. `every`: each query sees each
-    # key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
+    # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
+    # sees each key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
-    some = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
-    alone = begin == end  # blocks of one sequence
-    every = alone & alone[:, None] & ((begin == begin[:, None]) | (begin == shared[:, None])) & (first < first[:, None])
+    is_partly_visible = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
+    is_single = begin == end  # blocks of one sequence
+    is_all_visible = (
+        is_single
+        & is_single[:, None]
+        & ((begin == begin[:, None]) | (begin == shared[:, None]))
+        & (first < first[:, None])
+    )
     if window is not None:
-        every = every & (positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window)
+        is_all_visible = is_all_visible & (
+            positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window
+        )
 
-    lists = [*_listed(some & ~every), *_listed(every)]
+    lists = [*_listed(is_partly_visible & ~is_all_visible), *_listed(is_all_visible)]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
 
 

@@ -69,8 +69,8 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
     # A response's first token is predicted by the prompt's last, each further token by the one before it.
     columns = torch.arange(max(lengths))
-    before = torch.tensor(starts)[:, None] + columns - 1
-    predicting = torch.where(columns == 0, torch.tensor(prompt_ends)[:, None], before)
+    token_before = torch.tensor(starts)[:, None] + columns - 1
+    predicting = torch.where(columns == 0, torch.tensor(prompt_ends)[:, None], token_before)
     predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
 
     return PackedRow(

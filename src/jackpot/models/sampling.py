@@ -34,8 +34,8 @@ def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: fl
     if top_p < 1.0:
         ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
         probs = ordered.double().exp()
-        before = probs.cumsum(dim=-1) - probs  # the sum of each token's predecessors
-        mask = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < top_p)
+        mass_before = probs.cumsum(dim=-1) - probs  # the sum of each token's predecessors
+        mask = torch.empty_like(mass_before, dtype=torch.bool).scatter_(-1, order, mass_before < top_p)
         log_probs = _restricted(log_probs, mask)
     return log_probs
 

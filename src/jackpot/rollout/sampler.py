@@ -99,8 +99,8 @@ class Sampler:
         The batch does not depend on the order in which responses ended. With `batch.filter_groups`, groups with equal
         rewards are used only where too few other groups are left after the last generation batch that is allowed.
         """
-        begun = self._under_way.pop(iteration, None) or self._submit(iteration)
-        batches = self._complete(iteration, begun)
+        batch_under_way = self._under_way.pop(iteration, None) or self._submit(iteration)
+        batches = self._complete(iteration, batch_under_way)
 
         for batch in batches:
             for uid, reason in batch.discarded.items():
@@ -133,13 +133,13 @@ class Sampler:
         """
         config = self._config
         last = min(iteration + config.batch.ahead, config.iterations)
-        missing = range(max(self._under_way, default=iteration) + 1, last + 1)
+        missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
-        if missing and len(self._under_way) < self._reserve:
-            self._under_way |= {later: self._submit(later) for later in missing}
+        if missing_iterations and len(self._under_way) < self._reserve:
+            self._under_way |= {later: self._submit(later) for later in missing_iterations}
             return True
 
-        if not any(isinstance(begun, _PendingBatch) for begun in self._under_way.values()):
+        if not any(isinstance(under_way, _PendingBatch) for under_way in self._under_way.values()):
             for role in config.writers(iteration):
                 self._engines[role].sleep()
         return False
@@ -158,7 +158,7 @@ class Sampler:
         Returns:
             The generation batches of each rollout batch that was begun, by iteration.
         """
-        complete = {iteration: self._complete(iteration, begun) for iteration, begun in self._under_way.items()}
+        complete = {iteration: self._complete(iteration, under_way) for iteration, under_way in self._under_way.items()}
         self._under_way = {**complete}
         return complete
 
@@ -174,12 +174,12 @@ class Sampler:
         ahead = state["ahead"].items()
         self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
-    def _complete(self, iteration: int, begun: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
+    def _complete(self, iteration: int, under_way: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
         """Wait for the rollout batch of an iteration and check it, unless it is already complete and checked."""
-        if not isinstance(begun, _PendingBatch):
-            return begun
+        if not isinstance(under_way, _PendingBatch):
+            return under_way
 
-        batches = self._generate(iteration, begun)
+        batches = self._generate(iteration, under_way)
         first = next((batch for batch in batches if batch.groups), None)
 
         # Aborted responses are checked too: they are the long ones, and without them the rest would end too often.
@@ -243,8 +243,8 @@ class Sampler:
 
             streams = []
             for role in dict.fromkeys(roles):
-                of_role = [request for request in requests if sampled_by[request.uid] == role]
-                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role))
+                requests_of_role = [request for request in requests if sampled_by[request.uid] == role]
+                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, requests_of_role))
             return _PendingBatch(requests=requests, sampled_by=sampled_by, rollouts=chain(*streams))
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
@@ -254,7 +254,7 @@ class Sampler:
             members.setdefault(request.prompt.uid, []).append(request.uid)
 
         rollouts: dict[str, Rollout] = {}
-        discarded: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
 
         while len(scoring) < len(members):
@@ -262,12 +262,12 @@ class Sampler:
                 rollout = next(pending.rollouts)
             rollouts[rollout.uid] = replace(rollout, sampled_by=pending.sampled_by[rollout.uid])
             if reason := discard_reason(rollout):
-                discarded[rollout.uid] = reason
+                reasons[rollout.uid] = reason
 
             group = members[rollout.prompt.uid]
             if rollouts.keys() >= set(group):
                 with self._clock("score"):
-                    usable = [rollouts[uid] for uid in group if uid not in discarded]
+                    usable = [rollouts[uid] for uid in group if uid not in reasons]
                     wait = start_scoring(usable, self._task, self._tokenizer)
                     scoring[rollout.prompt.uid] = usable, wait
 
@@ -282,7 +282,7 @@ class Sampler:
 
         return GenerationBatch(
             generated=[rollouts[request.uid] for request in pending.requests],
-            discarded={request.uid: discarded[request.uid] for request in pending.requests if request.uid in discarded},
+            discarded={request.uid: reasons[request.uid] for request in pending.requests if request.uid in reasons},
             groups=[groups[prompt] for prompt in members if groups[prompt].members],
             metrics=metrics,
         )
@@ -299,7 +299,7 @@ class Sampler:
     def _sums(self, batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup]) -> Sums:
         """Return the metrics of all generated rollouts and, where two models generate, of each model's rollouts."""
         generated = [rollout for batch in batches for rollout in batch.generated]
-        discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
+        reasons_by_uid = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
 
         metrics_of_engines = [{name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches]
         drafts = add_sums(*metrics_of_engines)
@@ -307,21 +307,21 @@ class Sampler:
         if drafts:
             costs["policy"] = _drafted_cost(self._costs, drafts)
 
-        sums = drafts | _rollout_sums(generated, list(discarded.values()), groups, costs)
+        sums = drafts | _rollout_sums(generated, list(reasons_by_uid.values()), groups, costs)
         if not self._config.is_mixed:
             return sums
 
         for role in self._engines:
-            of_role = [rollout for rollout in generated if rollout.sampled_by == role]
-            if not of_role:
+            rollouts_of_role = [rollout for rollout in generated if rollout.sampled_by == role]
+            if not rollouts_of_role:
                 continue
-            reasons = [discarded[rollout.uid] for rollout in of_role if rollout.uid in discarded]
+            reasons = [reasons_by_uid[rollout.uid] for rollout in rollouts_of_role if rollout.uid in reasons_by_uid]
             groups_of_role = [
                 replace(group, members=members)
                 for group in groups
                 if (members := [member for member in group.members if member.rollout.sampled_by == role])
             ]
-            sums_of_role = _rollout_sums(of_role, reasons, groups_of_role, costs)
+            sums_of_role = _rollout_sums(rollouts_of_role, reasons, groups_of_role, costs)
             sums |= {f"{name}_by_{role}": entry for name, entry in sums_of_role.items()}
 
         by_rollout_model = [rollout.sampled_by == "rollout_model" for rollout in generated]
@@ -337,12 +337,12 @@ class Sampler:
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
 
-        compared: dict[Role | None, list[float]] = {}
+        rewards: dict[Role | None, list[float]] = {}
         for rollout, score in zip(rollouts, scores, strict=True):
             key = rollout.sampled_by if self._config.objective.baseline == "model" else None
-            compared.setdefault(key, []).append(score.reward)
+            rewards.setdefault(key, []).append(score.reward)
 
-        return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, compared.values())))
+        return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, rewards.values())))
 
 
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean]) -> ForwardCost:
@@ -418,7 +418,7 @@ def discard_reason(rollout: Rollout) -> str | None:
 
 def _rollout_sums(
     generated: Sequence[Rollout],
-    discarded: Sequence[str],
+    discard_reasons: Sequence[str],
     groups: Sequence[PromptGroup],
     costs: Mapping[Role, ForwardCost],
 ) -> Sums:
@@ -455,8 +455,8 @@ def _rollout_sums(
         "response/tokens": Mean.numbers([len(rollout.token_ids) for rollout in rollouts]),
         "response/tool_tokens": Mean.numbers([int((~rollout.sampled_mask).sum()) for rollout in rollouts]),
         "response/truncated": Mean.numbers([rollout.finish == "length" for rollout in rollouts]),
-        "response/aborted": Mean.number(discarded.count("aborted") / len(generated)),
-        "response/non_finite": Mean.number(discarded.count("non_finite") / len(generated)),
+        "response/aborted": Mean.number(discard_reasons.count("aborted") / len(generated)),
+        "response/non_finite": Mean.number(discard_reasons.count("non_finite") / len(generated)),
         "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),
         "flops/rollout": Sum.number(flops),
     }

@@ -135,7 +135,7 @@ def block_scales(largest: Tensor, grid: Grid) -> Tensor:
 def next_power_of_two(values: Tensor, divisor: float = 1.0) -> Tensor:
     """Return the smallest power of two that is at least value / divisor, for each value; infinity and NaN stay.
 
-    The power is read from the bits, since logarithms and, in compiled code, divisions round. `missing` is the largest
+    The power is read from the bits, since logarithms and, in compiled code, divisions round. `carry` is the largest
     mantissa minus the divisor's: adding it carries into the exponent exactly where the value's mantissa is larger than
     the divisor's.
 
@@ -144,8 +144,8 @@ def next_power_of_two(values: Tensor, divisor: float = 1.0) -> Tensor:
         divisor: from 1 to below 2.
     """
     mantissa = 2**23 - 1
-    missing = mantissa - int((divisor - 1.0) * 2**23)
-    bits = (values.view(torch.int32) + missing) & ~mantissa
+    carry = mantissa - int((divisor - 1.0) * 2**23)
+    bits = (values.view(torch.int32) + carry) & ~mantissa
     return torch.where(values.isfinite(), bits.view(torch.float32), values)
 
 
@@ -168,8 +168,8 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
     """Undo `_blocks`, and remove the padding."""
-    whole = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    return whole[: shape[0], : shape[1]].contiguous()
+    matrix = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
+    return matrix[: shape[0], : shape[1]].contiguous()
 
 
 BLOCK = 128  # rows and columns of a block in DeepSeek-V3 (arXiv 2412.19437, 3.3.2) and in FP8 model files

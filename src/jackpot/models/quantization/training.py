@@ -259,14 +259,14 @@ def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
     """Run a forward in which rounded copies replace the weights of some modules; they pass gradients to the weights."""
-    before = [dict(module._parameters) for module in modules]
+    originals = [dict(module._parameters) for module in modules]
     for module in modules:
         parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters
         parameters |= {name: weight.to(dtype) for name, weight in parameters.items() if weight is not None}
     try:
         return forward(*args, **options)
     finally:
-        for module, weights in zip(modules, before, strict=True):
+        for module, weights in zip(modules, originals, strict=True):
             module._parameters.update(weights)
 
 

@@ -148,23 +148,27 @@ class RewardWorkerPool:
     def _do(self, items: Sequence[Item], deadline: float) -> list[RewardResult]:
         """Call the function for the items of one job, and repeat failed calls as often as the limits allow."""
         if time.monotonic() > deadline:
-            late = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
-            return [late] * len(items)
+            not_begun = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
+            return [not_begun] * len(items)
 
         results = self._settled(items)
         for retry in range(self._limits.retries):
-            failed = [index for index, result in enumerate(results) if result.error]
-            if failed:
+            failed_indices = [index for index, result in enumerate(results) if result.error]
+            if failed_indices:
                 time.sleep(2.0**retry)
-                for index, result in zip(failed, self._settled([items[index] for index in failed]), strict=True):
+                for index, result in zip(
+                    failed_indices, self._settled([items[index] for index in failed_indices]), strict=True
+                ):
                     results[index] = result._replace(retries=retry + 1)
         return results
 
     def _settled(self, items: Sequence[Item]) -> list[RewardResult]:
         """Call the function once for all items; repeat the calls that ended their process, alone in a fresh one."""
-        twice = RewardResult(0.0, "crash", 0, "its process ended twice, the second time while it was called alone")
+        ended_twice = RewardResult(
+            0.0, "crash", 0, "its process ended twice, the second time while it was called alone"
+        )
         return [
-            result or self._tried([item], is_fresh=True)[0] or twice
+            result or self._tried([item], is_fresh=True)[0] or ended_twice
             for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
         ]
 
@@ -187,8 +191,8 @@ class RewardWorkerPool:
                 results[index] = result
             is_worn = bool(message["worn"])
         except TimeoutError:
-            late = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
-            results = [result or late for result in results]
+            too_late = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
+            results = [result or too_late for result in results]
         except (EOFError, OSError, IndexError):
             pass  # the missing results stay None
         finally:

@@ -108,22 +108,22 @@ class RewardFn:
             verdict: decides `Score.correct`; None: no response is right or wrong.
             limit: seconds after which calls that have not begun are given up, and count as having taken too long.
         """
-        used = self._used(verdict)
-        pairs_of_each = [_pairs(response) if "correct" in used else [("", "")] for response in responses]
+        names = self._used(verdict)
+        pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))
         equal = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in pairs}
-        undecided = [pair for pair, is_equal in equal.items() if is_equal is None]
+        undecided_pairs = [pair for pair, is_equal in equal.items() if is_equal is None]
 
-        comparisons = [{"answer": answer, "reference": reference} for answer, reference in undecided]
-        compared = self._verifier.submit(comparisons, limit)
+        comparisons = [{"answer": answer, "reference": reference} for answer, reference in undecided_pairs]
+        wait_for_verifier = self._verifier.submit(comparisons, limit)
         items = [_arguments(response) for response in responses]
-        called = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in used}
+        waits = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in names}
 
         def wait() -> list[Score]:
             """Wait for all results and return the scores."""
             verified = {pair: RewardResult(float(is_equal or False), None) for pair, is_equal in equal.items()}
-            verified |= zip(undecided, compared(), strict=True)
-            returned = {name: results() for name, results in called.items()}
+            verified |= zip(undecided_pairs, wait_for_verifier(), strict=True)
+            returned = {name: results() for name, results in waits.items()}
 
             scores = []
             for index, response in enumerate(responses):
@@ -158,20 +158,20 @@ class RewardFn:
             verified: the verifier's result.
             returned: by name, the result of each reward function.
         """
-        is_right, used = verified.value == 1.0, self._used(verdict)
-        values = {name: reward(response, is_right) for name, reward in BUILT_IN.items() if name in used}
+        is_right, names = verified.value == 1.0, self._used(verdict)
+        values = {name: reward(response, is_right) for name, reward in BUILT_IN.items() if name in names}
         values |= {name: result.value for name, result in returned.items()}
         values[REWARD] = sum(reward.weight * values[reward.name] for reward in self._rewards)
 
         results = {"correct": verified, **returned}
         errors: dict[str, RewardError] = {name: result.error for name, result in results.items() if result.error}
-        failed = next(iter(errors), None)
+        failed_reward = next(iter(errors), None)
         return Score(
             reward=values[REWARD],
             correct=verdict and _is_right(verdict, values, errors),
-            reward_error=errors[failed] if failed else None,
+            reward_error=errors[failed_reward] if failed_reward else None,
             reward_retries=sum(result.retries for result in results.values()),
-            error_text=f"{failed}: {results[failed].text}" if failed else None,
+            error_text=f"{failed_reward}: {results[failed_reward].text}" if failed_reward else None,
         )
 
 
@@ -199,10 +199,10 @@ def verify(response: str, reference: str, *, finished: bool = True) -> bool | No
 
 def verify_all(pairs: Sequence[tuple[str, str]], *, finished: Sequence[bool] | None = None) -> list[bool | None]:
     """Compare many pairs of response and reference as `verify` does, on all free cores; results in their order."""
-    ended = [True] * len(pairs) if finished is None else finished
+    are_finished = [True] * len(pairs) if finished is None else finished
     responses = [
         DecodedResponse(Prompt(uid="", text="", answer=reference, token_ids=()), response, is_finished)
-        for (response, reference), is_finished in zip(pairs, ended, strict=True)
+        for (response, reference), is_finished in zip(pairs, are_finished, strict=True)
     ]
     return [None if score.reward_error else score.correct for score in _verifier().scores(responses)]
 

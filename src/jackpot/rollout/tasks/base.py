@@ -124,8 +124,8 @@ def decoded_response(
     text = decode(tokenizer, token_ids)
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
     turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
-    ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
-    return DecodedResponse(prompt, text, finished, tuple(turns), ended)
+    last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
+    return DecodedResponse(prompt, text, finished, tuple(turns), last_turn_ended)
 
 
 class PromptStream:
@@ -166,9 +166,9 @@ class PromptStream:
         Raises:
             DataError: a source has another number of problems than before, so the next prompts would be others.
         """
-        if (before := state["sizes"]) != self._sizes:
+        if (saved_sizes := state["sizes"]) != self._sizes:
             raise DataError(
-                f"the problems of the task have changed: there were {before} of each source, now there are "
+                f"the problems of the task have changed: there were {saved_sizes} of each source, now there are "
                 f"{self._sizes}; bring the data back, with the same limits of length, or begin a new run"
             )
         self._drawn = [0] * len(self._sizes)

@@ -170,15 +170,15 @@ def make_benchmark(
 
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:
     """Log warnings about rows that were left out, and about answers and text that cannot be read."""
-    named = f"{name} ({split})"
+    source = f"{name} ({split})"
     if counts["unreadable_answer"]:
         _log.warning(
             "%s: the answers of %d rows are no number, expression or words, so only the same text is right; see "
             "answers and columns.answer",
-            *(named, counts["unreadable_answer"]),
+            *(source, counts["unreadable_answer"]),
         )
     if counts["unknown_tokens"]:
-        _log.warning("%s: the tokenizer has no tokens for parts of %d prompts", named, counts["unknown_tokens"])
+        _log.warning("%s: the tokenizer has no tokens for parts of %d prompts", source, counts["unknown_tokens"])
 
     left_out = {
         "have no answer": counts["without_answer"],
@@ -186,4 +186,4 @@ def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None
         f"are longer than {limit} tokens": counts["too_long"],
     }
     if reasons := " and ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count):
-        _log.warning("%s: of %s rows %s; %s are left", named, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")
+        _log.warning("%s: of %s rows %s; %s are left", source, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")

@@ -60,8 +60,8 @@ def check_sets(benchmarks: Sequence[str]) -> None:
         find_source(DataConfig(source=benchmark), "test")
 
     names = [*map(set_name, benchmarks)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"benchmarks {', '.join(benchmarks)}: {', '.join(twice)} is named twice; name each once")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"benchmarks {', '.join(benchmarks)}: {', '.join(repeated)} is named twice; name each once")
 
 
 def make_sets(

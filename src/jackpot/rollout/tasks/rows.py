@@ -187,28 +187,28 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
     if split is None and nameless == files:
         return files
 
-    wanted = split or usual_split
-    chosen = [file for file in files if _is_of(file.relative_to(path), wanted)]
-    if not chosen:
+    wanted_split = split or usual_split
+    files_of_split = [file for file in files if _is_of(file.relative_to(path), wanted_split)]
+    if not files_of_split:
         raise DataError(
-            f"{path} holds no files of split {wanted!r}, only {_listed(files, path)}; set split to one that is there, "
-            f"or give the path of a file"
+            f"{path} holds no files of split {wanted_split!r}, only {_listed(files, path)}; set split to one that is "
+            f"there, or give the path of a file"
         )
     if split is None and nameless:
         _log.warning(
             "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their names, "
             "set split, or move them elsewhere",
-            *(path, wanted, len(nameless), _listed(nameless, path)),
+            *(path, wanted_split, len(nameless), _listed(nameless, path)),
         )
-    return chosen
+    return files_of_split
 
 
 def _is_of(path: Path, split: str) -> bool:
     """Return whether a path belongs to a split: its innermost file or folder name with any split has this split."""
     before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 belongs to train
-    wanted = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
-    innermost = next((name for name in reversed(path.parts) if wanted.search(name) or _SPLIT.search(name)), "")
-    return bool(wanted.search(innermost))
+    pattern = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
+    innermost = next((name for name in reversed(path.parts) if pattern.search(name) or _SPLIT.search(name)), "")
+    return bool(pattern.search(innermost))
 
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
@@ -291,8 +291,8 @@ def make_reader(
     """
     columns, choose_column = settings.columns, partial(_column, first)
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
-    joined = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
-    problem_column = problem_columns[0] if joined else choose_column("problem", problem_columns)
+    joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
+    problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)
     answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
     option_columns = [choose_column("options", [name]) for name in columns.options]
 
@@ -308,14 +308,14 @@ def make_reader(
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))
             in_column = _lookup(values, answer_column)
-            given = in_column if isinstance(in_column, list) else [in_column]
-            texts = [_text(value, answer_column) for value in given]
+            entries = in_column if isinstance(in_column, list) else [in_column]
+            texts = [_text(value, answer_column) for value in entries]
             answers = [text and extract(text) for text in texts]
 
             if option_columns:
-                listed, choose = _choice(values, option_columns)
-                problem = append(problem, listed)
-                are_integers = [isinstance(value, int) for value in given]
+                options_text, choose = _choice(values, option_columns)
+                problem = append(problem, options_text)
+                are_integers = [isinstance(value, int) for value in entries]
                 answers = [answer and choose(answer, flag) for answer, flag in zip(answers, are_integers, strict=True)]
 
             if uid_column is not None:
@@ -413,28 +413,28 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     # Options stand in one column, with labels beside them or as keys or without labels, or each in a column.
     labels = None
     match [_lookup(values, name) for name in columns]:
-        case [{"text": [*written]} as column]:
+        case [{"text": [*contents]} as column]:
             labels = column.get("label")
         case [dict() as column]:
-            written, labels = list(column.values()), list(column)
-        case [[*written]] | written:
+            contents, labels = list(column.values()), list(column)
+        case [[*contents]] | contents:
             pass
 
-    options = [text for value in written if (text := _text(value, ", ".join(columns))) is not None]
+    options = [text for value in contents if (text := _text(value, ", ".join(columns))) is not None]
     names = list(ascii_uppercase[: len(options)]) if labels is None else list(map(str, labels))
-    if not 2 <= len(written) <= len(ascii_uppercase) or not len(options) == len(names) == len(written):
+    if not 2 <= len(contents) <= len(ascii_uppercase) or not len(options) == len(names) == len(contents):
         raise DataError(
-            f"columns.options ({', '.join(columns)}) gives {written!r:.80}; multiple choice needs 2 to 26 options, "
+            f"columns.options ({', '.join(columns)}) gives {contents!r:.80}; multiple choice needs 2 to 26 options, "
             f"each with a text"
         )
     plain = _unlabelled(options)
 
     def choose(answer: str, is_integer: bool) -> str:
         # The answer may be a label, the text of an option, or a letter with punctuation, and last a number from 0.
-        named = [(names, answer)]
+        candidates = [(names, answer)]
         if not is_integer or labels is not None:
-            named += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
-        indices = [texts.index(text) for texts, text in named if texts.count(text) == 1]
+            candidates += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
+        indices = [texts.index(text) for texts, text in candidates if texts.count(text) == 1]
         if labels is None and answer.isdecimal():
             indices.append(int(answer))
 

@@ -61,8 +61,8 @@ def letter_choice(text: str) -> str | None:
     return text if parse_choice(text) else choice(letter, option) if letter else None
 
 
-def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) -> bool:
-    """Return whether a normalized answer names the choice `wanted`.
+def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool]) -> bool:
+    """Return whether a normalized answer names the choice `reference`.
 
     A right answer is the letter in any usual form (`B`, `(B)`, `B.`, `Option B`), alone or before the option's text, or
     that text alone. If an answer has a letter, the letter counts: another letter is wrong whatever follows, and the
@@ -72,12 +72,12 @@ def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) 
     Args:
         compare: compares two normalized texts that are no choices.
     """
-    letter, rest = _given(answer)
+    letter, option = _given(answer)
     if not letter.isupper():
-        return compare(answer, f"({wanted.letter})") or _is_option(answer, wanted.option, compare)
-    if letter != wanted.letter or not rest:
-        return letter == wanted.letter
-    return _is_option(rest, wanted.option, compare) if wanted.option else _NOT_ITS_TEXT.match(rest) is None
+        return compare(answer, f"({reference.letter})") or _is_option(answer, reference.option, compare)
+    if letter != reference.letter or not option:
+        return letter == reference.letter
+    return _is_option(option, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(option) is None
 
 
 def _given(text: str) -> tuple[str, str]:

@@ -70,8 +70,8 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
     if max(len(answer), len(reference)) > MAX_ANSWER_LENGTH:
         return answer == reference
     try:
-        if (chosen := parse_choice(reference)) is not None:
-            return is_choice(normalize(answer), chosen, partial(_compare, algebra=algebra))
+        if (reference_choice := parse_choice(reference)) is not None:
+            return is_choice(normalize(answer), reference_choice, partial(_compare, algebra=algebra))
         if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
             return True  # 2e-3 and 2e - 3, which may be meant alike
         return _compare(_OPTION.sub("", normalize(answer), count=1), normalize(reference), algebra)
