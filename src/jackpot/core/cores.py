@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Container
+from operator import sub
 from pathlib import Path
 from typing import Literal
 
@@ -33,18 +34,15 @@ def free_cores() -> int:
         busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - used_here)
     except OSError:  # no /proc
         busy = os.getloadavg()[0]
+
     return max(1, min(len(cores) - round(busy), _quota()))
 
 
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
     """Return how many of `cores` were busy between two readings of /proc/stat, for other virtual machines too."""
     first, last = _ticks(before), _ticks(after)
-    busy = 0.0
-    for core in last:
-        if core in cores:
-            ticks = [end - begin for begin, end in zip(first[core], last[core], strict=True)]
-            busy += 1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks))
-    return busy
+    changes = [list(map(sub, last[core], first[core])) for core in last if core in cores]
+    return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in changes)
 
 
 def _usable_cores() -> Collection[int]:

@@ -298,12 +298,9 @@ def _aligned(model: PreTrainedModel) -> PreTrainedModel:
 
 def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
     """Raise ModelError unless the weights in the folder are exactly those of the model."""
-    for problem, kind in (
-        ("missing_keys", "missing"),
-        ("unexpected_keys", "unknown"),
-        ("mismatched_keys", "misshapen"),
-    ):
-        if names := sorted(map(str, info[problem])):
+    kinds = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "misshapen"}
+    for key, kind in kinds.items():
+        if names := sorted(map(str, info[key])):
             raise ModelError(
                 f"the weights in {path} do not fit {type(model).__name__}: {len(names)} {kind}, such as "
                 f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {ADVICE}"

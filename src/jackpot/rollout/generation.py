@@ -42,6 +42,7 @@ class GenerationBatch:
             (rollout.uid, rollout.prompt.uid, rollout.finish, rollout.sampled_by, len(rollout.token_ids))
             for rollout in self.generated
         ]
+
         return {
             "prompts": [_values(prompt) for prompt in prompts.values()],
             "rollouts": rollouts,

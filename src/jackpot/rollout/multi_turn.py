@@ -75,6 +75,7 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Ro
             if episode.finish is not None:
                 yield episode.rollout(episode.finish)
                 continue
+
             following = episode.next_turn()
             pending[following.uid] = episode
             engine.submit([following])

@@ -239,7 +239,7 @@ class Sampler:
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
             roles = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
-            sampled_by = {request.uid: role for request, role in zip(requests, roles, strict=True)}
+            sampled_by: dict[str, Role] = {request.uid: role for request, role in zip(requests, roles, strict=True)}
 
             streams = []
             for role in dict.fromkeys(roles):

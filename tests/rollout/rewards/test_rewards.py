@@ -305,11 +305,6 @@ def test_answers_are_not_verified_where_nothing_asks_for_it():
         assert not one._verifier.process_ids  # numbers need none
 
 
-def test_a_reward_fn_without_processes_is_refused():
-    with pytest.raises(ConfigError, match="0 reward workers were asked for; at least 1"):
-        reward_fn_of("correct", workers=0)
-
-
 def test_the_order_of_rewards_is_that_of_answers():
     seconds = [0.5, 0.01, 0.02, 0.03, 0.04]
     with closing(reward_fn_of("helpers.reward_functions:waits", workers=2)) as one:

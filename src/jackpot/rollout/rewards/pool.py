@@ -210,6 +210,7 @@ class RewardWorkerPool:
                 raise TrainingError("the reward workers were closed and can score nothing more; make another task")
             worker = _Worker(self._limits.environment)
             self._workers.add(worker)
+
         try:
             worker.begin(self._function, self._timeout, self._limits.memory)
         except BaseException:
@@ -254,6 +255,7 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
+
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
         with theirs:
             self._mark = secrets.token_hex(8)

@@ -56,8 +56,6 @@ class RewardFn:
         timeout: float,
         verdict: VerdictConfig | None = None,
     ) -> None:
-        if workers != "auto" and workers < 1:
-            raise ConfigError(f"{workers} reward workers were asked for; at least 1 is needed")
         if find_spec("math_verify") is None:
             raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
 

@@ -63,6 +63,7 @@ class Math(Task):
         )
         self._problems: dict[Split, list[Problems]] = {}
         self._reported: set[Split] = set()  # splits whose events `take_events` has returned
+
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
@@ -115,8 +116,10 @@ class Math(Task):
     def take_events(self) -> list[dict[str, Any]]:
         """Return an event for each source that was read since the last call: how many rows were read and left out."""
         events = []
-        for split in [split for split in self._problems if split not in self._reported]:
-            for source, problems in zip(self._sources[split], self._problems[split], strict=True):
+        for split, problems_of_split in self._problems.items():
+            if split in self._reported:
+                continue
+            for source, problems in zip(self._sources[split], problems_of_split, strict=True):
                 event = {"event": "data", "split": split, "source": source.name}
                 event |= {name: problems.counts[name] for name in COUNTED}
                 events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})

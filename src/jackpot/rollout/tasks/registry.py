@@ -52,9 +52,7 @@ def check_sets(benchmarks: Sequence[str]) -> None:
     Raises:
         DataError: a name or a path does not exist (lists the names that do), or two benchmarks have equal names.
     """
-    for benchmark in benchmarks:
-        if benchmark in SETS:
-            continue
+    for benchmark in (name for name in benchmarks if name not in SETS):
         if not is_address(benchmark):
             raise DataError(f"{unknown_name('benchmark', benchmark, SETS)}; or give the path of a file with problems")
         find_source(DataConfig(source=benchmark), "test")

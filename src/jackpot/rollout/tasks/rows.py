@@ -344,6 +344,7 @@ def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> st
     for name in candidates:
         if any(_lookup(record.values, name, _ABSENT) is not _ABSENT for record in first):
             return name
+
     names = {  # for the message: names of columns, and for nested values the paths one level into them
         f"{name}.{key}" if key else name
         for record in first
@@ -492,6 +493,7 @@ def _last_boxed(text: str) -> str | None:
     """
     last: tuple[int, str] | None = None  # position and content of the last box
     opened: list[int | None] = []  # for every open brace: where the content of its box begins, None without a box
+
     for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)|(?<!\\)[{}]", text):
         if match[1] == "{":
             opened.append(match.end())
@@ -501,6 +503,7 @@ def _last_boxed(text: str) -> str | None:
             opened.append(None)
         elif opened and (start := opened.pop()) is not None:
             last = max(last or (-1, ""), (start, text[start : match.start()]))
+
     return (last[1].strip() or None) if last else None
 
 

@@ -69,6 +69,7 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
 
     if max(len(answer), len(reference)) > MAX_ANSWER_LENGTH:
         return answer == reference
+
     try:
         if (reference_choice := parse_choice(reference)) is not None:
             return is_choice(normalize(answer), reference_choice, partial(_compare, algebra=algebra))
@@ -90,11 +91,13 @@ def is_readable(reference: str) -> bool:
     is_value = parse_choice(reference) or parse_quantity(text, is_reference=True) or _words(text)
     if is_value or _WRAPPED.fullmatch(text):
         return True
+
     try:
         if structure := parse_structure(text):
             return all(map(is_readable, structure.members))
     except RecursionError:
         return False
+
     # An answer's number with plain words, or prose, would be read as a product of letters.
     return parse_quantity(text, is_reference=False) is None and not has_prose(text)
 

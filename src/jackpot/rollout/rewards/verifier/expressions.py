@@ -75,9 +75,9 @@ def _equal(answer: Any, reference: Any) -> bool:
 
     What has no numeric value is compared by math-verify alone.
     """
+    sides: tuple[Any, Any] = (answer, reference)
     if isinstance(answer, Eq) and isinstance(reference, Eq):
-        differences: list[Any] = [equation.lhs - equation.rhs for equation in (answer, reference)]
-        values = [*_values(*differences)]
+        values = [*_values(*(equation.lhs - equation.rhs for equation in sides))]
         is_same = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
         return is_same and values != [] and answer.free_symbols != set()
 
@@ -100,7 +100,7 @@ def _values(*expressions: Any) -> Iterator[list[Expr]]:
             yield values
 
 
-def _value(expression: Any, point: Mapping[str, Rational]) -> Expr:
+def _value(expression: Any, point: Mapping[str, Any]) -> Expr:
     """Return the value of an expression, to 40 digits, where its free symbols have the values of `point`."""
     return N(expression.xreplace({symbol: point[symbol.name] for symbol in expression.free_symbols}).doit(), 40)
 

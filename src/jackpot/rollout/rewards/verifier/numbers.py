@@ -46,12 +46,14 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
     """
     if wrapped := _WRAPPED.fullmatch(text):
         text = rf"{wrapped[1]}\text{{{wrapped[2] or ''}}}"
+
     body, unit = split_unit(text, is_reference) or ("", "")
     match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
     if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
         return None
     if len(match["sign"] + match["sign2"]) + match["top"].startswith("-") > 1:
         return None
+
     try:
         return Quantity(_value(match.groupdict("")), "dollar" if match["dollar"] else unit)
     except (ValueError, ZeroDivisionError):  # a period without a point, or thousands of digits
@@ -89,11 +91,13 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""
+
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else (text[: match.start()], unit)
+
     match = _PLAIN_UNIT.search(text)
     if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
         return text[: match.start()], unit

@@ -43,13 +43,14 @@ def parse_structure(text: str) -> Structure | None:
         rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
         shape = "x".join(str(len(row)) for row in rows)
         return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), True)
+
     if len(union := split_outside_brackets(text, r"\\cup")) > 1:
         return Structure("union", tuple(union), False)
     if len(members := _members(text, _SEPARATOR)) > 1:
         return Structure("list", members, False)
-    if bracketed := _bracketed(text):
-        return bracketed
-    return Structure("ratio", tuple(map(str.strip, text.split(":"))), True) if _RATIO.fullmatch(text) else None
+
+    ratio = Structure("ratio", tuple(map(str.strip, text.split(":"))), True) if _RATIO.fullmatch(text) else None
+    return _bracketed(text) or ratio
 
 
 def _bracketed(text: str) -> Structure | None:

@@ -164,10 +164,12 @@ def _product(text: str, symbols: bool) -> str | None:
     numerator, *denominators = text.split("/")
     if not all(map(str.strip, denominators)) or _FACTOR.sub("", text.replace("/", "")).strip():
         return None
+
     powers = Counter[str]()
     for side, sign in ((numerator, 1), (" ".join(denominators), -1)):
         for word, power in _FACTOR.findall(side):
             powers[_known(word, symbols) or ""] += sign * int(power or 1)
+
     if "" in powers:
         return None
     return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in sorted(powers.items()) if power)
