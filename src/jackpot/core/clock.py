@@ -75,4 +75,5 @@ class Clock:
 
 
 def _now() -> Seconds:
+    """Return the time on both clocks; only differences count."""
     return Seconds(time.perf_counter(), time.process_time())

@@ -34,13 +34,12 @@ class WeightsDigest:
     Where several words of a row differ, the sums are equal with a chance of at most 2**-32 over the choice of keys.
 
     The tensors are read a chunk at a time; one that is not contiguous is copied first.
+
+    Args:
+        dtype: to which every tensor is cast first, chunk by chunk; None: each tensor keeps its dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        """
-        Args:
-            dtype: to which every tensor is cast first, chunk by chunk; None: each keeps its dtype.
-        """
         self._dtype = dtype
         self._hashes: list[str] = []
 

@@ -338,6 +338,7 @@ def all_gather(values: Tensor) -> Tensor:
 
 
 def _has_ranks() -> bool:
+    """Tell whether this process is one of several ranks of torch.distributed."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -396,6 +397,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
     any_field = next(iter(entries.values()))[0]
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
+        """Return what adds nothing to a field of a metric."""
         how = metric_class.added_by[index]
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
@@ -419,6 +421,6 @@ def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
 
 
 def _added(rows: Tensor, layout: _Layout[Kind]) -> Tensor:
-    """Add rows of numbers, [R, L] -> [L]."""
+    """Add the metrics of several rows, [R, L] -> [L]."""
     sums, largest, logs = rows.split(layout.sizes, dim=1)
     return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])

@@ -16,17 +16,16 @@ class QuantizedLinear(nn.Module):
 
     With quantized activations and an exact `product`, a token's result does not depend on the rest of the batch.
     Without quantized activations the layer multiplies by the dequantized weight, in the dtype of the activations.
+
+    Args:
+        weight: [N, K].
+        bias: [N] or None; not copied.
     """
 
     codes: Tensor  # [N, K]
     scales: Tensor  # as in `Quantized`
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
-        """
-        Args:
-            weight: [N, K].
-            bias: [N] or None; not copied.
-        """
         super().__init__()
         self.scheme, self.bias = scheme, bias
         self.out_features, self.in_features = weight.shape

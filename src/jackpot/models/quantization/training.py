@@ -47,7 +47,8 @@ class CodedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, rows: Quantized, grid: Grid, backward: Backward) -> Tensor:
-        """
+        """Return the product.
+
         Args:
             inputs: [M, K], in the dtype of the output.
             weight: [N, K], the master weight.
@@ -95,15 +96,14 @@ class CodedLinear(nn.Linear):
     loaded checkpoint, or swap of weights can leave codes of other weights behind. (A cache could not notice a fused
     AdamW, which does not change `weight._version`.) Quantizing costs a few operations on each weight, where the product
     costs one for each token.
+
+    Args:
+        layer: whose parameters become this layer's; not copied.
+        grid: by which the weight is quantized.
+        rows: shared by all layers of the model.
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
-        """
-        Args:
-            layer: whose parameters become this layer's; not copied.
-            grid: by which the weight is quantized.
-            rows: shared by all layers of the model.
-        """
         nn.Module.__init__(self)  # not nn.Linear's, which would make new parameters
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias

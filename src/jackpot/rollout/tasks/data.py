@@ -132,12 +132,14 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
 
 
 def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequence[Path]) -> DataSource:
+    """Return the source of local files."""
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {files[0]} is local and has none; leave subset out")
     return DataSource(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
+    """Return the source of a data set of the hub; `instead` as in `read_hub`."""
     subset = settings.subset or benchmark.subset
     records = partial(read_hub, path, subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
@@ -236,4 +238,5 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
 
 
 def _is_verifiable(answer: str) -> bool:
+    """Tell whether an answer is short enough to be verified."""
     return len(answer) <= MAX_ANSWER_LENGTH

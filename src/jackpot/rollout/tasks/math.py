@@ -152,6 +152,7 @@ class Math(Task):
         return self._problems[split]
 
     def _measure(self, rows: list[DataRow]) -> list[PromptSize]:
+        """Return the size of the prompt of each row."""
         return self._template.measure([self._template.text(row.problem) for row in rows])
 
 

@@ -112,6 +112,7 @@ class ReasoningGym(Task):
         }
 
     def _score(self, result: RewardResult) -> Score:
+        """Return the score for the result of a worker."""
         return Score(
             reward=result.value,
             correct=result.error is None and result.value >= self._settings.solved,

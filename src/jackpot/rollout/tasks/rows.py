@@ -53,21 +53,22 @@ class _OpenFile:
     def __init__(self, path: Path, content: Any) -> None:
         """Take over `content`, the binary file at `path`, decompressed where the file is compressed."""
         self.content = content
-        self.done = 0
+        self.count = 0  # lines or rows read so far
         self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
 
     def lines(self) -> Iterator[str]:
         """Yield every line as text, and count it."""
         while line := self._bounded(self.content.readline, LONGEST_LINE):
             yield str(line, "utf-8-sig")
-            self.done += 1
+            self.count += 1
 
     def whole(self) -> str:
         """Return the whole file as text."""
         return str(self._bounded(self.content.read, LARGEST_JSON), "utf-8-sig")
 
-    def _bounded(self, read: Callable[[int], bytes], largest: int) -> bytes:
-        text = read(largest + 1)
+    def _bounded(self, read_bytes: Callable[[int], bytes], largest: int) -> bytes:
+        """Read at most `largest` bytes; raise ValueError where there are more."""
+        text = read_bytes(largest + 1)
         self.expansion.add(len(text))
         if len(text) > largest:
             raise ValueError(f"it goes on for more than {largest:,} bytes")
@@ -75,16 +76,19 @@ class _OpenFile:
 
 
 def _json_lines(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a file with a JSON object in each line."""
     yield from (json.loads(line) for line in file.lines() if line.strip())
 
 
 def _json(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a file that is one JSON list."""
     for row in json.loads(file.whole()):
         yield row
-        file.done += 1
+        file.count += 1
 
 
 def _csv(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a CSV file, whose first line names the columns."""
     rows = csv.reader(file.lines(), strict=True)
     header = next(rows, [])
     for row in filter(None, rows):
@@ -94,11 +98,12 @@ def _csv(file: _OpenFile) -> Iterator[Any]:
 
 
 def _parquet(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a parquet file."""
     for batch in parquet.ParquetFile(file.content).iter_batches(batch_size=_BATCH):
         file.expansion.add(batch.nbytes)
         for row in batch.to_pylist():
             yield row
-            file.done += 1
+            file.count += 1
 
 
 class _Kind(NamedTuple):
@@ -150,10 +155,10 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
                 for row in kind.rows(file):
                     if not isinstance(row, Mapping):
                         raise ValueError(f"{row!r:.80} is no row")
-                    yield Record(f"{path} {kind.unit} {file.done + 1}", row)
+                    yield Record(f"{path} {kind.unit} {file.count + 1}", row)
         except Exception as error:  # json, csv, gzip, zlib, pyarrow and the disk have no common error class
-            done = file.done if file else 0
-            where = f"{path} {kind.unit} {done + 1}" if done or (file and kind.unit == "line") else path
+            count = file.count if file else 0
+            where = f"{path} {kind.unit} {count + 1}" if count or (file and kind.unit == "line") else path
             raise DataError(
                 f"{where} cannot be read as {suffix}: {error}. Such a file holds {kind.form}; correct it, or give it "
                 f"the ending of what it is"
@@ -303,7 +308,8 @@ def make_reader(
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
-    def read(index: int, record: Record) -> DataRow:
+    def read_row(index: int, record: Record) -> DataRow:
+        """Read a record into a problem with its right answers."""
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))
@@ -325,7 +331,7 @@ def make_reader(
             raise DataError(f"{record.where}: {error}") from error
         return DataRow(uid, problem, tuple(dict.fromkeys(filter(None, answers))), record.where)
 
-    return read
+    return read_row
 
 
 def _lookup(values: Any, path: str, default: Any = None) -> Any:
@@ -431,6 +437,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     plain = _unlabelled(options)
 
     def choose(answer: str, is_integer: bool) -> str:
+        """Return the reference for an answer."""
         # The answer may be a label, the text of an option, or a letter with punctuation, and last a number from 0.
         candidates = [(names, answer)]
         if not is_integer or labels is not None:
