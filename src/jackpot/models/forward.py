@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,33 +29,6 @@ from jackpot.models.quantization.attention import packed_implementation
 from jackpot.objectives.kernels.linear_head import CutLinear, Fp32Linear
 
 PaddingSide = Literal["left", "right"]
-
-
-class Sequences(NamedTuple):
-    """Prompts with their responses as one padded row each, as a model takes them."""
-
-    input_ids: Tensor  # [B, P + T] int64, 0 on padding
-    attention_mask: Tensor  # [B, P + T] bool
-    position_ids: Tensor  # [B, P + T] int64, counted from the first token of the prompt
-
-
-def full_sequences(
-    prompt_ids: Tensor, prompt_mask: Tensor, prompt_index: Tensor, response_ids: Tensor, response_mask: Tensor
-) -> Sequences:
-    """Append each response to its prompt.
-
-    Args:
-        prompt_ids, prompt_mask: [U, P], padded on the left.
-        prompt_index: [B], the row of the prompt of each response.
-        response_ids, response_mask: [B, T], padded on the right; the mask is False on padding.
-
-    Raises:
-        DataError: a prompt is empty or padded on the right, so that no token precedes the response.
-    """
-    _check_prompts(prompt_mask)
-    mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1).bool()
-    ids = torch.cat([prompt_ids[prompt_index], response_ids], dim=1)
-    return Sequences(torch.where(mask, ids, 0), mask, position_ids(mask))
 
 
 def _check_prompts(prompt_mask: Tensor) -> None:
@@ -97,7 +70,10 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
         index: [N], positions in the flat `batch.attention_mask` [B * T], where that is True.
     """
     if batch.packed is None or not can_pack(model):
-        return predicting_hidden(model, *_parts(batch)).flatten(0, 1).index_select(0, index)
+        hidden = predicting_hidden(
+            model, batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
+        )
+        return hidden.flatten(0, 1).index_select(0, index)
     states = read_row(backbone(model), batch.packed)
     return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
 
@@ -111,14 +87,15 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         values = read_row(model, batch.packed)[:, 0]
         return values.index_select(0, batch.packed.predicting.flatten().index_select(0, batch.response_index))
 
+    _check_prompts(batch.prompt_mask)
+    mask = torch.cat([batch.prompt_mask[batch.prompt_index], batch.attention_mask], dim=1).bool()  # [B, P + T]
+    ids = torch.cat([batch.prompt_ids[batch.prompt_index], batch.response_ids], dim=1)
+    output = model(
+        input_ids=torch.where(mask, ids, 0), attention_mask=mask, position_ids=position_ids(mask), use_cache=False
+    )
+
     # The state of a token is that of the position before it, as in `predicting_hidden`.
-    sequences = full_sequences(*_parts(batch))
-    values = model(
-        input_ids=sequences.input_ids,
-        attention_mask=sequences.attention_mask,
-        position_ids=sequences.position_ids,
-        use_cache=False,
-    ).logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
+    values = output.logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
     return values.flatten().index_select(0, batch.response_index)
 
 
@@ -143,11 +120,6 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
     return output[0].squeeze(0)
 
 
-def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
-    """Return a batch as the arguments of `full_sequences` and `predicting_hidden`."""
-    return batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
-
-
 def predicting_hidden(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -162,7 +134,13 @@ def predicting_hidden(
     states carry gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`),
     with the same result up to rounding as if it were read with each response.
 
-    Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
+    Args:
+        prompt_ids, prompt_mask: [U, P], padded on the left; the mask is False on padding.
+        prompt_index: [B], the row of the prompt of each response.
+        response_ids, response_mask: [B, T], padded on the right. Both masks are None where nothing is padded.
+
+    Raises:
+        DataError: a prompt is empty or padded on the right, so that no token precedes the response.
     """
     if prompt_mask is None or response_mask is None:
         prompts, mask = prompt_ids, None

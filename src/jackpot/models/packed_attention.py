@@ -134,7 +134,7 @@ def packed_attention(
 
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms leave fp32, which flash does not take
         dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
 

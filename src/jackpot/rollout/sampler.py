@@ -290,10 +290,10 @@ class Sampler:
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """Make a group of requests for each prompt; the seed of a request is hashed from its uid."""
         config, group = self._config, range(self._config.batch.group_size)
-        prompt_of = {f"{iteration}/{prompt.uid}#{member}": prompt for prompt in prompts for member in group}
+        uids = [(f"{iteration}/{prompt.uid}#{member}", prompt) for prompt in prompts for member in group]
         return [
             Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, "sample", uid), sampling=config.sampling)
-            for uid, prompt in prompt_of.items()
+            for uid, prompt in uids
         ]
 
     def _sums(self, batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup]) -> Sums:
