@@ -22,7 +22,7 @@ def drawn_from(p: np.ndarray, q: np.ndarray, lam: float) -> np.ndarray:
             both = torch.stack([grid, grid], dim=1)  # acceptance reads the first, the other token the second
             verdict = verify(rows[0].log(), rows[1], drafts, both, lam)
             accepted = float(verdict.accepted.double().mean())
-            others = torch.bincount(verdict.others, minlength=len(p)).double().numpy() / GRID
+            others = torch.bincount(verdict.replacements, minlength=len(p)).double().numpy() / GRID
             found += weight * (accepted * np.eye(len(p))[draft] + (1.0 - accepted) * others)
     return found
 
@@ -65,7 +65,7 @@ def test_without_a_draft_the_token_is_the_models_own(q, lam):
     p /= p.sum()
     verdict = one_verdict(p, q, lam)
     assert not verdict.accepted.any() and torch.isfinite(verdict.log_probs).all()
-    assert int(verdict.others) == int(np.searchsorted(p.cumsum(), 0.5))
+    assert int(verdict.replacements) == int(np.searchsorted(p.cumsum(), 0.5))
     assert verdict.log_probs[0].exp().numpy() == pytest.approx(p, abs=1e-7)
 
 

@@ -26,7 +26,6 @@ from jackpot.models.forward import (
     backbone,
     can_share_prompts,
     check_head,
-    full_sequences,
     head_logits,
     logit_softcap,
     output_layer,
@@ -58,22 +57,6 @@ MODELS = {
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     return MODELS[request.param]().eval()
-
-
-def test_full_sequences_put_each_response_behind_its_prompt():
-    batch = token_batch(padding=1)
-    sequences = full_sequences(
-        batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
-    )
-    prompt_width = batch.prompt_ids.shape[1]
-    for row, (prompt, response) in enumerate(RESPONSES):
-        mask = sequences.attention_mask[row]
-        tokens = [*PROMPTS[prompt], *response]
-        assert sequences.input_ids[row][mask].tolist() == tokens
-        assert sequences.position_ids[row][mask].tolist() == list(range(len(tokens)))
-        assert sequences.input_ids[row, prompt_width : prompt_width + len(response)].tolist() == response
-        assert (sequences.input_ids[row][~mask] == 0).all()
-        assert sequences.position_ids[row].min() == 0
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -219,7 +202,7 @@ def test_a_model_without_a_linear_head_or_a_base_is_refused():
 def test_prompts_that_are_empty_or_padded_right_are_refused(mask):
     ones = torch.ones(2, 2, dtype=torch.int64)
     with pytest.raises(DataError, match=r"prompts \[1\]"):
-        full_sequences(ones, torch.tensor(mask), torch.tensor([0, 1]), ones, ones.bool())
+        predicting_hidden(MODELS["Qwen3"](), ones, torch.tensor(mask), torch.tensor([0, 1]), ones, ones.bool())
 
 
 @pytest.mark.parametrize(

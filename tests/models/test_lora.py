@@ -23,7 +23,8 @@ from helpers.engines.reference import VOCAB_SIZE, tiny_model
 from jackpot.config.config import LoraConfig
 from jackpot.core.errors import CheckpointError, ConfigError, ModelError
 from jackpot.models.load import load_model
-from jackpot.models.lora import adapter_size, add_adapter, load_adapter, merged_weights, save_model, target_layers
+from jackpot.models.lora import adapter_size, add_adapter, load_adapter, merged_weights, model_writer, target_layers
+from jackpot.models.parts import WHOLE
 
 SMALL = LoraConfig(rank=3, alpha=5)
 ATTENTION = LoraConfig(rank=2, alpha=7, target_modules=("q_proj", "v_proj"))
@@ -179,7 +180,7 @@ def test_the_merged_model_says_what_the_adapter_says(folder: Path) -> None:
 
 def test_a_saved_folder_is_a_plain_model_and_pefts_adapter(folder: Path, tmp_path: Path) -> None:
     model = adapted(folder)
-    save_model(model, tmp_path / "saved")
+    model_writer(model, tmp_path / "saved", WHOLE)()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert type(saved) is type(model)
     assert equal(dict(saved.named_parameters()), dict(merged_weights(model)))
@@ -193,20 +194,20 @@ def test_a_saved_folder_is_a_plain_model_and_pefts_adapter(folder: Path, tmp_pat
 
 def test_a_model_without_an_adapter_is_saved_as_ever(folder: Path, tmp_path: Path) -> None:
     model = load_model(folder, torch.float32)
-    save_model(model, tmp_path / "saved")
+    model_writer(model, tmp_path / "saved", WHOLE)()
     assert not (tmp_path / "saved" / "adapter").exists()
     assert equal(load_file(tmp_path / "saved" / "model.safetensors"), load_file(folder / "model.safetensors"))
 
 
 def test_a_loaded_adapter_is_the_saved_one_bit_by_bit(folder: Path, tmp_path: Path) -> None:
     model, again = adapted(folder), adapted(folder, seed=5, moved=False)
-    save_model(model, tmp_path / "saved")
+    model_writer(model, tmp_path / "saved", WHOLE)()
     load_adapter(again, tmp_path / "saved")
     assert equal(trainable(again), trainable(model)) and equal(again.state_dict(), model.state_dict())
 
 
 def test_an_adapter_is_refused_beside_other_weights(folder: Path, tmp_path: Path) -> None:
-    save_model(adapted(folder), tmp_path / "step-2" / "policy")
+    model_writer(adapted(folder), tmp_path / "step-2" / "policy", WHOLE)()
     other = load_model(folder, torch.float32)
     other.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-3
     add_adapter(other, SMALL, 0)
@@ -217,7 +218,7 @@ def test_an_adapter_is_refused_beside_other_weights(folder: Path, tmp_path: Path
 @pytest.mark.parametrize("damage", ["missing", "cut short", "a tensor less", "another shape"])
 def test_a_damaged_adapter_is_refused_and_named(folder: Path, tmp_path: Path, damage: str) -> None:
     model, place = adapted(folder), tmp_path / "step-2" / "policy"
-    save_model(model, place)
+    model_writer(model, place, WHOLE)()
     path = place / "adapter" / "adapter_model.safetensors"
     tensors = load_file(path)
     first = next(iter(tensors))

@@ -24,15 +24,15 @@ class Seconds(NamedTuple):
     wall: float = 0.0  # wall-clock time, seconds
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
-    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
-        """Return this time and `times` the other one."""
-        return Seconds(self.wall + times * other.wall, self.processor + times * other.processor)
+    def plus(self, seconds: "Seconds", times: float = 1.0) -> "Seconds":
+        """Return this time plus `times` times another time."""
+        return Seconds(self.wall + times * seconds.wall, self.processor + times * seconds.processor)
 
 
 class Clock:
     """A timer that adds up the time of each phase of an iteration: `with clock("rollout"): ...`.
 
-    The times of all phases add up to the whole time: a phase inside another one counts to the inner phase alone, and
+    The times of all phases add up to the whole time: a phase inside another phase counts to the inner phase alone, and
     time outside of all phases to the phase `other`.
     """
 
@@ -49,7 +49,7 @@ class Clock:
         stage(self._open[-1])
 
         begin = _now()
-        before, self._inner = self._inner, Seconds()
+        inner_before, self._inner = self._inner, Seconds()
         try:
             yield
         finally:
@@ -58,21 +58,22 @@ class Clock:
                 stage(self._open[-1])
 
         # Inner phases have counted their time themselves, and the phase around this one must not count it either.
-        whole = _now().plus(begin, -1.0)
-        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(whole).plus(self._inner, -1.0)
-        self._inner = before.plus(whole)
+        duration = _now().plus(begin, -1.0)
+        self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(duration).plus(self._inner, -1.0)
+        self._inner = inner_before.plus(duration)
 
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""
         now = _now()
-        rest = now.plus(self._begin, -1.0)
-        for spent in self._seconds.values():
-            rest = rest.plus(spent, -1.0)
+        outside = now.plus(self._begin, -1.0)
+        for seconds in self._seconds.values():
+            outside = outside.plus(seconds, -1.0)
 
-        seconds = self._seconds | {"other": rest}
+        by_phase = self._seconds | {"other": outside}
         self._seconds, self._begin = {}, now
-        return seconds
+        return by_phase
 
 
 def _now() -> Seconds:
+    """Return the time on both clocks; only differences count."""
     return Seconds(time.perf_counter(), time.process_time())

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Container
+from operator import sub
 from pathlib import Path
 from typing import Literal
 
@@ -26,22 +27,22 @@ def free_cores() -> int:
     """
     cores = _usable_cores()
     try:
-        before, spent, since = _STAT.read_text(), time.process_time(), time.perf_counter()
+        before = _STAT.read_text()
+        processor_time, start = time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
-        used_here = (time.process_time() - spent) / (time.perf_counter() - since)
+        used_here = (time.process_time() - processor_time) / (time.perf_counter() - start)
         busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - used_here)
     except OSError:  # no /proc
         busy = os.getloadavg()[0]
+
     return max(1, min(len(cores) - round(busy), _quota()))
 
 
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
     """Return how many of `cores` were busy between two readings of /proc/stat, for other virtual machines too."""
     first, last = _ticks(before), _ticks(after)
-    spent = [
-        [end - begin for begin, end in zip(first[core], last[core], strict=True)] for core in last if core in cores
-    ]
-    return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in spent)
+    changes = [list(map(sub, last[core], first[core])) for core in last if core in cores]
+    return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in changes)
 
 
 def _usable_cores() -> Collection[int]:

@@ -20,7 +20,7 @@ _GPU_ROWS = 1024  # at once: products of 32 MiB
 
 
 class WeightsDigest:
-    """The digest of tensors that are added one by one, in any order.
+    """The digest of named tensors, which are added in any order.
 
     The bytes of a tensor, in row-major order and padded with zeros to whole words, are signed 32-bit words w. Every row
     of 4096 words becomes one sum with fixed odd keys k,
@@ -34,13 +34,12 @@ class WeightsDigest:
     Where several words of a row differ, the sums are equal with a chance of at most 2**-32 over the choice of keys.
 
     The tensors are read a chunk at a time; one that is not contiguous is copied first.
+
+    Args:
+        dtype: to which every tensor is cast first, chunk by chunk; None: each tensor keeps its dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        """
-        Args:
-            dtype: to which every tensor is cast first, chunk by chunk; None: each keeps its dtype.
-        """
         self._dtype = dtype
         self._hashes: list[str] = []
 
@@ -48,9 +47,9 @@ class WeightsDigest:
         """Add one tensor under its name."""
         dtype = self._dtype or tensor.dtype
         shape = json.dumps([name, list(tensor.shape), str(dtype)])
-        whole = sha256(f"{shape}\n".encode())
-        whole.update(array("q", _row_sums(tensor.detach(), dtype).tolist()).tobytes())
-        self._hashes.append(whole.hexdigest())
+        tensor_hash = sha256(f"{shape}\n".encode())
+        tensor_hash.update(array("q", _row_sums(tensor.detach(), dtype).tolist()).tobytes())
+        self._hashes.append(tensor_hash.hexdigest())
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and add each as it is taken, so that they need not be produced twice."""
@@ -84,8 +83,8 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     sums: list[Tensor] = []
     for chunk in chunks:
-        numbers = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
-        sums += _chunk_sums(_words(numbers), keys, products)
+        converted = chunk if chunk.dtype == dtype else cast[: len(chunk)].copy_(chunk)
+        sums += _chunk_sums(_words(converted), keys, products)
     return torch.cat(sums)
 
 

@@ -41,16 +41,16 @@ class RankError(JackpotError, RuntimeError):
     """A process that was lost or does not answer, in a run of several processes."""
 
 
-def unknown_name(kind: str, given: str, valid: Iterable[str]) -> str:
+def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
     """Build the message about a name that does not exist; it lists the valid names and suggests the closest of them.
 
     >>> unknown_name("arm", "obsr", ["obrs", "tis"])
     "unknown arm 'obsr'; did you mean 'obrs'? Valid: obrs, tis"
     """
     names = sorted(valid)
-    close = get_close_matches(given, names, n=1)
+    close = get_close_matches(name, names, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {kind} {given!r}{guess} Valid: {', '.join(names) or '(none)'}"
+    return f"unknown {kind} {name!r}{guess} Valid: {', '.join(names) or '(none)'}"
 
 
 def first_line(error: BaseException) -> str:

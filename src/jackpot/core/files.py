@@ -74,19 +74,19 @@ def flushed_checksum(path: Path) -> dict[str, Any]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Describe an error by the OSError that caused it, if any: torch reports a full disk as a position that does not
-    fit, and the disk's own error stands behind that."""
-    below = error
-    while (next_below := below.__cause__ or below.__context__) is not None and not isinstance(below, OSError):
-        below = next_below
-    cause = below if isinstance(below, OSError) else error
+    """Describe an error by the OSError that caused the error, if any: torch reports a full disk as a position that does
+    not fit, and the disk's own error is the cause of that."""
+    below: BaseException | None = error
+    while below is not None and not isinstance(below, OSError):
+        below = below.__cause__ or below.__context__
 
+    cause = below or error
     text = str(cause).strip()
     return text if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {text}"
 
 
 class AppendedFile:
-    """A file to which whole records are appended. Those that a full disk cannot take wait in memory, and are written
+    """A file to which whole records are appended. Records that a full disk cannot take wait in memory, and are written
     before the next record."""
 
     def __init__(self, path: Path) -> None:
@@ -101,10 +101,10 @@ class AppendedFile:
         """
         self.waiting += record
         with self.path.open("ab", buffering=0) as file:
-            end, rest = file.tell(), memoryview(self.waiting)
+            end, unwritten = file.tell(), memoryview(self.waiting)
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(end)
                 raise
@@ -132,7 +132,8 @@ def hold_lock(path: Path) -> IO[str]:
     Raises:
         CheckpointError: another process holds the lock or the lease.
     """
-    file, owner = path.open("a+"), f"process {os.getpid()} on {platform.node()} ({secrets.token_hex(4)})\n"
+    file = path.open("a+")
+    owner = f"process {os.getpid()} on {platform.node()} ({secrets.token_hex(4)})\n"
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,9 +144,9 @@ def hold_lock(path: Path) -> IO[str]:
         has_locks = False
         if path.stat().st_size:
             _log.warning("cannot lock %s: %s; waiting %g s whether another process uses it", path, error, LEASE_SECONDS)
-            before = path.stat().st_mtime_ns
+            modified = path.stat().st_mtime_ns
             time.sleep(LEASE_SECONDS)
-            if path.stat().st_mtime_ns != before:
+            if path.stat().st_mtime_ns != modified:
                 raise _in_use(file, path) from None
 
     file.truncate(0)

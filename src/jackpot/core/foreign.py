@@ -1,8 +1,6 @@
 """Safe reading of files that others wrote: only regular files, of bounded size, nesting and expansion.
 
-A stranger's folder may hold a pipe, a device, a link to anywhere, a kilobyte that expands to gigabytes, or JSON that is
-nested without end. Every reader of such a folder opens its files here. A refused file raises an OSError or a
-ValueError, as a damaged file does, so that readers need no further error message.
+A refused file raises an OSError or a ValueError, as a damaged file does, so that readers need no further error message.
 """
 
 import json
@@ -22,7 +20,10 @@ class ForeignFileError(OSError):
 
 
 def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None = None) -> IO[bytes]:
-    """Open a file for reading.
+    """Open a file of a stranger for reading.
+
+    The folder of a stranger may hold a pipe, a device, a link to anywhere, a kilobyte that expands to gigabytes, or
+    JSON that is nested without end.
 
     Args:
         largest: most bytes that it may have.

@@ -21,16 +21,16 @@ def import_object(path: str, kind: str) -> Any:
         ConfigError: the module cannot be imported, or has no callable of that name.
     """
     module, _, name = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
 
     try:
         item = getattr(import_module(module), name)
     except Exception as error:  # the user's own code may raise anything
         raise ConfigError(
             f"the {kind} {path!r} cannot be imported: {type(error).__name__}: {error}. Its file must lie in the "
-            f"current folder ({here}) or where Python finds modules (PYTHONPATH)"
+            f"current folder ({folder}) or where Python finds modules (PYTHONPATH)"
         ) from error
     if not callable(item):
         raise ConfigError(f"the {kind} {path!r} is a {type(item).__name__}; name a class or a function")

@@ -48,15 +48,15 @@ def _limit() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    if used := address_space():
-        lower_limit(resource.RLIMIT_AS, used + MEMORY)
+    if size := address_space():
+        lower_limit(resource.RLIMIT_AS, size + MEMORY)
 
 
-def lower_limit(limit: int, most: int) -> None:
+def lower_limit(limit: int, value: int) -> None:
     """Set a limit of this process, such as RLIMIT_AS, which it cannot raise again; a lower limit stays."""
     hard = resource.getrlimit(limit)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(limit, (most, most))
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (value, value))
 
 
 def address_space() -> int:

@@ -1,7 +1,6 @@
 """The bytes of the values that processes exchange: JSON and flat tensors, without pickle.
 
-`pack` writes and `unpack` reads them. A message begins with a checksum of the rest, and can make no objects but those
-of the classes in `_CLASSES`.
+A message begins with a checksum of the rest, and can make no objects but those of the classes in `_CLASSES`.
 """
 
 import json
@@ -44,9 +43,9 @@ def pack(value: Any) -> Tensor:
         TypeError: the value holds something else.
     """
     tensors: list[Tensor] = []
-    plain = _plain(value, tensors)
+    content = _plain(value, tensors)
     layouts = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-    text = json.dumps([plain, layouts]).encode()
+    text = json.dumps([content, layouts]).encode()
 
     # A message is its checksum, the length of the JSON, the JSON, and the bytes of each tensor, each padded.
     head = bytes(_ALIGNED) + len(text).to_bytes(_ALIGNED, "little") + text
@@ -83,8 +82,9 @@ def _checksum(message: Tensor) -> Tensor:
 
 
 def _unpacked(message: Tensor) -> Any:
+    """Return the value of a message without its checksum."""
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
-    plain, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
+    content, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
     tensors: list[Tensor] = []
     start = _ALIGNED + size
@@ -99,7 +99,7 @@ def _unpacked(message: Tensor) -> Any:
         end = start + math.prod(shape) * dtype.itemsize
         tensors.append(message[start:end].view(dtype).view(shape))
         start = end
-    return _value(plain, tensors)
+    return _value(content, tensors)
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
@@ -129,7 +129,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _value(plain: Any, tensors: list[Tensor]) -> Any:
-    """Undo `_plain`."""
+    """Return the value that `_plain` made JSON of."""
     if isinstance(plain, list):
         return [_value(item, tensors) for item in plain]
     if not isinstance(plain, dict):

@@ -36,7 +36,7 @@ class Metric(ABC):
 
     def __add__(self, other: Self) -> Self:
         columns = zip(self.added_by, self, other, strict=True)
-        return type(self)(*(_ADD[how](left, right) for how, left, right in columns))
+        return type(self)(*(_ADD[how](field, other_field) for how, field, other_field in columns))
 
     @property
     @abstractmethod
@@ -264,7 +264,8 @@ class Histogram(Metric):
         return torch.where(self.counts.sum() > 0, self.quantile(0.5), torch.nan)
 
 
-_SCALE, _LIMIT, _BINS = 1e-4, 40.0, 2048
+_BINS = 2048
+_SCALE, _LIMIT = 1e-4, 40.0
 _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # of a bin, in u
 
 Kind = TypeVar("Kind", bound=Metric)
@@ -301,12 +302,12 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
 def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
     """Add sets of metrics name by name; a name that only some sets have is kept. All metrics are on one device."""
     rows: list[dict[str, Kind]] = []  # the first metric of every name, then the second of every name, and so on
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, entry in (item for metrics in metric_sets for item in metrics.items()):
-        if seen[name] == len(rows):
+        if counts[name] == len(rows):
             rows.append({})
-        rows[seen[name]][name] = entry
-        seen[name] += 1
+        rows[counts[name]][name] = entry
+        counts[name] += 1
 
     if len(rows) < 2:
         return rows[0] if rows else {}
@@ -332,25 +333,26 @@ def all_gather(values: Tensor) -> Tensor:
     without torch.distributed."""
     if not _has_ranks():
         return values
-    missing = max_over_ranks(len(values)) - len(values)
-    return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, missing))))
+    padding = max_over_ranks(len(values)) - len(values)
+    return torch.cat(_of_every_rank(torch.nn.functional.pad(values, (0, padding))))
 
 
 def _has_ranks() -> bool:
+    """Tell whether this process is one of several ranks of torch.distributed."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _of_every_rank(row: Tensor) -> list[Tensor]:
     """Return the rows of all ranks, which have one shape, on the device of this rank's `row`."""
-    sent = row.cuda() if dist.get_backend() == "nccl" else row
-    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, sent)
+    message = row.cuda() if dist.get_backend() == "nccl" else row
+    rows = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, message)
     return [received.to(row.device) for received in rows]
 
 
-def max_over_ranks(number: int) -> int:
-    """Return the largest of the numbers that the ranks pass; `number` itself, unchanged, without torch.distributed."""
-    return int(all_reduce_sums({"largest": Max.number(number)})["largest"].value) if _has_ranks() else number
+def max_over_ranks(count: int) -> int:
+    """Return the largest of the counts that the ranks pass; `count` itself without torch.distributed."""
+    return int(all_reduce_sums({"largest": Max.number(count)})["largest"].value) if _has_ranks() else count
 
 
 def to_host(sums: Mapping[str, Kind]) -> dict[str, Kind]:
@@ -392,19 +394,19 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
     """Write all fields into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
     entries = {name: tuple(entry) for name, entry in sums.items()}
-    like = next(iter(entries.values()))[0]
+    any_field = next(iter(entries.values()))[0]
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
+        """Return what adds nothing to a field of a metric."""
         how = metric_class.added_by[index]
-        return like.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
+        return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
     columns = [
         entries[name][index] if name in entries else nothing(layout.classes[name], index)
         for name, index in layout.fields
     ]
-    histograms = layout.histograms
-    numbers = [torch.stack(columns[histograms:])] if len(columns) > histograms else []
-    return torch.cat([*columns[:histograms], *numbers])
+    histograms, scalars = columns[: layout.histograms], columns[layout.histograms :]
+    return torch.cat([*histograms, *([torch.stack(scalars)] if scalars else [])])
 
 
 def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
@@ -419,6 +421,6 @@ def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
 
 
 def _added(rows: Tensor, layout: _Layout[Kind]) -> Tensor:
-    """Add rows of numbers, [R, L] -> [L]."""
+    """Add the metrics of several rows, [R, L] -> [L]."""
     sums, largest, logs = rows.split(layout.sizes, dim=1)
     return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])

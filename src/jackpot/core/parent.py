@@ -11,25 +11,27 @@ from threading import Thread
 _LOOKS = 1.0  # seconds between two looks at the parent, where the kernel does not tell
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Watch the parent from now on; when it is gone, kill this process, and its group where it leads one.
+def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Watch the parent from now on; when the parent is gone, send a signal to this process.
 
     Args:
-        number: the signal; another than SIGKILL goes to this process alone, which may need its children to stop well.
+        signal_number: SIGKILL goes to the group of this process too, where the process leads a group; another signal
+            goes to the process alone, which may need its children to stop well.
     """
-    Thread(target=_watch, args=(os.getppid(), number), name="parent", daemon=True).start()
+    Thread(target=_watch, args=(os.getppid(), signal_number), name="parent", daemon=True).start()
 
 
-def _watch(parent: int, number: int) -> None:
+def _watch(parent: int, signal_number: int) -> None:
+    """Wait until the parent is gone, then send the signal."""
     if starter := parent_process():  # of multiprocessing, whose fork server outlives it and is the parent
         starter.join()
     else:
         with suppress(AttributeError, OSError):  # on Linux; readable once the process has ended
-            ended = select.poll()
-            ended.register(os.pidfd_open(parent), select.POLLIN)
-            ended.poll()
+            parent_ended = select.poll()
+            parent_ended.register(os.pidfd_open(parent), select.POLLIN)
+            parent_ended.poll()
         while os.getppid() == parent:
             time.sleep(_LOOKS)
 
-    leads = number == signal.SIGKILL and os.getpgid(0) == os.getpid()
-    (os.killpg if leads else os.kill)(os.getpid(), number)
+    kills_group = signal_number == signal.SIGKILL and os.getpgid(0) == os.getpid()
+    (os.killpg if kills_group else os.kill)(os.getpid(), signal_number)

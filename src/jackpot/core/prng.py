@@ -1,14 +1,7 @@
 """Counter-based random numbers: uniforms that are a pure function of (key, position). Torch and the standard library.
 
-There is no generator state: number `t` of a stream is splitmix64's output number `t` from the state `key`,
-
-    z = key + (t + 1) * 0x9E3779B97F4A7C15            mod 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9          mod 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB          mod 2**64
-    u = ((z ^ (z >> 31)) >> 11) / 2**53               in [0, 1)
-
-so batching, ranks and resuming cannot change it (Steele, Lea and Flood, OOPSLA 2014). Make every key with `fold_in`
-from the seed and the purpose of the numbers: two purposes with one key would get the same numbers.
+Make every key with `fold_in` from the seed and the purpose of the numbers: two purposes with one key would get the same
+numbers.
 """
 
 from collections.abc import Sequence
@@ -28,28 +21,37 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 
-def fold_in(*parts: int | str) -> int:
+def fold_in(*purpose: int | str) -> int:
     """Hash the purpose of a stream of numbers, such as (seed, uid, "obrs", epoch), to its key, an unsigned 64-bit int.
 
-    As `jax.random.fold_in`, for any number of parts. Different parts give different keys, up to a chance of 2**-64:
-    type and length of every part are hashed with it, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
+    As `jax.random.fold_in`, for any number of entries. Different purposes give different keys, up to a chance of
+    2**-64: type and length of every entry are hashed too, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.
 
     Raises:
-        TypeError: a part is neither an int nor a str.
+        TypeError: an entry is neither an int nor a str.
     """
     digest = blake2b(digest_size=8)
-    for part in parts:
-        if type(part) not in (int, str):
-            raise TypeError(f"fold_in takes ints and strings, got {part!r} ({type(part).__name__})")
-        data = str(part).encode()
-        digest.update(f"{type(part).__name__}:{len(data)}:".encode() + data)
+    for entry in purpose:
+        if type(entry) not in (int, str):
+            raise TypeError(f"fold_in takes ints and strings, got {entry!r} ({type(entry).__name__})")
+        data = str(entry).encode()
+        digest.update(f"{type(entry).__name__}:{len(data)}:".encode() + data)
     return int.from_bytes(digest.digest(), "big")
 
 
 def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> Tensor:
     """Return the numbers `positions` of the streams `keys`, broadcast against each other: float64 in [0, 1).
 
-    Keys [B] with positions [B] give one number a row; keys [B, 1] with positions [T] give [B, T].
+    There is no generator state: number `t` of a stream is splitmix64's output number `t` from the state `key` (Steele,
+    Lea and Flood, OOPSLA 2014),
+
+        z = key + (t + 1) * 0x9E3779B97F4A7C15            mod 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9          mod 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB          mod 2**64
+        u = ((z ^ (z >> 31)) >> 11) / 2**53               in [0, 1)
+
+    so batching, ranks and resuming cannot change it. Keys [B] with positions [B] give one number a row; keys [B, 1]
+    with positions [T] give [B, T].
 
     Args:
         keys: unsigned 64-bit integers, or an int64 tensor with the same bits (`key_tensor`).

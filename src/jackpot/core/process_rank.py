@@ -39,8 +39,8 @@ def process_rank() -> ProcessRank:
     except (KeyError, ValueError):
         pass  # missing variables and words are refused below, as contradictions are
 
-    shown = ", ".join(f"{name}={value}" for name, value in variables.items())
+    settings = ", ".join(f"{name}={value}" for name, value in variables.items())
     raise ConfigError(
-        f"the environment has {shown}, and a run of several processes needs {', '.join(_NAMES)}, as torchrun sets "
+        f"the environment has {settings}, and a run of several processes needs {', '.join(_NAMES)}, as torchrun sets "
         f"them; start it with torchrun --nproc-per-node N -m jackpot train RECIPE, or unset WORLD_SIZE"
     )

@@ -28,8 +28,8 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def part_like(source: Any, other: Tensor) -> Tensor:
-    """Copy a whole tensor to the device of `other`, a tensor of the same shape, and shard the copy as `other` is.
+def part_like(source: Any, like: Tensor) -> Tensor:
+    """Copy a whole tensor to the device of `like`, a tensor of the same shape, and shard the copy as `like` is.
 
     Args:
         source: the whole tensor, or a slice of a safetensors file, of which only this rank's part is read.
@@ -37,23 +37,23 @@ def part_like(source: Any, other: Tensor) -> Tensor:
     Raises:
         ValueError: the two have different shapes.
     """
-    (chunk,) = other.__create_chunk_list__() if is_sharded(other) else (None,)
-    offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ([0] * other.dim(), other.shape)
+    (chunk,) = like.__create_chunk_list__() if is_sharded(like) else (None,)
+    offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ([0] * like.dim(), like.shape)
     shape = list(source.shape if isinstance(source, Tensor) else source.get_shape())
-    if shape != list(other.shape):
-        raise ValueError(f"it has the shape {shape}, {list(other.shape)} is wanted")
+    if shape != list(like.shape):
+        raise ValueError(f"it has the shape {shape}, {list(like.shape)} is wanted")
 
     slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    shard = source[slices].to(local(other).device, copy=True)  # out of the memory of the file
-    if not is_sharded(other):
+    shard = source[slices].to(local(like).device, copy=True)  # out of the memory of the file
+    if not is_sharded(like):
         return shard
 
-    mesh, placements = other.device_mesh, other.placements
-    return type(other).from_local(shard, mesh, placements, run_check=False, shape=other.shape, stride=other.stride())
+    mesh, placements = like.device_mesh, like.placements
+    return type(like).from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return `local` of each tensor."""
+    """Return this rank's part of each tensor, as `local` does."""
     return [local(tensor) for tensor in tensors]
 
 

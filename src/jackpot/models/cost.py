@@ -1,10 +1,4 @@
-"""The number of floating-point operations (FLOPs) of a forward pass, from a model's shapes.
-
-The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): for every token two operations for every weight of
-a matrix; and for every key that a query sees two operations for every channel of the query and of the value. A backward
-pass costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of some
-implementations, such as recomputing activations.
-"""
+"""The number of floating-point operations (FLOPs) of a forward pass, from a model's shapes."""
 
 from dataclasses import dataclass
 
@@ -29,6 +23,11 @@ class ForwardCost:
 def forward_cost(model: PreTrainedModel) -> ForwardCost:
     """Count the cost of a forward pass of `model`, which may be on the meta device.
 
+    The usual count (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): for every token two operations for every weight
+    of a matrix; and for every key that a query sees two operations for every channel of the query and of the value. A
+    backward pass costs twice as much. Not counted: norms, activations, softmax, sampling, and the extra work of some
+    implementations, such as recomputing activations.
+
     Only the experts that a token is routed to count. A layer with a sliding window counts as full attention.
     """
     config = model.config.get_text_config()
@@ -47,8 +46,8 @@ def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
         return 0
     matrices = [weight for weight in module.parameters(recurse=False) if weight.ndim == 2]
     experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
-    chosen = getattr(config, "num_experts_per_tok", None) or 0
-    return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * chosen for weight in experts)
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
+    return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * experts_per_token for weight in experts)
 
 
 def head_cost(model: PreTrainedModel) -> int:

@@ -1,12 +1,6 @@
-"""Speculative sampling (arXiv 2211.17192, 2302.01318): a model drafts tokens, another one accepts or replaces them.
+"""Speculative sampling (arXiv 2211.17192, 2302.01318): one model drafts tokens, another accepts or replaces them.
 
-A draft x ~ q is accepted with probability a(x) = min(1, p(x) / (lam q(x))), and else replaced by a token of the
-residual distribution r = (p - q a)+ / sum (p - q a)+. So the token of a position is drawn from
-
-    m = q a + (1 - sum q a) r,   with q a = min(q, p / lam).
-
-At lam = 1, m is p. With lam < 1 more drafts are accepted and m differs from p; (p - q a)+ is (p - q)+ for every lam up
-to 1. Torch only, pure.
+Torch only, pure.
 
 Status: experimental.
 """
@@ -26,14 +20,22 @@ class Verdict(NamedTuple):
     """The result of verifying the draft in each of `N` positions."""
 
     accepted: Tensor  # [N] bool
-    others: Tensor  # [N] int64, the token to take where the draft was not accepted, or none was made
+    replacements: Tensor  # [N] int64, the token to take where the draft was not accepted, or none was made
     log_probs: Tensor  # [N, V] log m, nats
 
 
 def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:
     """Accept or replace the draft in each of `N` positions that do not depend on each other.
 
-    Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where it is NaN.
+    A draft x ~ q is accepted with probability a(x) = min(1, p(x) / (lam q(x))), and else replaced by a token of the
+    residual distribution r = (p - q a)+ / sum (p - q a)+. So the token of a position is drawn from
+
+        m = q a + (1 - sum q a) r,   with q a = min(q, p / lam).
+
+    At lam = 1, m is p. With lam < 1 more drafts are accepted and m differs from p; (p - q a)+ is (p - q)+ for every lam
+    up to 1.
+
+    Where nothing was drafted, `draft_probs` is 0 and the token is drawn from p; likewise where `draft_probs` is NaN.
 
     Args:
         log_probs: log p, [N, V].
@@ -43,21 +45,21 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
         lam: in (0, 1]; 1 is exact.
     """
     probs, index = log_probs.exp(), drafts[:, None]
-    chosen = draft_probs.gather(1, index)  # [N, 1]
-    is_draft = chosen > 0.0
-    accepted = is_draft & (uniforms[:, :1] * lam * chosen < probs.gather(1, index))
+    drafted_probs = draft_probs.gather(1, index)  # [N, 1]
+    is_draft = drafted_probs > 0.0
+    accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))
 
     residual = (probs - draft_probs).clamp_(min=0.0)
     is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where `draft_probs` is NaN
     residual = torch.where(is_empty, probs, residual)
-    others = sample_tokens(residual, uniforms[:, 1])
+    replacements = sample_tokens(residual, uniforms[:, 1])
 
     if lam < 1.0:
-        kept = torch.minimum(draft_probs, probs / lam)
-        rejected = (draft_probs - kept).sum(-1, keepdim=True)  # 1 - sum kept, without its rounding
-        mixed = kept + rejected * residual / residual.sum(-1, keepdim=True)
+        accepted_mass = torch.minimum(draft_probs, probs / lam)  # q a
+        rejected = (draft_probs - accepted_mass).sum(-1, keepdim=True)  # 1 - sum q a, without the rounding of 1 - ...
+        mixed = accepted_mass + rejected * residual / residual.sum(-1, keepdim=True)
         log_probs = torch.where(is_draft, mixed.log(), log_probs)
-    return Verdict(accepted[:, 0], others, log_probs)
+    return Verdict(accepted[:, 0], replacements, log_probs)
 
 
 def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,33 +31,6 @@ from jackpot.objectives.kernels.linear_head import CutLinear, Fp32Linear
 PaddingSide = Literal["left", "right"]
 
 
-class Sequences(NamedTuple):
-    """Prompts with their responses as one padded row each, as a model takes them."""
-
-    input_ids: Tensor  # [B, P + T] int64, 0 on padding
-    attention_mask: Tensor  # [B, P + T] bool
-    position_ids: Tensor  # [B, P + T] int64, counted from the first token of the prompt
-
-
-def full_sequences(
-    prompt_ids: Tensor, prompt_mask: Tensor, prompt_index: Tensor, response_ids: Tensor, response_mask: Tensor
-) -> Sequences:
-    """Append each response to its prompt.
-
-    Args:
-        prompt_ids, prompt_mask: [U, P], padded on the left.
-        prompt_index: [B], the row of the prompt of each response.
-        response_ids, response_mask: [B, T], padded on the right; the mask is False on padding.
-
-    Raises:
-        DataError: a prompt is empty or padded on the right, so that no token precedes the response.
-    """
-    _check_prompts(prompt_mask)
-    mask = torch.cat([prompt_mask[prompt_index], response_mask], dim=1).bool()
-    ids = torch.cat([prompt_ids[prompt_index], response_ids], dim=1)
-    return Sequences(torch.where(mask, ids, 0), mask, position_ids(mask))
-
-
 def _check_prompts(prompt_mask: Tensor) -> None:
     """Refuse prompts that are empty or padded on the right."""
     if not prompt_mask[:, -1].all():
@@ -70,7 +43,9 @@ def pad_tokens(rows: Sequence[Sequence[int]], side: PaddingSide, device: torch.d
     width = max(map(len, rows))
     gaps = [[0] * (width - len(row)) for row in rows]
     padded = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
-    lengths, columns = torch.tensor([[len(row)] for row in rows]), torch.arange(width)
+
+    columns = torch.arange(width)
+    lengths = torch.tensor([[len(row)] for row in rows])
     mask = columns >= width - lengths if side == "left" else columns < lengths
     return upload(torch.tensor(padded, dtype=torch.int64), device), upload(mask, device)
 
@@ -95,7 +70,10 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
         index: [N], positions in the flat `batch.attention_mask` [B * T], where that is True.
     """
     if batch.packed is None or not can_pack(model):
-        return predicting_hidden(model, *_parts(batch)).flatten(0, 1).index_select(0, index)
+        hidden = predicting_hidden(
+            model, batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
+        )
+        return hidden.flatten(0, 1).index_select(0, index)
     states = read_row(backbone(model), batch.packed)
     return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
 
@@ -109,14 +87,15 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         values = read_row(model, batch.packed)[:, 0]
         return values.index_select(0, batch.packed.predicting.flatten().index_select(0, batch.response_index))
 
+    _check_prompts(batch.prompt_mask)
+    mask = torch.cat([batch.prompt_mask[batch.prompt_index], batch.attention_mask], dim=1).bool()  # [B, P + T]
+    ids = torch.cat([batch.prompt_ids[batch.prompt_index], batch.response_ids], dim=1)
+    output = model(
+        input_ids=torch.where(mask, ids, 0), attention_mask=mask, position_ids=position_ids(mask), use_cache=False
+    )
+
     # The state of a token is that of the position before it, as in `predicting_hidden`.
-    sequences = full_sequences(*_parts(batch))
-    values = model(
-        input_ids=sequences.input_ids,
-        attention_mask=sequences.attention_mask,
-        position_ids=sequences.position_ids,
-        use_cache=False,
-    ).logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
+    values = output.logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
     return values.flatten().index_select(0, batch.response_index)
 
 
@@ -141,11 +120,6 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
     return output[0].squeeze(0)
 
 
-def _parts(batch: TokenBatch) -> tuple[Tensor, ...]:
-    """Return a batch as the arguments of `full_sequences` and `predicting_hidden`."""
-    return batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
-
-
 def predicting_hidden(
     model: PreTrainedModel,
     prompt_ids: Tensor,
@@ -160,7 +134,13 @@ def predicting_hidden(
     states carry gradient. A prompt with several responses is read once where the model allows it (`can_share_prompts`),
     with the same result up to rounding as if it were read with each response.
 
-    Arguments and errors as in `full_sequences`; both masks None where nothing is padded.
+    Args:
+        prompt_ids, prompt_mask: [U, P], padded on the left; the mask is False on padding.
+        prompt_index: [B], the row of the prompt of each response.
+        response_ids, response_mask: [B, T], padded on the right. Both masks are None where nothing is padded.
+
+    Raises:
+        DataError: a prompt is empty or padded on the right, so that no token precedes the response.
     """
     if prompt_mask is None or response_mask is None:
         prompts, mask = prompt_ids, None
@@ -170,20 +150,20 @@ def predicting_hidden(
         prompts, response_ids = torch.where(prompt_mask, prompt_ids, 0), torch.where(response_mask, response_ids, 0)
         mask = torch.cat([prompt_mask[prompt_index], response_mask[:, :-1]], dim=1)
 
-    read = response_ids[:, :-1]  # the last token predicts nothing
+    inputs = response_ids[:, :-1]  # the last token predicts nothing
 
     if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
-        states = _states(model, torch.cat([prompts[prompt_index], read], dim=1), mask, None)
+        states = _states(model, torch.cat([prompts[prompt_index], inputs], dim=1), mask, None)
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
 
     # Without the config a sliding layer keeps all tokens too, and the mask hides those outside of the window.
     cache = DynamicCache()
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
 
-    if not read.shape[1]:
+    if not inputs.shape[1]:
         return first[:, : response_ids.shape[1]]
     cache.reorder_cache(prompt_index)  # pyright: ignore[reportArgumentType] (any int64 tensor); carries gradient
-    return torch.cat([first, _states(model, read, mask, cache)], dim=1)
+    return torch.cat([first, _states(model, inputs, mask, cache)], dim=1)
 
 
 def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: DynamicCache | None) -> Tensor:
@@ -214,9 +194,9 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
 def can_pack(model: PreTrainedModel) -> bool:
     """Tell whether a model can read a micro-batch as one row without padding, each sequence as if it stood alone.
 
-    It cannot where a layer does more than attention over plain keys (`keeps_plain_keys`), where its attention cannot be
-    replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron and StableLM, or
-    where the rotary angles depend on the sequence length.
+    A model cannot where a layer does more than attention over plain keys (`keeps_plain_keys`), where the attention
+    cannot be replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron and
+    StableLM, or where the rotary angles depend on the sequence length.
     """
     layers = {type(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     return _is_length_free(model) and replaces_attention(backbone(model)) and all(map(_passes_options_on, layers))
@@ -228,10 +208,10 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     function = inspect.unwrap(layer_class.forward)
     parameters = inspect.signature(function).parameters
     options = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
-    read = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
+    names_in_code = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
 
     # A layer without a cache has no attention.
-    return "past_key_values" not in parameters or bool(options & read)
+    return "past_key_values" not in parameters or bool(options & names_in_code)
 
 
 _ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
@@ -241,9 +221,9 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     """Tell whether a prompt's keys and values, computed once, serve all its responses exactly.
 
     They do not where a layer caches other things (`keeps_plain_keys`), where the rotary angles depend on the sequence
-    length, or where activations are checkpointed: their forward pass in backward would write to the cache again. Nor
-    where weights are sharded: all ranks have to run the same number of passes, and a micro-batch takes two passes of
-    the backbone only if a prompt has several responses.
+    length, or where activations are checkpointed: the second forward pass, in backward, would write to the cache again.
+    Prompts are not shared where weights are sharded either: all ranks have to run the same number of passes, and a
+    micro-batch takes two passes of the backbone only if a prompt has several responses.
     """
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return not model.is_gradient_checkpointing and _is_length_free(model) and not is_sharded

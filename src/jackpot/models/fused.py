@@ -1,12 +1,7 @@
 """The element-wise parts of a language model in fewer passes over memory, for training on a CPU.
 
-Between its matrix products a layer normalizes, rotates and gates. Written with an operator for each arithmetic step, as
-in transformers, every step reads and writes all tokens. Here each part is a single `torch.autograd.Function` with its
-gradient in closed form. It goes over the tokens in runs that stay in the cache, and keeps little more for backward than
-the products around it: for an RMSNorm its input, for a gated MLP the two products before the gate.
-
-`fuse` lets the modules of a loaded model compute so. They keep their classes, parameters and names, and compute as
-before what these functions do not know, such as a layer with an adapter. There is no second derivative.
+Between its matrix products a layer normalizes, rotates and gates; here each of these is a single function, which `fuse`
+gives to the modules of a loaded model.
 """
 
 import inspect
@@ -80,7 +75,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute d w = sum g n and d x = r (g w - n mean(g w n)), with r = 1 / sqrt(mean x^2 + eps) and n = x r."""
         x, weight, scale = ctx.saved_tensors
-        rows, grads, wide = _rows(x), _rows(grad), weight.to(_WIDE)
+        rows, grads = _rows(x), _rows(grad)
+        wide = weight.to(_WIDE)
         to_x, to_weight = torch.empty_like(rows), torch.zeros_like(wide)
 
         for run in _runs(len(rows), CHUNK // rows.shape[1]):
@@ -105,7 +101,8 @@ class GatedProduct(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        gates, ups, transposed = _rows(gate), _rows(up), weight.to(gate.dtype).t()
+        gates, ups = _rows(gate), _rows(up)
+        transposed = weight.to(gate.dtype).t()
         out = gates.new_empty((len(gates), len(weight)))
         for run in _runs(len(gates), PRODUCT_ROWS):
             torch.mm(silu(gates[run]).mul_(ups[run]), transposed, out=out[run])
@@ -117,7 +114,8 @@ class GatedProduct(torch.autograd.Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
-        gates, ups, grads, matrix = _rows(gate), _rows(up), _rows(grad), weight.to(gate.dtype)
+        gates, ups = _rows(gate), _rows(up)
+        grads, matrix = _rows(grad), weight.to(gate.dtype)
         to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
         to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
 
@@ -156,10 +154,10 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return x cos + (x_2 first, x_1 second), with the strides of x."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
     for run in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
-        source, into = x[:, :, run], out[:, :, run]
-        torch.mul(source, cos[:, :, run], out=into)
-        into[..., :half].addcmul_(source[..., half:], first[:, :, run])
-        into[..., half:].addcmul_(source[..., :half], second[:, :, run])
+        source, target = x[:, :, run], out[:, :, run]
+        torch.mul(source, cos[:, :, run], out=target)
+        target[..., :half].addcmul_(source[..., half:], first[:, :, run])
+        target[..., half:].addcmul_(source[..., :half], second[:, :, run])
     return out
 
 
@@ -173,18 +171,25 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
     else:
-        total += left @ right
+        total += a @ b
 
 
 def fuse(model: PreTrainedModel) -> int:
     """Replace the forward of a model's known modules by functions of fewer passes, in place, and return how many.
 
-    A module is known by its attributes, if on a few numbers its output and all gradients stay the same up to rounding;
-    on the meta device, where there are no numbers, by its attributes alone. On a GPU nothing changes.
+    Written with an operator for each arithmetic step, as in transformers, every step reads and writes all tokens. Each
+    function here is a single `torch.autograd.Function` with its gradient in closed form, without a second derivative.
+    It goes over the tokens in runs that stay in the cache, and keeps little more for backward than the products around
+    it: for an RMSNorm its input, for a gated MLP the two products before the gate.
+
+    The modules keep their classes, parameters and names, and compute as before what the functions do not know, such as
+    a layer with an adapter. A module is known by its attributes, if on a few numbers its output and all gradients stay
+    the same up to rounding; on the meta device, where there are no numbers, by its attributes alone. On a GPU nothing
+    changes.
     """
     if model.device.type not in ("cpu", "meta"):
         return 0
@@ -207,14 +212,15 @@ def _norm(module: nn.Module) -> Forward | None:
     if not (is_known and _takes_one(module)):
         return None
 
-    forward, numbers = partial(_run_norm, module, module.forward), _numbers(4, len(module.get_parameter("weight")))
-    agrees = all(_agree(module.forward, forward, [numbers.to(dtype)], module) for dtype in TOLERANCES)
+    forward = partial(_run_norm, module, module.forward)
+    inputs = _random_inputs(4, len(module.get_parameter("weight")))
+    agrees = all(_agree(module.forward, forward, [inputs.to(dtype)], module) for dtype in TOLERANCES)
     return forward if agrees else None
 
 
-def _run_norm(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
+def _run_norm(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     if module.weight.dtype != _WIDE or x.dtype not in TOLERANCES:
-        return before(x)
+        return own_forward(x)
     return RMSNorm.apply(x, module.weight, module.variance_epsilon)
 
 
@@ -225,14 +231,15 @@ def _mlp(module: nn.Module) -> Forward | None:
     if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:
         return None
 
-    forward, numbers = partial(_run_mlp, module, module.forward), _numbers(4, linears["gate_proj"].in_features)
-    return forward if _agree(module.forward, forward, [numbers], module) else None
+    forward = partial(_run_mlp, module, module.forward)
+    inputs = _random_inputs(4, linears["gate_proj"].in_features)
+    return forward if _agree(module.forward, forward, [inputs], module) else None
 
 
-def _run_mlp(module: nn.Module, before: Forward, x: Tensor) -> Tensor:
+def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     last = module.get_submodule("down_proj")
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
-        return before(x)
+        return own_forward(x)
     gate, up = module.get_submodule("gate_proj")(x), module.get_submodule("up_proj")(x)
     if gate.dtype != up.dtype:
         return last(module.get_submodule("act_fn")(gate) * up)
@@ -247,47 +254,51 @@ def _takes_one(module: nn.Module) -> bool:
 def _attention(module: nn.Module) -> Forward | None:
     """Return the forward of an attention module with `_rotate` in place of the rotation that it calls; None without."""
     function = type(module).forward
-    before = getattr(function, "__globals__", {}).get(_ROTATE)
-    if before is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(before):
+    own_rotation = getattr(function, "__globals__", {}).get(_ROTATE)
+    if own_rotation is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own_rotation):
         return None
 
     # The same code with other global names: the rotation is a function of its module, which other models share.
-    names = function.__globals__ | {_ROTATE: partial(_rotate, before)}
+    names = function.__globals__ | {_ROTATE: partial(_rotate, own_rotation)}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
     return MethodType(changed, module)
 
 
 @cache
-def _rotates_alike(before: Forward) -> bool:
+def _rotates_alike(own_rotation: Forward) -> bool:
     """Tell whether a model's own rotation computes what `_rotate` does."""
-    if list(inspect.signature(before).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+    if list(inspect.signature(own_rotation).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
-    queries, keys = _numbers(2, 3, 4, 6), _numbers(2, 1, 4, 6)
-    angles = [_numbers(2, 4, 6), _numbers(2, 4, 6) + 1.0]
+    queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)
+    angles = [_random_inputs(2, 4, 6), _random_inputs(2, 4, 6) + 1.0]
     try:
-        return _agree(lambda q, k: before(q, k, *angles), lambda q, k: _rotate(before, q, k, *angles), [queries, keys])
+        return _agree(
+            lambda q, k: own_rotation(q, k, *angles), lambda q, k: _rotate(own_rotation, q, k, *angles), [queries, keys]
+        )
     except RuntimeError:  # it takes angles of another shape
         return False
 
 
-def _rotate(before: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _rotate(
+    own_rotation: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
     is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
-        return before(q, k, cos, sin, **options)
+        return own_rotation(q, k, cos, sin, **options)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
 
 
-def _numbers(*shape: int) -> Tensor:
+def _random_inputs(*shape: int) -> Tensor:
     """Return random numbers in rows of two sizes: sums of squares are far above a norm's epsilon, or near it."""
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    numbers[::2] *= 1e-3
-    return numbers
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    inputs[::2] *= 1e-3
+    return inputs
 
 
 @torch.enable_grad()
-def _agree(before: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
+def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
     """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
     if any(weight.is_meta for weight in weights):
@@ -297,10 +308,10 @@ def _agree(before: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn
     results = []
 
     with in_float32(module) if module else nullcontext():
-        for run in (before, fused):
+        for run in (own_forward, fused):
             outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            factors = [_numbers(*output.shape).to(output.dtype) for output in outputs]
+            factors = [_random_inputs(*output.shape).to(output.dtype) for output in outputs]
             results.append([*outputs, *torch.autograd.grad(outputs, [*leaves, *weights], factors)])
 
     tolerance = TOLERANCES[inputs[0].dtype]

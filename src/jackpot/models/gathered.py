@@ -1,9 +1,5 @@
 """Models of a learner that are sharded over ranks (FSDP2): every rank keeps a part of each weight, gradient and moment.
 
-All models have one root module. The root's own weights, final norms and heads, are gathered while the root runs; the
-weights of a layer, or of an embedding that shares none with a head, while that layer or embedding runs. A weight that
-embedding and head share belongs to the root and stays one weight: sharded apart, it would become two without an error.
-
 Status: experimental.
 """
 
@@ -29,7 +25,7 @@ BUCKET = 2**30
 
 
 class Gathered(nn.Module):
-    """The root module of a learner's sharded models; a call runs `work`, for which it gathers the weights.
+    """The root module of a learner's sharded models; a call gathers the weights and runs a part of a forward pass.
 
     All ranks have to make the same calls in the same order, and each call has to run the same layers.
 
@@ -92,7 +88,12 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     weights are still in their files (`load_model`), only one layer at a time is read whole into memory, or all that
     stands outside of layers.
 
-    Gradients are summed over ranks, and never divided by their number.
+    Gradients are summed over ranks, and never divided by the number of ranks.
+
+    All models have one root module. The root's own weights, final norms and heads, are gathered while the root runs;
+    the weights of a layer, or of an embedding that shares none with a head, while that layer or embedding runs. A
+    weight that embedding and head share belongs to the root and stays one weight: sharded apart, it would become two
+    without an error.
 
     Args:
         models: all that a learner reads, by any name; equal on all ranks.
@@ -103,12 +104,14 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     """
     device = torch.device(mesh.device_type)
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    before = {name: _ties(model) for name, model in models.items()}
-    root, units = Gathered(models, device), []
+    root = Gathered(models, device)
+    ties_before = {name: _ties(model) for name, model in models.items()}
+
+    units = []
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
-        shared = {path for paths in before[name] for path in paths}
+        shared = {path for paths in ties_before[name] for path in paths}
         units += [
             module for path, module in model.named_modules() if module is embedding and f"{path}.weight" not in shared
         ]
@@ -124,7 +127,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
 
     for name, model in models.items():
-        if lost := before[name] - _ties(model):
+        if lost := ties_before[name] - _ties(model):
             raise ModelError(
                 f"sharding would make different weights of {', '.join(sorted(lost.pop()))} of the {name}, which are "
                 f"one; train it in one process"
@@ -151,7 +154,7 @@ def gather(
 
         rank = rank_of(name, tensor.nbytes)
         bucket = buckets.setdefault(rank, [])
-        if bucket and sum(other.nbytes for _, other in bucket) + tensor.nbytes > BUCKET:
+        if bucket and sum(waiting.nbytes for _, waiting in bucket) + tensor.nbytes > BUCKET:
             yield from _gathered(bucket, rank)
             bucket.clear()
         bucket.append((name, tensor))
@@ -175,7 +178,9 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
     if received is None:
         return
 
-    for (name, tensor), *shares in zip(bucket, *(sent.split(lengths) for sent in received), strict=True):
+    for (name, tensor), *shares in zip(
+        bucket, *(rank_message.split(lengths) for rank_message in received), strict=True
+    ):
         yield name, torch.cat(shares)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

@@ -1,10 +1,6 @@
 """The loading of models and tokenizers from folders, the hub or the starters that the package carries.
 
-A path is a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Weights
-are read from safetensors only, and code from a model folder is never run.
-
-Where the hub cannot be reached, earlier downloads are read, and configs of published models come from a table
-(`published.py`), which suffices for a plan but not for a run.
+Weights are read from safetensors only, and code from a model folder is never run.
 """
 
 import contextlib
@@ -32,7 +28,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 
-from jackpot.core.errors import DataError, ModelError
+from jackpot.core.errors import DataError, ModelError, first_line
 from jackpot.core.foreign import check_foreign, parse_json, read_foreign
 from jackpot.core.roles import Role
 from jackpot.core.stages import stage
@@ -58,6 +54,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
     """Load the causal language model in `path`, in eval mode.
 
     Args:
+        path: a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Where
+            the hub cannot be reached, earlier downloads are read.
         device: where the weights go. None, for `gathered.shard`: weights stay in their files, in the files' dtypes, and
             take no memory until they are read; if the files have other names for them, they are on the CPU in `dtype`.
 
@@ -87,13 +85,13 @@ def load_value_model(
         ModelError: as `load_model`, or an architecture without token classification.
     """
     stage(f"loading the critic {path}")
-    shown = transformers_logging.get_verbosity()
+    verbosity = transformers_logging.get_verbosity()
 
     transformers_logging.set_verbosity_error()  # it would advise to train the new head, which a critic does anyway
     try:
         model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     finally:
-        transformers_logging.set_verbosity(shown)
+        transformers_logging.set_verbosity(verbosity)
 
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
@@ -116,13 +114,13 @@ def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.floa
     Args:
         cast: returns the float32 tensor of a weight.
     """
-    before = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
-    for weight, data in before:
+    originals = [(weight, weight.data) for weight in module.parameters() if weight.dtype != torch.float32]
+    for weight, data in originals:
         weight.data = cast(data)
     try:
         yield
     finally:
-        for weight, data in before:
+        for weight, data in originals:
             weight.data = data
 
 
@@ -161,16 +159,16 @@ def _check_named_files(path: str | Path) -> None:
     try:
         _check_regular(source)
         shards = content(SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
-        named = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
+        named_files = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
 
         config = content("config.json")
         if (explicit := config.get("transformers_weights")) is not None:
-            named.append(("config.json", explicit))
+            named_files.append(("config.json", explicit))
         _check_numbers(config)
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
-    for file, name in named:
+    for file, name in named_files:
         if not _is_inside(name):
             raise ModelError(
                 f"{file} of {path} names {name!r} as a file of weights; weights are read only from .safetensors files "
@@ -231,13 +229,13 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
     except _LOADING_ERRORS:
         return None  # `_read` raises the error, or loads the model in its way
 
-    read = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
-    is_plain = read.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in read)
+    parameters = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
+    is_plain = parameters.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in parameters)
     if not is_plain or any(name in weights for name, _ in model.named_buffers()):
         return None
 
-    for name, weight in read.items():
-        if weight.shape == weights[name].shape:  # else `_check_fit` refuses it
+    for name, weight in parameters.items():
+        if weight.shape == weights[name].shape:  # else `_check_fit` refuses the weight
             weight.data = weights[name]
 
     model.name_or_path = model.config.name_or_path = source
@@ -300,12 +298,9 @@ def _aligned(model: PreTrainedModel) -> PreTrainedModel:
 
 def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
     """Raise ModelError unless the weights in the folder are exactly those of the model."""
-    for problem, kind in (
-        ("missing_keys", "missing"),
-        ("unexpected_keys", "unknown"),
-        ("mismatched_keys", "misshapen"),
-    ):
-        if names := sorted(map(str, info[problem])):
+    kinds = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "misshapen"}
+    for key, kind in kinds.items():
+        if names := sorted(map(str, info[key])):
             raise ModelError(
                 f"the weights in {path} do not fit {type(model).__name__}: {len(names)} {kind}, such as "
                 f"{', '.join(names[:3])}. The folder's config.json and weights must belong together. {ADVICE}"
@@ -314,19 +309,22 @@ def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
 
 def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
     """Raise ModelError for weights that are NaN, infinite or beyond LARGEST_WEIGHT; reads every weight once."""
-    named = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
-    largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in named.values()]).tolist()
-    if bad := [(name, value) for name, value in zip(named, largest, strict=True) if not value <= LARGEST_WEIGHT]:
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
+    largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in weights.values()]).tolist()
+    if bad := [(name, value) for name, value in zip(weights, largest, strict=True) if not value <= LARGEST_WEIGHT]:
         name, value = bad[0]
         raise ModelError(
-            f"the weights in {path} are damaged: {name} has the value {value:g}, and {len(bad)} of {len(named)} "
+            f"the weights in {path} are damaged: {name} has the value {value:g}, and {len(bad)} of {len(weights)} "
             f"tensors have NaN, infinity or more than {LARGEST_WEIGHT:g}. Fetch or save the model again, or take an "
             f"earlier checkpoint"
         )
 
 
 def load_config(path: str | Path) -> PreTrainedConfig:
-    """Load the config of the model in `path`; where the hub cannot be reached, take it from our table if it is there.
+    """Load the config of the model in `path`.
+
+    Where the hub cannot be reached, the config of a published model comes from a table (`published.py`), which suffices
+    for a plan but not for a run.
 
     Raises:
         ModelError: there is no config that can be read.
@@ -335,8 +333,8 @@ def load_config(path: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=stays_local(source))
     except _LOADING_ERRORS as error:
-        if stays_local(source) and (known := published_config(source)):
-            return known
+        if stays_local(source) and (config := published_config(source)):
+            return config
         raise ModelError(f"cannot load a model's config from {_place(path, source, error)}. {ADVICE}") from error
 
 
@@ -434,16 +432,16 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     Raises:
         ModelError: they are no token ids of the model.
     """
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
-    named = model.config.get_text_config().eos_token_id if named is None else named
-    if named is None:
+    setting = model.generation_config.eos_token_id if model.generation_config is not None else None
+    setting = model.config.get_text_config().eos_token_id if setting is None else setting
+    if setting is None:
         return ()
 
-    ids = tuple(named) if isinstance(named, list | tuple) else (named,)
+    ids = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
     rows = model.config.get_text_config().vocab_size
     if not all(type(token) is int and 0 <= token < rows for token in ids):
         raise ModelError(
-            f"eos_token_id of {model.name_or_path or 'the model'} is {named!r:.80}; it is a token id from 0 to "
+            f"eos_token_id of {model.name_or_path or 'the model'} is {setting!r:.80}; it is a token id from 0 to "
             f"{rows - 1}, or a list of them: correct generation_config.json, or config.json where there is none"
         )
     return ids
@@ -451,10 +449,8 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 def _place(path: str | Path, source: str, error: Exception) -> str:
     """Describe where a library looked for a model, with the class and the first line of the library's error."""
-    lines = str(error).strip().splitlines()
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
-    said = lines[0].rstrip(".") if lines else "no message"
-    return f"{where}: {type(error).__name__}: {said}{REMEDIES.get(source, '')}"
+    return f"{where}: {type(error).__name__}: {first_line(error).rstrip('.')}{REMEDIES.get(source, '')}"
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:

@@ -1,9 +1,6 @@
 """LoRA: a small adapter that is trained on linear layers whose own weights are frozen (arXiv 2106.09685).
 
-A layer with an adapter computes W x + alpha / rank * B A x. Engines and checkpoint folders get the *merged* weights
-W + alpha / rank * B A under the names that the model has without an adapter, so they need not know of it. With
-`precision: fp8` the layer itself also computes with the codes of the merged weight. Only this file needs peft, and only
-for a model that gets an adapter.
+Engines and checkpoint folders get the merged weights, under the names that the model has without an adapter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +25,7 @@ from jackpot.core.package import install
 from jackpot.core.shards import is_sharded
 from jackpot.models.gathered import gather
 from jackpot.models.load import in_float32
-from jackpot.models.parts import WHOLE, Dealer, Part, write_part
+from jackpot.models.parts import Dealer, Part, write_part
 from jackpot.models.quantization.training import CodedLinear
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
@@ -64,8 +61,9 @@ def adapter_size(model: PreTrainedModel, config: LoraConfig) -> int:
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze the model and add an adapter to it, in place.
 
-    A is drawn from `seed`, without a change of torch's random state, and B is 0, so that the merged weights are still
-    those of the model.
+    A layer with an adapter computes W x + alpha / rank * B A x. With `precision: fp8` it computes with the codes of the
+    merged weight, W + alpha / rank * B A. A is drawn from `seed`, without a change of torch's random state, and B is 0,
+    so that the merged weights are still those of the model.
 
     Raises:
         ConfigError: peft is not installed.
@@ -126,16 +124,11 @@ def merged_weights(
         yield _plain(name), weight
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write the merged weights to a folder as `save_pretrained` does, and the adapter, if any, to `folder/adapter` in
-    peft's format."""
-    model_writer(model, folder, WHOLE)()
-
-
 def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[], list[Path]]:
     """Gather one part of a model, and return a function that writes the part and returns the files of its weights.
 
-    All ranks have to gather together; each writes by itself. The first rank also writes config and adapter, which are
+    The part has merged weights, in the format of `save_pretrained`. All ranks have to gather together; each writes by
+    itself. The first rank also writes the config and, in peft's format to `folder/adapter`, the adapter: both are
     small. `write_index` completes a folder of several parts.
     """
     adapter = _adapter_parameters(model)
@@ -166,7 +159,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Load into the model's adapter the weights that `save_model` wrote to `folder/adapter`.
+    """Load into the model's adapter the weights that `model_writer` wrote to `folder/adapter`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the adapter was trained on other weights than the model's.
@@ -235,13 +228,13 @@ def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] 
 def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
     """Write one of several parts of a model's weights, by the names that its architecture has in files."""
     if part.number == 0:
-        alone = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
-        model.save_pretrained(alone, state_dict={})
-        for path in alone.iterdir():
+        config_folder = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
+        model.save_pretrained(config_folder, state_dict={})
+        for path in config_folder.iterdir():
             path.rename(folder / path.name)
-        alone.rmdir()
-    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
-    return write_part(part.path(folder, "model"), named)
+        config_folder.rmdir()
+    renamed_state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    return write_part(part.path(folder, "model"), renamed_state)
 
 
 def _leaf(name: str) -> str:

@@ -1,8 +1,6 @@
 """Attention over a packed row, as an attention function of transformers' interface.
 
-`AttentionSet` puts it in the place of a model's own attention for one forward pass. The plan of the row is an argument
-of the forward pass, so a layer that is run again in backward gets it again. A CPU attends in blocks; flash and flex
-attention have run on one H200.
+A CPU attends in blocks; flash and flex attention have run on one H200.
 """
 
 import inspect
@@ -45,7 +43,7 @@ class AttentionPlan:
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    def window(self, layer: int, named: int | None) -> int | None:
+    def window(self, layer: int, passed_window: int | None) -> int | None:
         """Return the number of tokens that a query of a layer attends to, itself included; None for all up to it.
 
         Args:
@@ -56,8 +54,10 @@ class AttentionPlan:
             ModelError: the layer passes another window than the config has.
         """
         window = self._windows[layer]
-        if named not in (None, window):
-            raise ModelError(f"layer {layer} has a sliding window of {named}, but the model's config one of {window}")
+        if passed_window not in (None, window):
+            raise ModelError(
+                f"layer {layer} has a sliding window of {passed_window}, but the model's config one of {window}"
+            )
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
@@ -109,6 +109,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention over a packed row, in transformers' signature.
 
+    `AttentionSet` puts this function in the place of a model's own attention for one forward pass. The plan of the row
+    is an argument of the forward pass, so a layer that is run again in backward gets the plan again.
+
     Args:
         query: [1, heads, S, D].
         key: [1, key heads, S, D].
@@ -123,14 +126,15 @@ def packed_attention(
     unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
     unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if packed is None or unknown or not getattr(module, "is_causal", True):
-        what = f"takes {', '.join(unknown)}" if unknown else "is not causal, or is not given the arguments of the model"
-        raise ModelError(f"the attention of {type(module).__name__} {what}, so it cannot read rows without padding")
+        misplaced = "is not causal, or is not given the arguments of the model"
+        reason = f"takes {', '.join(unknown)}" if unknown else misplaced
+        raise ModelError(f"the attention of {type(module).__name__} {reason}, so it cannot read rows without padding")
 
     window = packed.window(module.layer_idx, sliding_window)
 
     if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms leave fp32, which flash does not take
         dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
     factor = float(query.shape[-1]) ** -0.5 if scaling is None else scaling
 
@@ -147,7 +151,7 @@ def _by_block(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """Return the output [S, heads, D'], one block of the plan after the other."""
-    row, outputs = plan.row, []
+    row = plan.row
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # CUDA's kernels take grouped heads only without a mask
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -161,17 +165,14 @@ def _by_block(
         and query.dtype in (torch.float32, torch.float64)
         and not torch.is_autocast_enabled("cpu")
     )
-
-    for block, mask in zip(zip(queries, keys, values, strict=True), plan.masks(window, query.dtype), strict=True):
-        if suits_products and block[1].shape[2] <= SHORT:
-            output = _by_products(*block, mask, scaling)
+    outputs = []
+    for q, k, v, mask in zip(queries, keys, values, plan.masks(window, query.dtype), strict=True):
+        if suits_products and k.shape[2] <= SHORT:
+            output = _by_products(q, k, v, mask, scaling)
         else:
+            shares = q.shape[1] != k.shape[1]
             output = scaled_dot_product_attention(
-                *block,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=block[0].shape[1] != block[1].shape[1],
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shares
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, row.block_outputs)
@@ -212,7 +213,7 @@ def _by_sequence(
     The last query of a sequence is aligned with its last key.
     """
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
-    before = -1 if window is None else window - 1
+    tokens_before = -1 if window is None else window - 1
     return kernel(
         query.contiguous(),
         keys,
@@ -221,7 +222,7 @@ def _by_sequence(
         row.cu_keys,
         *row.longest,
         scale=scaling,
-        window_size=(before, 0),
+        window_size=(tokens_before, 0),
     )
 
 

@@ -33,36 +33,41 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
         window: number of tokens that a token attends to, itself included; None for all tokens up to it.
     """
     size, positions = len(row.positions), row.positions
-    starts, numbers = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
-    sequence = torch.repeat_interleave(numbers, row.cu_queries.diff(), output_size=size)  # [S]
+    starts, indices = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
+    sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S]
 
     is_prompt = positions.index_select(0, starts) == 0
-    prompts = torch.where(is_prompt, numbers, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
+    prompts = torch.where(is_prompt, indices, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
     prompt = prompts.index_select(0, sequence)  # [S]
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
-        seen = seen & (positions[key] <= positions[query])
-        return seen if window is None else seen & (positions[key] > positions[query] - window)
+        is_visible = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
+        is_visible = is_visible & (positions[key] <= positions[query])
+        return is_visible if window is None else is_visible & (positions[key] > positions[query] - window)
 
     # For each block of tokens: the sequences in which it begins and ends, and the prompt that its first token sees.
     first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], index of the first token
     last = (first + BLOCK - 1).clamp(max=size - 1)
-    begin, end, shared = (
-        column.index_select(0, at_blocks)
-        for column, at_blocks in ((sequence, first), (sequence, last), (prompt, first))
-    )
+    begin, end = sequence.index_select(0, first), sequence.index_select(0, last)
+    shared = prompt.index_select(0, first)
 
-    # Rows are blocks of queries, columns blocks of keys. `some`: a query may see a key. `every`: each query sees each
-    # key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
+    # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
+    # sees each key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
-    some = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
-    alone = begin == end  # blocks of one sequence
-    every = alone & alone[:, None] & ((begin == begin[:, None]) | (begin == shared[:, None])) & (first < first[:, None])
+    is_partly_visible = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
+    is_single = begin == end  # blocks of one sequence
+    is_all_visible = (
+        is_single
+        & is_single[:, None]
+        & ((begin == begin[:, None]) | (begin == shared[:, None]))
+        & (first < first[:, None])
+    )
     if window is not None:
-        every = every & (positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window)
+        is_all_visible = is_all_visible & (
+            positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window
+        )
 
-    lists = [*_listed(some & ~every), *_listed(every)]
+    lists = [*_listed(is_partly_visible & ~is_all_visible), *_listed(is_all_visible)]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
 
 

@@ -1,8 +1,7 @@
 """The layout of a micro-batch as one row without padding, and the plan of its attention; both are made on the CPU.
 
-Everything but attention looks at one token at a time, so a row without padding costs what its tokens cost. Attention
-is planned as blocks of rows of similar lengths, each padded to the longest: few blocks mean much padding, and many
-blocks mean many calls, so the plan looks for the best number.
+Attention is planned as blocks of rows of similar lengths, each padded to the longest: few blocks mean much padding, and
+many blocks mean many calls.
 """
 
 from collections.abc import Sequence
@@ -44,8 +43,9 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         members[prompt].append(index)
 
     lengths = [len(response) for response in responses]
-    total, sequences = 0, []
-    pieces, positions = [], []  # of the row
+    sequences: list[_Sequence] = []
+    pieces, positions = [], []  # token ids of the row, and their positions
+    total = 0  # tokens of the row so far
     prompt_ends, starts = [0] * len(responses), [0] * len(responses)  # of each response: indices of the tokens
 
     for prompt, answers in zip(prompts, members, strict=True):
@@ -54,24 +54,23 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         positions.append(torch.arange(size))
         total += size
 
-        reads = [max(0, lengths[index] - 1) for index in answers]  # without the last token
+        input_lengths = [max(0, lengths[index] - 1) for index in answers]  # without the last token
         is_alone = len(answers) == 1  # a prompt and its only response are one sequence
-        sequences.append(_Sequence(first, 0, first, size + (reads[0] if is_alone else 0)))
+        sequences.append(_Sequence(first, 0, first, size + (input_lengths[0] if is_alone else 0)))
 
-        for index, read in zip(answers, reads, strict=True):
+        for index, length in zip(answers, input_lengths, strict=True):
             prompt_ends[index], starts[index] = first + size - 1, total
-            if read:
-                pieces.append(responses[index][:read])
-                positions.append(torch.arange(size, size + read))
+            if length:
+                pieces.append(responses[index][:length])
+                positions.append(torch.arange(size, size + length))
                 if not is_alone:
-                    sequences.append(_Sequence(first, size, total, read))
-                total += read
+                    sequences.append(_Sequence(first, size, total, length))
+                total += length
 
     # A response's first token is predicted by the prompt's last, each further token by the one before it.
-    width = max(lengths)
-    columns = torch.arange(width)
-    of_first, of_others = torch.tensor(prompt_ends)[:, None], torch.tensor(starts)[:, None] + columns - 1
-    predicting = torch.where(columns == 0, of_first, of_others)
+    columns = torch.arange(max(lengths))
+    token_before = torch.tensor(starts)[:, None] + columns - 1
+    predicting = torch.where(columns == 0, torch.tensor(prompt_ends)[:, None], token_before)
     predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
 
     return PackedRow(
@@ -108,28 +107,31 @@ def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
 
 def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
     """Plan attention in blocks of padded rows, over a row of `size` tokens."""
-    blocks, done = [], 0  # `done` counts the padded queries of all blocks so far
-    queries, keys, positions = [], [], []
+    blocks, positions = [], []
+    queries, keys = [], []
     outputs = torch.empty(size, dtype=torch.int64)
+    total = 0  # padded queries of all blocks so far
 
     for is_square in (True, False):
         candidates = [row for row, sequence in enumerate(sequences) if (sequence.shared == 0) == is_square]
         for members in _split(sequences, candidates):
             width, depth = max(sequences[row].queries for row in members), max(sequences[row].keys for row in members)
             rows = table[members]
+            _, shared, start, lengths = rows.T[..., None]
 
-            shared, start, lengths = (column[:, None] for column in rows.T[1:])
+            # Padding repeats the last query of its row.
             columns = torch.arange(width)
-            indices, exists = start + torch.minimum(columns, lengths - 1), columns < lengths
+            exists = columns < lengths
+            offsets = torch.minimum(columns, lengths - 1)
+            indices, last = start + offsets, shared + offsets
 
-            last = shared + torch.minimum(columns, lengths - 1)
             if is_square:
                 last = columns[None]  # as plain causal attention
             elif bool((last == last[:1]).all()):
                 last = last[:1]  # all rows have the same mask
 
-            outputs[indices[exists]] = done + torch.arange(len(members) * width).view(-1, width)[exists]
-            done += len(members) * width
+            outputs[indices[exists]] = total + torch.arange(len(members) * width).view(-1, width)[exists]
+            total += len(members) * width
             queries.append(indices.flatten())
             keys.append(_key_indices(rows, depth).flatten())
             positions.append(last.flatten())
@@ -145,7 +147,7 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
 
 
 def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int]]:
-    """Split the sequences `rows` into blocks of least cost: padded products of queries and keys, and `BLOCK_COST` each.
+    """Split the sequences `rows` into blocks of least cost: padded products of queries and keys, plus `BLOCK_COST`.
 
     Blocks are runs of the sequences in the order of their lengths, found by dynamic programming.
     """
@@ -168,7 +170,8 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     # best[n]: the least cost of the first n lengths, and the length at which their last block begins.
     best: list[tuple[int, int]] = [(0, 0)]
     for last, end in enumerate(ends):
-        width, depth, options = ordered[end - 1].queries, 0, []
+        width, depth = ordered[end - 1].queries, 0
+        options: list[tuple[int, int]] = []
         for first in range(last, -1, -1):
             depth = max(depth, depths[first])
             options.append((best[first][0] + (end - starts[first]) * width * depth + BLOCK_COST, first))

@@ -1,17 +1,11 @@
-"""Files of tensors in parts: each rank writes a part, and any number of ranks reads them.
+"""Files of tensors in parts: each rank writes a part, and any number of ranks reads all parts."""
 
-A part has whole tensors, dealt out such that all parts are about as large. So a model folder in parts is like the
-folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the rank that
-writes a tensor gathers it (`models.gathered.gather`). A single process writes a single part, without a number in its
-name.
-
-Why not torch.distributed.checkpoint: its `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering,
-but writes the rows of every rank under the same names. Only torch can read these before another pass over all files
-joins them. It also has neither checksums nor a way to report a full disk. Its other writer needs pickle.
-"""
+# Why not torch.distributed.checkpoint: its `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering,
+# but writes the rows of every rank under the same names. Only torch can read these before another pass over all files
+# joins them. It also has neither checksums nor a way to report a full disk. Its other writer needs pickle.
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +16,15 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """One of the parts of a model or checkpoint, by its number."""
+    """One of the parts of a model or checkpoint.
 
-    number: int  # the rank that writes it
+    A part has whole tensors, dealt out such that all parts are about as large. So a model folder in parts is like the
+    folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the rank
+    that writes a tensor gathers the tensor (`models.gathered.gather`). A single process writes a single part, without
+    a number in its name.
+    """
+
+    number: int  # from 0; the rank that writes the part
     size: int  # number of parts
 
     def path(self, folder: Path, name: str) -> Path:
@@ -41,9 +41,10 @@ class Dealer:
 
     def __call__(self, name: str, size: int) -> int:
         """Return the number of the part for a tensor of `size` bytes; all ranks have to ask in the same order."""
-        part = self._part_of.setdefault(name, self._sizes.index(min(self._sizes)))
-        self._sizes[part] += size
-        return part
+        smallest = self._sizes.index(min(self._sizes))
+        number = self._part_of.setdefault(name, smallest)
+        self._sizes[number] += size
+        return number
 
 
 WHOLE = Part(0, 1)
@@ -70,12 +71,12 @@ def read_parts(folder: Path, name: str) -> Iterator[dict[str, Any]]:
         yield {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118 (it is no dict)
 
 
-def write_index(folder: Path, parts: Iterable[Path]) -> None:
-    """Write the index of a model folder in parts, which says where each weight is."""
+def write_index(folder: Path, paths: Sequence[Path]) -> None:
+    """Write the index of a model folder in parts, which says in which of the files `paths` each weight is."""
     files: dict[str, str] = {}
-    for path in parts:
+    for path in paths:
         with safe_open(path, framework="pt") as file:
             files |= dict.fromkeys(file.keys(), path.name)
-    total = sum(path.stat().st_size for path in parts)
+    total = sum(path.stat().st_size for path in paths)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

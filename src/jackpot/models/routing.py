@@ -23,25 +23,19 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
     ascending order; None for a model without experts. The tokens of each forward pass are in the order of its ids, row
     by row.
     """
-    layers = expert_layers(model)
-    seen: list[list[Tensor]] = [[] for _ in layers]
+    records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}
 
-    def watch(into: list[Tensor]) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            chosen = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
-            into.append((args[1] if chosen is None else chosen).sort(dim=-1).values)
-
-        return note
+    def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        experts = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
+        records[layer].append((args[1] if experts is None else experts).sort(dim=-1).values)
 
     def take() -> Tensor | None:
-        experts = [torch.cat(into).flatten(0, -2) for into in seen]
-        for into in seen:
-            into.clear()
+        experts = [torch.cat(record).flatten(0, -2) for record in records.values()]
+        for record in records.values():
+            record.clear()
         return torch.stack(experts, dim=1) if experts else None
 
-    hooks = [
-        layer.register_forward_pre_hook(watch(into), with_kwargs=True) for layer, into in zip(layers, seen, strict=True)
-    ]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in records]
     try:
         yield take
     finally:

@@ -29,12 +29,14 @@ def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: fl
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     if 0 < top_k < log_probs.shape[-1]:
         smallest = log_probs.topk(top_k, dim=-1).values[:, -1:]
-        log_probs = _keep(log_probs, log_probs >= smallest)
+        log_probs = _restricted(log_probs, log_probs >= smallest)
+
     if top_p < 1.0:
         ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
         probs = ordered.double().exp()
-        before = probs.cumsum(dim=-1) - probs  # the sum of each token's predecessors
-        log_probs = _keep(log_probs, torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < top_p))
+        mass_before = probs.cumsum(dim=-1) - probs  # the sum of each token's predecessors
+        mask = torch.empty_like(mass_before, dtype=torch.bool).scatter_(-1, order, mass_before < top_p)
+        log_probs = _restricted(log_probs, mask)
     return log_probs
 
 
@@ -129,21 +131,21 @@ def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if whole < size:
         sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
 
-    # The block in which the running sum exceeds the goal, and what is left of the goal inside that block.
+    # The block in which the running sum exceeds the goal, and the rest of the goal inside that block.
     running = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * running[:, -1:]
     block = _first_above(running, sums, goal)
-    left = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
+    rest = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
 
     indices = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
     inside = probs.gather(1, indices.clamp(max=size - 1)).double().masked_fill(indices >= size, 0.0)
-    tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, left)
+    tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, rest)
     return tokens[:, 0].clamp(max=size - 1), running[:, -1]  # the clamp is for rows with NaN
 
 
-def _keep(log_probs: Tensor, kept: Tensor) -> Tensor:
-    """Set log-probs to -inf outside `kept` [N, V], and renormalize those inside."""
-    return torch.log_softmax(log_probs.masked_fill(~kept, -torch.inf), dim=-1)
+def _restricted(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Return log-probs with -inf where `mask` [N, V] is False, renormalized over the rest."""
+    return torch.log_softmax(log_probs.masked_fill(~mask, -torch.inf), dim=-1)
 
 
 def _first_above(running: Tensor, masses: Tensor, goal: Tensor) -> Tensor:

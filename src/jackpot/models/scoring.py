@@ -75,12 +75,14 @@ def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling
     Returns:
         [B, T, 1 + K] float32, 0 where padded; the first column is of the token itself.
     """
-    listed = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)  # [B, T, 1 + K]
+    token_lists = torch.cat([batch.response_ids[..., None], batch.top_ids], dim=-1)  # [B, T, 1 + K]
     present = batch.attention_mask.flatten().nonzero()[:, 0]  # the only wait for a GPU
-    ids = listed.flatten(0, 1).index_select(0, present)  # [N, 1 + K]
+    ids = token_lists.flatten(0, 1).index_select(0, present)  # [N, 1 + K]
     hidden = token_hidden(model, batch, present)
     log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
-    return log_probs.new_zeros(listed.flatten(0, 1).shape).index_copy(0, present, log_probs).view(listed.shape)
+    return (
+        log_probs.new_zeros(token_lists.flatten(0, 1).shape).index_copy(0, present, log_probs).view(token_lists.shape)
+    )
 
 
 def exact_log_probs(

@@ -92,21 +92,22 @@ class Evaluation:
 
     def role_metrics(self) -> dict[str, float]:
         """Return the metrics of the held-out problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
-        numbers = {"reward": self.reward}
+        metrics = {"reward": self.reward}
         if self.has_verdict:
-            numbers |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
-            numbers |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
+            metrics |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
+            metrics |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
         else:
-            numbers["reward_stderr"] = self.reward_stderr
-        return numbers | {"tokens": self.mean_tokens, "truncated": self.truncated}
+            metrics["reward_stderr"] = self.reward_stderr
+        return metrics | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
         """Return the metrics of a benchmark, logged as `eval/NAME/...`; rewards where its task has no verdict."""
         if self.has_verdict:
-            shares = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr, "pass_at_k": self.pass_at_k}
+            metrics = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr}
+            metrics["pass_at_k"] = self.pass_at_k
         else:
-            shares = {"reward": self.reward, "reward_stderr": self.reward_stderr}
-        return shares | {
+            metrics = {"reward": self.reward, "reward_stderr": self.reward_stderr}
+        return metrics | {
             "tokens": self.mean_tokens,
             "truncated": self.truncated,
             "reward_errors": sum(score.reward_error is not None for score in self.scores) / len(self.scores),
@@ -171,20 +172,21 @@ def generate_and_score(
         EngineError: as `stream_rollouts`. Responses that were already yielded stay valid.
     """
 
-    def scored() -> list[ScoredResponse]:
-        """Score the rollouts that ended since the last call."""
-        responses, scores = score_rollouts(ended, task, tokenizer)
-        return [ScoredResponse(*parts) for parts in zip(ended, responses, scores, strict=True)]
+    def scored(rollouts: Sequence[Rollout]) -> list[ScoredResponse]:
+        """Decode and score rollouts."""
+        responses, scores = score_rollouts(rollouts, task, tokenizer)
+        return list(map(ScoredResponse, rollouts, responses, scores))
 
-    ended: list[Rollout] = []
-    since = time.monotonic()
+    ended: list[Rollout] = []  # since rollouts were last scored
+    last_time = time.monotonic()
     for rollout in _as_completed(engine, task, tokenizer, iter(requests), concurrency):
         ended.append(rollout)
-        if len(ended) >= _SCORE_BATCH or time.monotonic() - since > _SCORE_INTERVAL:
-            yield scored()
-            ended, since = [], time.monotonic()
+        if len(ended) >= _SCORE_BATCH or time.monotonic() - last_time > _SCORE_INTERVAL:
+            yield scored(ended)
+            ended, last_time = [], time.monotonic()
+
     if ended:
-        yield scored()
+        yield scored(ended)
 
 
 def _as_completed(
@@ -206,7 +208,7 @@ def _as_completed(
 def score_rollouts(
     rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[Score]]:
-    """Decode every rollout, score all of them in one call of the task, and return texts and scores in their order."""
+    """Decode rollouts, score them in one call of the task, and return texts and scores in the order of the rollouts."""
     responses = decoded_responses(rollouts, task, tokenizer)
     return [response.text for response in responses], checked_scores(rollouts, task.scores(responses))
 
@@ -248,13 +250,11 @@ def checked_scores(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list
     checked = []
     for rollout, score in zip(rollouts, scores, strict=True):
         is_valid = abs(score.reward) <= MAX_REWARD  # False for NaN
+        if not is_valid:
+            text = f"the reward is {score.reward:g}; it must be a number from -1e30 to 1e30"
+            score = replace(score, reward_error="invalid", error_text=text)
 
         if not is_valid or rollout.finish == "aborted":
-            correct = None if score.correct is None else False
-            if not is_valid:
-                text = f"the reward is {score.reward:g}; it must be a number from -1e30 to 1e30"
-                score = replace(score, reward_error="invalid", error_text=text)
-            score = replace(score, reward=0.0, correct=correct)
-
+            score = replace(score, reward=0.0, correct=None if score.correct is None else False)
         checked.append(score)
     return checked

@@ -5,7 +5,6 @@ A rollout batch consists of one generation batch, or of several where groups of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +21,10 @@ class PromptGroup:
     # Whether the members that are compared with each other all have equal rewards, as the task gave them (unshaped)
     has_equal_rewards: bool
 
+    def scores(self) -> list[tuple]:
+        """Return the uid of each member, followed by the values of the fields of the member's score."""
+        return [(member.rollout.uid, *_values(member.score)) for member in self.members]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBatch:
@@ -35,50 +38,44 @@ class GenerationBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the batch as plain values and one tensor a column, which torch loads with `weights_only`."""
         prompts = {rollout.prompt.uid: rollout.prompt for rollout in self.generated}
+        rollouts = [
+            (rollout.uid, rollout.prompt.uid, rollout.finish, rollout.sampled_by, len(rollout.token_ids))
+            for rollout in self.generated
+        ]
+
         return {
             "prompts": [_values(prompt) for prompt in prompts.values()],
-            "rollouts": [
-                (one.uid, one.prompt.uid, one.finish, one.sampled_by, len(one.token_ids)) for one in self.generated
-            ],
+            "rollouts": rollouts,
             "columns": {name: _joined(self.generated, name) for name in TOKEN_COLUMNS},
             "discarded": dict(self.discarded),
-            "groups": [
-                (group.has_equal_rewards, [(one.rollout.uid, *_values(one.score)) for one in group.members])
-                for group in self.groups
-            ],
+            "groups": [(group.has_equal_rewards, group.scores()) for group in self.groups],
             "metrics": dict(self.metrics),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "GenerationBatch":
         """Return the batch of which `state_dict` returned `state`."""
-        prompts = {prompt.uid: prompt for prompt in (Prompt(**_named(Prompt, one)) for one in state["prompts"])}
-        ends = [0]
-        for *_, length in state["rollouts"]:
-            ends.append(ends[-1] + length)
+        prompts = [Prompt(**_named(Prompt, values)) for values in state["prompts"]]
+        prompt_of = {prompt.uid: prompt for prompt in prompts}
 
-        rollouts = {
-            uid: Rollout(
+        lengths = [length for *_, length in state["rollouts"]]
+        columns = {name: column.split(lengths) for name, column in state["columns"].items()}
+        rollouts: dict[str, Rollout] = {}
+        for (uid, prompt, finish, sampled_by, _), *values in zip(state["rollouts"], *columns.values(), strict=True):
+            rollouts[uid] = Rollout(
                 uid=uid,
-                prompt=prompts[prompt],
+                prompt=prompt_of[prompt],
                 finish=finish,
                 sampled_by=sampled_by,
-                **{name: column[begin:end] for name, column in state["columns"].items()},
+                **dict(zip(columns, values, strict=True)),
             )
-            for (uid, prompt, finish, sampled_by, _), (begin, end) in zip(
-                state["rollouts"], pairwise(ends), strict=True
-            )
-        }
 
-        groups = [
-            PromptGroup(
-                members=[
-                    ScoredRollout(rollout=rollouts[uid], score=Score(**_named(Score, score))) for uid, *score in members
-                ],
-                has_equal_rewards=has_equal_rewards,
-            )
-            for has_equal_rewards, members in state["groups"]
-        ]
+        groups = []
+        for has_equal_rewards, scores in state["groups"]:
+            members = [
+                ScoredRollout(rollout=rollouts[uid], score=Score(**_named(Score, values))) for uid, *values in scores
+            ]
+            groups.append(PromptGroup(members=members, has_equal_rewards=has_equal_rewards))
 
         return cls(
             generated=list(rollouts.values()),
@@ -98,9 +95,10 @@ def _joined(rollouts: Sequence[Rollout], name: str) -> Tensor:
 
 
 def _values(item: Prompt | Score) -> tuple:
-    # Unlike `dataclasses.astuple` this copies nothing.
+    """Return the values of the fields; unlike `dataclasses.astuple`, copy nothing."""
     return tuple(getattr(item, name) for name in item.__dataclass_fields__)
 
 
 def _named(kind: type, values: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of the fields of a dataclass by the fields' names."""
     return dict(zip(kind.__dataclass_fields__, values, strict=True))

@@ -1,9 +1,8 @@
 """Generation of responses of several turns: the engine samples the model's turns, the task replies between two turns.
 
-The first turn is the request itself. Every later turn is another request: its prompt is the whole response so far,
-and its uid and seed are derived from the first request and the number of the turn. So a response depends neither on its
-batch nor on how long others take. Responses advance independently, and each turn samples at least one token, so the
-limit on tokens also bounds the number of turns.
+The first turn is the request itself. The prompt of every later turn is the whole response so far, and the turn's uid
+and seed are derived from the first request, so that a response depends neither on its batch nor on how long others
+take.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -39,10 +38,11 @@ def stream_rollouts(
     if not task.turn_end_token_ids:
         engine.submit(requests)
         return _single_turns(engine, {request.uid for request in requests})
+
     episodes = [_Episode(engine, task, tokenizer, request) for request in requests]
-    first = [episode.next_turn() for episode in episodes]
-    engine.submit(first)
-    pending = {turn.uid: episode for turn, episode in zip(first, episodes, strict=True)}
+    first_turns = [episode.next_turn() for episode in episodes]
+    engine.submit(first_turns)
+    pending = {turn.uid: episode for turn, episode in zip(first_turns, episodes, strict=True)}
     return _as_completed(engine, pending)
 
 
@@ -75,6 +75,7 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Ro
             if episode.finish is not None:
                 yield episode.rollout(episode.finish)
                 continue
+
             following = episode.next_turn()
             pending[following.uid] = episode
             engine.submit([following])
@@ -89,10 +90,14 @@ def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
 
 
 class _Episode:
-    """A response in the making: segments of the model and of the environment, each with the columns of a rollout."""
+    """A response in the making: segments of the model and of the environment, each with the columns of a rollout.
+
+    Each turn samples at least one token, so the limit on tokens also bounds the number of turns.
+    """
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
-        self._task, self._tokenizer, self._request = task, tokenizer, request
+        self._task, self._tokenizer = task, tokenizer
+        self._request = request
         context = engine.capabilities.max_model_len - len(request.prompt.token_ids)
         self._limit = min(request.sampling.max_new_tokens, context)
         self._segments: list[Rollout] = []
@@ -100,33 +105,40 @@ class _Episode:
 
     def next_turn(self) -> Request:
         """Return the request for the model's next turn."""
-        request, number, response = self._request, len(self._segments) // 2, self._column("token_ids")
-        sampling = request.sampling
+        request, response = self._request, self._column("token_ids")
         settings = {
-            "max_new_tokens": sampling.max_new_tokens - len(response),
-            "stop_token_ids": sampling.stop_token_ids + self._task.turn_end_token_ids,
+            "max_new_tokens": request.sampling.max_new_tokens - len(response),
+            "stop_token_ids": request.sampling.stop_token_ids + self._task.turn_end_token_ids,
         }
+
+        turn = len(self._segments) // 2
         return replace(
             request,
-            uid=f"{request.uid}/turn {number}" if number else request.uid,
+            uid=f"{request.uid}/turn {turn}" if turn else request.uid,
             prompt=replace(request.prompt, token_ids=(*request.prompt.token_ids, *response.tolist())),
-            seed=fold_in("turn", request.seed, number) if number else request.seed,
-            sampling=sampling.model_copy(update=settings),
+            seed=fold_in("turn", request.seed, turn) if turn else request.seed,
+            sampling=request.sampling.model_copy(update=settings),
         )
 
     def add_turn(self, turn: Rollout) -> None:
         """Append a turn of the model and the environment's reply to that turn, or set `finish`."""
         self._segments.append(turn)
         response, sampled = self._column("token_ids"), self._column("sampled_mask")
-        prompt = self._request.prompt
         if turn.finish != "stop" or int(response[-1]) not in self._task.turn_end_token_ids:
             self.finish = turn.finish
-        elif (reply := self._task.reply(decoded_response(self._tokenizer, prompt, response, sampled, True))) is None:
+            return
+
+        decoded = decoded_response(self._tokenizer, self._request.prompt, response, sampled, finished=True)
+        reply = self._task.reply(decoded)
+        if reply is None:
             self.finish = "stop"
-        elif len(response) + len(tokens := self._tokenizer.encode(reply, add_special_tokens=False)) >= self._limit:
+            return
+
+        token_ids = self._tokenizer.encode(reply, add_special_tokens=False)
+        if len(response) + len(token_ids) >= self._limit:
             self.finish = "length"
         else:
-            self._segments.append(_reply_segment(tokens, turn))
+            self._segments.append(_reply_segment(token_ids, turn))
 
     def rollout(self, finish: Finish) -> Rollout:
         """Return all segments as one rollout of the request."""

@@ -1,18 +1,6 @@
 """Estimates of mean@k and pass@k, with confidence intervals, from n sampled responses to each of several problems.
 
-mean@k is the share of correct responses. pass@k is the probability that at least one of k responses is correct; from n
-responses of which c are correct its unbiased estimate is
-
-    1 - C(n - c, k) / C(n, k)                  (Chen et al. 2021, arXiv 2107.03374, eq. 1)
-
-the share of the subsets of k responses that contain a correct one, computed in exact integers. The plug-in estimate
-1 - (1 - c/n)^k is biased.
-
-Intervals are Wilson's, for problems that are a sample of all such problems: with m the mean over P problems and e its
-standard error, the m for which |m - mean| <= t sqrt(m (1 - m) / N), where N = mean (1 - mean) / e^2 is the number of
-responses to as many problems that would have this standard error (P where all problems come out alike) and t is
-Student's quantile of P - 1 degrees of freedom. A bootstrap of few problems with rare correct responses covers far less
-than it says (docs/compare.md).
+mean@k is the share of correct responses; pass@k is the probability that at least one of k responses is correct.
 """
 
 from collections.abc import Mapping
@@ -35,6 +23,13 @@ def reported_ks(samples: int) -> list[int]:
 
 def pass_probabilities(samples: int, k: int) -> NDArray[np.float64]:
     """Return the estimate of pass@k for every number of correct responses from 0 to `samples`: [samples + 1].
+
+    From n responses of which c are correct the unbiased estimate of pass@k is
+
+        1 - C(n - c, k) / C(n, k)                  (Chen et al. 2021, arXiv 2107.03374, eq. 1)
+
+    the share of the subsets of k responses that contain a correct response, computed in exact integers. The plug-in
+    estimate 1 - (1 - c/n)^k is biased.
 
     Raises:
         DataError: k is not between 1 and `samples`.
@@ -67,6 +62,12 @@ def standard_error(values: NDArray[np.float64]) -> float:
 def estimate_mean(values: NDArray[np.float64]) -> Interval:
     """Estimate the mean over problems of numbers from 0 to 1, one for each problem: [P].
 
+    The interval is Wilson's, for problems that are a sample of all such problems: with e the standard error of the
+    mean, the m for which |m - mean| <= t sqrt(m (1 - m) / N). N = mean (1 - mean) / e^2 is the number of responses to
+    as many problems that would have this standard error (P where all problems come out alike), and t is Student's
+    quantile of P - 1 degrees of freedom. A bootstrap of few problems with rare correct responses covers far less than
+    it says (docs/compare.md).
+
     Raises:
         DataError: there are no problems.
     """
@@ -78,8 +79,7 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     if problems == 1:
         return Interval(mean, None, None)
 
-    # Wilson's interval with the effective number of responses N and Student's t, as at the head of this file: the roots
-    # m of (m - mean)^2 = t^2 m (1 - m) / N.
+    # The bounds are the roots m of (m - mean)^2 = t^2 m (1 - m) / N.
     largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)

@@ -49,7 +49,7 @@ class _PendingBatch:
     """A generation batch that was submitted to the engines and is not complete."""
 
     requests: list[Request]
-    sampled_by: list[Role]  # model that generates the response to each request
+    sampled_by: dict[str, Role]  # by uid of the request, the model that generates the response
     rollouts: Iterator[Rollout]  # finished rollouts, for each engine in the order in which they end
 
 
@@ -83,8 +83,11 @@ class Sampler:
         event: Callable[[int, dict[str, Any]], None],
         check: Callable[[int, list[Rollout]], None] = lambda iteration, rollouts: None,
     ) -> None:
-        self._config, self._engines, self._task, self._tokenizer, self._costs = config, engines, task, tokenizer, costs
-        self._prompts, self._clock, self._event, self._check = prompts, clock, event, check
+        self._config = config
+        self._engines, self._costs = engines, costs
+        self._task, self._tokenizer = task, tokenizer
+        self._prompts, self._clock = prompts, clock
+        self._event, self._check = event, check
         self._reserve = batches_in_reserve(config.batch.ahead)
         # Batches that were begun and not yet trained on, by ascending iteration: complete ones, then pending ones.
         self._under_way: dict[int, list[GenerationBatch] | _PendingBatch] = {}
@@ -96,18 +99,19 @@ class Sampler:
         The batch does not depend on the order in which responses ended. With `batch.filter_groups`, groups with equal
         rewards are used only where too few other groups are left after the last generation batch that is allowed.
         """
-        config = self._config
-        begun = self._under_way.pop(iteration, None) or self._submit(iteration)
-        batches = self._complete(iteration, begun)
+        batch_under_way = self._under_way.pop(iteration, None) or self._submit(iteration)
+        batches = self._complete(iteration, batch_under_way)
 
-        for uid, reason in (item for batch in batches for item in batch.discarded.items()):
-            self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
+        for batch in batches:
+            for uid, reason in batch.discarded.items():
+                self._event(iteration, {"event": f"{reason}_rollout", "uid": uid})
 
-        groups, wanted = [group for batch in batches for group in batch.groups], config.batch.prompts
+        groups = [group for batch in batches for group in batch.groups]
         self._record_errors(iteration, groups)
-        if config.batch.filter_groups:
+        if self._config.batch.filter_groups:
             groups.sort(key=lambda group: group.has_equal_rewards)
 
+        wanted = self._config.batch.prompts
         sums = self._sums(batches, groups) | {
             "sampling/gen_batches": Mean.number(len(batches)),
             "sampling/groups_filtered": Mean.number(max(0, len(groups) - wanted)),
@@ -129,14 +133,16 @@ class Sampler:
         """
         config = self._config
         last = min(iteration + config.batch.ahead, config.iterations)
-        numbers = range(max(self._under_way, default=iteration) + 1, last + 1)
-        begins = len(self._under_way) < self._reserve and len(numbers) > 0
-        if begins:
-            self._under_way |= {number: self._submit(number) for number in numbers}
-        elif not any(isinstance(begun, _PendingBatch) for begun in self._under_way.values()):
+        missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
+
+        if missing_iterations and len(self._under_way) < self._reserve:
+            self._under_way |= {later: self._submit(later) for later in missing_iterations}
+            return True
+
+        if not any(isinstance(under_way, _PendingBatch) for under_way in self._under_way.values()):
             for role in config.writers(iteration):
                 self._engines[role].sleep()
-        return begins
+        return False
 
     @property
     def takes_weights(self) -> bool:
@@ -152,53 +158,57 @@ class Sampler:
         Returns:
             The generation batches of each rollout batch that was begun, by iteration.
         """
-        complete = {number: self._complete(number, begun) for number, begun in self._under_way.items()}
+        complete = {iteration: self._complete(iteration, under_way) for iteration, under_way in self._under_way.items()}
         self._under_way = {**complete}
         return complete
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for all batches under way, and return them with the prompt stream's state, for a checkpoint."""
-        ahead = {number: [batch.state_dict() for batch in batches] for number, batches in self.finish().items()}
-        return {"prompts": self._prompts.state_dict(), "ahead": ahead}
+        ahead = self.finish().items()
+        states = {iteration: list(map(GenerationBatch.state_dict, batches)) for iteration, batches in ahead}
+        return {"prompts": self._prompts.state_dict(), "ahead": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned: the position of the prompt stream, and the batches begun ahead."""
         self._prompts.load_state_dict(state["prompts"])
-        self._under_way = {
-            number: [GenerationBatch.from_state(one) for one in batches] for number, batches in state["ahead"].items()
-        }
+        ahead = state["ahead"].items()
+        self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
-    def _complete(self, iteration: int, begun: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
+    def _complete(self, iteration: int, under_way: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
         """Wait for the rollout batch of an iteration and check it, unless it is already complete and checked."""
-        if not isinstance(begun, _PendingBatch):
-            return begun
+        if not isinstance(under_way, _PendingBatch):
+            return under_way
 
-        batches = self._generate(iteration, begun)
+        batches = self._generate(iteration, under_way)
         first = next((batch for batch in batches if batch.groups), None)
+
         # Aborted responses are checked too: they are the long ones, and without them the rest would end too often.
         if first:
-            readable = [item for item in first.generated if first.discarded.get(item.uid) != "non_finite"]
+            readable = [rollout for rollout in first.generated if first.discarded.get(rollout.uid) != "non_finite"]
             self._check(iteration, [rollout for rollout in readable if len(rollout.token_ids)])
         return batches
 
     def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:
         """Wait for a generation batch; with `batch.filter_groups` also generate the further batches that are needed."""
-        wanted, filtering = self._config.batch.prompts, self._config.batch.filter_groups
         batches = [self._wait(pending)]
         if iteration == 1:
             self._check_rewards(batches[0].groups)
+
+        filtering = self._config.batch.filter_groups
         while filtering and len(batches) < filtering.max_num_gen_batches:
-            if sum(not group.has_equal_rewards for batch in batches for group in batch.groups) >= wanted:
+            useful = sum(not group.has_equal_rewards for batch in batches for group in batch.groups)
+            if useful >= self._config.batch.prompts:
                 break
             batches.append(self._wait(self._submit(iteration)))
         return batches
 
     def _record_errors(self, iteration: int, groups: Sequence[PromptGroup]) -> None:
         """Record an event for each response whose reward failed."""
-        for member in (member for group in groups for member in group.members if member.score.reward_error):
+        for member in (member for group in groups for member in group.members):
             score = member.score
-            event = {"event": f"reward_{score.reward_error}", "uid": member.rollout.uid, "why": score.error_text}
-            self._event(iteration, event)
+            if score.reward_error:
+                event = {"event": f"reward_{score.reward_error}", "uid": member.rollout.uid, "why": score.error_text}
+                self._event(iteration, event)
 
     def _check_rewards(self, groups: Sequence[PromptGroup]) -> None:
         """Stop a run whose reward fails for every response of its first batch: it would train on nothing but zeros.
@@ -225,13 +235,16 @@ class Sampler:
         """Submit the requests of one generation batch to the engine."""
         for engine in self._engines.values():
             engine.take_metrics()  # drops what an evaluation has left there
+
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
-            sampled_by = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
+            roles = assign_models(self._config, iteration, [request.prompt.uid for request in requests])
+            sampled_by: dict[str, Role] = {request.uid: role for request, role in zip(requests, roles, strict=True)}
+
             streams = []
-            for role in dict.fromkeys(sampled_by):
-                of_role = [request for request, other in zip(requests, sampled_by, strict=True) if other == role]
-                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, of_role))
+            for role in dict.fromkeys(roles):
+                requests_of_role = [request for request in requests if sampled_by[request.uid] == role]
+                streams.append(stream_rollouts(self._engines[role], self._task, self._tokenizer, requests_of_role))
             return _PendingBatch(requests=requests, sampled_by=sampled_by, rollouts=chain(*streams))
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
@@ -239,22 +252,22 @@ class Sampler:
         members: dict[str, list[str]] = {}
         for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
-        order = [request.uid for request in pending.requests]
-        sampled_by = dict(zip(order, pending.sampled_by, strict=True))
 
         rollouts: dict[str, Rollout] = {}
-        discarded: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
 
         while len(scoring) < len(members):
             with self._clock("rollout"):
                 rollout = next(pending.rollouts)
-            rollouts[rollout.uid] = rollout = replace(rollout, sampled_by=sampled_by[rollout.uid])
+            rollouts[rollout.uid] = replace(rollout, sampled_by=pending.sampled_by[rollout.uid])
             if reason := discard_reason(rollout):
-                discarded[rollout.uid] = reason
-            if rollouts.keys() >= set(group := members[rollout.prompt.uid]):
+                reasons[rollout.uid] = reason
+
+            group = members[rollout.prompt.uid]
+            if rollouts.keys() >= set(group):
                 with self._clock("score"):
-                    usable = [rollouts[uid] for uid in group if uid not in discarded]
+                    usable = [rollouts[uid] for uid in group if uid not in reasons]
                     wait = start_scoring(usable, self._task, self._tokenizer)
                     scoring[rollout.prompt.uid] = usable, wait
 
@@ -263,25 +276,21 @@ class Sampler:
 
         metrics = {name: value for engine in self._engines.values() for name, value in engine.take_metrics().items()}
         # No metrics: all responses had finished while the sampler waited for the batch before.
-        if not metrics and "policy" in pending.sampled_by:
+        if not metrics and "policy" in pending.sampled_by.values():
             metrics = self._engine_metrics
         self._engine_metrics = metrics
 
         return GenerationBatch(
-            generated=[rollouts[uid] for uid in order],
-            discarded={uid: discarded[uid] for uid in order if uid in discarded},
+            generated=[rollouts[request.uid] for request in pending.requests],
+            discarded={request.uid: reasons[request.uid] for request in pending.requests if request.uid in reasons},
             groups=[groups[prompt] for prompt in members if groups[prompt].members],
             metrics=metrics,
         )
 
     def _requests(self, iteration: int, prompts: Sequence[Prompt]) -> list[Request]:
         """Make a group of requests for each prompt; the seed of a request is hashed from its uid."""
-        config = self._config
-        uids = [
-            (f"{iteration}/{prompt.uid}#{member}", prompt)
-            for prompt in prompts
-            for member in range(config.batch.group_size)
-        ]
+        config, group = self._config, range(self._config.batch.group_size)
+        uids = [(f"{iteration}/{prompt.uid}#{member}", prompt) for prompt in prompts for member in group]
         return [
             Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, "sample", uid), sampling=config.sampling)
             for uid, prompt in uids
@@ -290,31 +299,33 @@ class Sampler:
     def _sums(self, batches: Sequence[GenerationBatch], groups: Sequence[PromptGroup]) -> Sums:
         """Return the metrics of all generated rollouts and, where two models generate, of each model's rollouts."""
         generated = [rollout for batch in batches for rollout in batch.generated]
-        discarded = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
-        drafts = add_sums(*({name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches))
+        reasons_by_uid = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
 
+        metrics_of_engines = [{name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches]
+        drafts = add_sums(*metrics_of_engines)
         costs = dict(self._costs)
         if drafts:
             costs["policy"] = _drafted_cost(self._costs, drafts)
 
-        sums = drafts | _rollout_sums(generated, list(discarded.values()), groups, costs)
+        sums = drafts | _rollout_sums(generated, list(reasons_by_uid.values()), groups, costs)
         if not self._config.is_mixed:
             return sums
 
         for role in self._engines:
-            of_role = [rollout for rollout in generated if rollout.sampled_by == role]
-            if not of_role:
+            rollouts_of_role = [rollout for rollout in generated if rollout.sampled_by == role]
+            if not rollouts_of_role:
                 continue
-            reasons = [discarded[rollout.uid] for rollout in of_role if rollout.uid in discarded]
-            parts = [
-                replace(group, members=[member for member in group.members if member.rollout.sampled_by == role])
+            reasons = [reasons_by_uid[rollout.uid] for rollout in rollouts_of_role if rollout.uid in reasons_by_uid]
+            groups_of_role = [
+                replace(group, members=members)
                 for group in groups
+                if (members := [member for member in group.members if member.rollout.sampled_by == role])
             ]
-            sums_of_role = _rollout_sums(of_role, reasons, [part for part in parts if part.members], costs)
+            sums_of_role = _rollout_sums(rollouts_of_role, reasons, groups_of_role, costs)
             sums |= {f"{name}_by_{role}": entry for name, entry in sums_of_role.items()}
 
-        written = [rollout.sampled_by == "rollout_model" for rollout in generated]
-        return sums | {"sampling/rollout_model_share": Mean.numbers(written)}
+        by_rollout_model = [rollout.sampled_by == "rollout_model" for rollout in generated]
+        return sums | {"sampling/rollout_model_share": Mean.numbers(by_rollout_model)}
 
     def _group(self, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> PromptGroup:
         """Pair the responses to one prompt with their scores.
@@ -326,12 +337,12 @@ class Sampler:
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
 
-        compared: dict[Role | None, list[float]] = {}
+        rewards: dict[Role | None, list[float]] = {}
         for rollout, score in zip(rollouts, scores, strict=True):
             key = rollout.sampled_by if self._config.objective.baseline == "model" else None
-            compared.setdefault(key, []).append(score.reward)
+            rewards.setdefault(key, []).append(score.reward)
 
-        return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, compared.values())))
+        return PromptGroup(members=members, has_equal_rewards=all(map(all_equal, rewards.values())))
 
 
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean]) -> ForwardCost:
@@ -361,22 +372,22 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     if share in (0.0, 1.0):
         return ["rollout_model" if share else "policy"] * len(prompts)
 
-    uids, size = list(dict.fromkeys(prompts)), config.batch.group_size
-    by_hash = sorted(uids, key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
+    by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
+    # How many responses to each prompt the rollout model generates
     if model.split == "prompt":
-        count = int(share * len(uids) + chance)
-        of_prompt = dict.fromkeys(by_hash[:count], size)
+        count = int(share * len(by_hash) + chance)
+        remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)
     else:
-        least, more = divmod(int(share * len(prompts) + chance), len(uids))
-        of_prompt = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
+        least, more = divmod(int(share * len(prompts) + chance), len(by_hash))
+        remaining = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
 
     roles: list[Role] = []
     for uid in prompts:
-        left = of_prompt.get(uid, 0)
-        roles.append("rollout_model" if left > 0 else "policy")
-        of_prompt[uid] = left - 1
+        count = remaining.get(uid, 0)
+        roles.append("rollout_model" if count > 0 else "policy")
+        remaining[uid] = count - 1
     return roles
 
 
@@ -400,13 +411,14 @@ def discard_reason(rollout: Rollout) -> str | None:
     if rollout.finish == "aborted":
         return "aborted"
     log_probs = rollout.rollout_log_probs
-    is_finite = math.isfinite(log_probs.sum()) or log_probs[rollout.sampled_mask].isfinite().all()  # a sum is cheaper
+    # The sum is cheaper and nearly always decides.
+    is_finite = math.isfinite(log_probs.sum()) or log_probs[rollout.sampled_mask].isfinite().all()
     return None if is_finite else "non_finite"
 
 
 def _rollout_sums(
     generated: Sequence[Rollout],
-    discarded: Sequence[str],
+    discard_reasons: Sequence[str],
     groups: Sequence[PromptGroup],
     costs: Mapping[Role, ForwardCost],
 ) -> Sums:
@@ -417,13 +429,14 @@ def _rollout_sums(
     """
     scored = [member for group in groups for member in group.members]
     scores = [member.score for member in scored]
+    rollouts = [member.rollout for member in scored]
     errors = [score.reward_error for score in scores]
 
-    verdicts = [
-        [member.score.correct for member in group.members if member.score.correct is not None] for group in groups
+    judged = [  # the verdicts of each group; empty where the task has no verdict
+        verdicts
+        for group in groups
+        if (verdicts := [member.score.correct for member in group.members if member.score.correct is not None])
     ]
-    judged = [verdict for verdict in verdicts if verdict]  # empty where the task has no verdict
-
     flops = sum(
         cost.sequence(tokens_read(rollout))
         for role, cost in costs.items()
@@ -433,17 +446,17 @@ def _rollout_sums(
 
     return {
         "reward/mean": Mean.numbers([score.reward for score in scores]),
-        "reward/correct": Mean.numbers([correct for verdict in judged for correct in verdict]),
+        "reward/correct": Mean.numbers([correct for verdicts in judged for correct in verdicts]),
         "reward/timeouts": Mean.numbers([error == "timeout" for error in errors]),
         "reward/errors": Mean.numbers([error in ("crash", "invalid") for error in errors]),
         "reward/retries": Mean.numbers([score.reward_retries for score in scores]),
-        "reward/all_right": Mean.numbers([all(verdict) for verdict in judged]),
-        "reward/all_wrong": Mean.numbers([not any(verdict) for verdict in judged]),
-        "response/tokens": Mean.numbers([len(member.rollout.token_ids) for member in scored]),
-        "response/tool_tokens": Mean.numbers([int((~member.rollout.sampled_mask).sum()) for member in scored]),
-        "response/truncated": Mean.numbers([member.rollout.finish == "length" for member in scored]),
-        "response/aborted": Mean.number(discarded.count("aborted") / len(generated)),
-        "response/non_finite": Mean.number(discarded.count("non_finite") / len(generated)),
+        "reward/all_right": Mean.numbers([all(verdicts) for verdicts in judged]),
+        "reward/all_wrong": Mean.numbers([not any(verdicts) for verdicts in judged]),
+        "response/tokens": Mean.numbers([len(rollout.token_ids) for rollout in rollouts]),
+        "response/tool_tokens": Mean.numbers([int((~rollout.sampled_mask).sum()) for rollout in rollouts]),
+        "response/truncated": Mean.numbers([rollout.finish == "length" for rollout in rollouts]),
+        "response/aborted": Mean.number(discard_reasons.count("aborted") / len(generated)),
+        "response/non_finite": Mean.number(discard_reasons.count("non_finite") / len(generated)),
         "tokens/rollout": Sum.number(sum(len(rollout.token_ids) for rollout in generated)),
         "flops/rollout": Sum.number(flops),
     }

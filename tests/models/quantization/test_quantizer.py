@@ -14,7 +14,7 @@ from jackpot.models.quantization.quantizer import (
     E4M3,
     FP8_BLOCKS,
     FP8_TOKEN_BLOCKS,
-    INT8_CHANNELS,
+    INT8_ROWS,
     Grid,
     block_scales,
     dequantize,
@@ -85,7 +85,7 @@ def test_the_next_power_of_two_is_exact_at_and_beside_powers():
 
 @pytest.mark.parametrize(
     ("grid", "kind", "rows", "columns"),
-    [(FP8_BLOCKS, "fp8", 128, 128), (FP8_TOKEN_BLOCKS, "fp8", 1, 128), (INT8_CHANNELS, "int8", 1, 10_000)],
+    [(FP8_BLOCKS, "fp8", 128, 128), (FP8_TOKEN_BLOCKS, "fp8", 1, 128), (INT8_ROWS, "int8", 1, 10_000)],
 )
 @pytest.mark.parametrize("shape", [(130, 140), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,7 +140,7 @@ def test_zeros_stay_zero_and_nan_stays_in_its_block():
 
 
 def test_int8_is_symmetric_and_uses_its_largest_code():
-    quantized = quantize(matrix(64, 300), INT8_CHANNELS)
+    quantized = quantize(matrix(64, 300), INT8_ROWS)
     assert (quantized.codes.abs().amax(1) == 127).all() and quantized.codes.min() == -127
 
 

@@ -1,10 +1,4 @@
-"""Attention for training with an engine's codes: independent of the batch on a CPU, with an FP8 cache's rounding.
-
-A quantized layer turns a difference in the last bit of its input into one of several percent wherever a code flips. So
-float32 attention, whose sums depend on padding, cache and batch, would undo the gain of the exact product. In float64
-such differences are far below the final rounding to float32. So training, which reads whole sequences, has the bits of
-an engine that decodes token by token.
-"""
+"""Attention for training with an engine's codes: independent of the batch on a CPU, with an FP8 cache's rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +18,13 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def in_float64(attend: Attention) -> Attention:
-    """Return the attention function `attend` with products and sums in float64, rounded once to the queries' dtype."""
+    """Return the attention function `attend` with products and sums in float64, rounded once to the queries' dtype.
+
+    A quantized layer turns a difference in the last bit of its input into one of several percent wherever a code flips.
+    So float32 attention, whose sums depend on padding, cache and batch, would undo the gain of the exact product. In
+    float64 such differences are far below the final rounding to float32. So training, which reads whole sequences, has
+    the bits of an engine that decodes token by token.
+    """
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
@@ -74,12 +74,13 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
     """
     if model.device.type == "meta":
         return True
-    cache, read = DynamicCache(config=model.config), list[Tensor]()
+    cache = DynamicCache(config=model.config)
+    attended: list[Tensor] = []
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        read.extend((key, value))
+        attended.extend((key, value))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, attention)
@@ -90,7 +91,7 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
 
     states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     cached = {tensor.untyped_storage().data_ptr() for tensor in states if tensor is not None}
-    return {tensor.untyped_storage().data_ptr() for tensor in read} <= cached
+    return {tensor.untyped_storage().data_ptr() for tensor in attended} <= cached
 
 
 _SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes below

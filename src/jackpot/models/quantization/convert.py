@@ -1,10 +1,4 @@
-"""The conversion of a model to linear layers with quantized weights. Torch only.
-
-The linear layers inside the model are quantized. Embeddings and the output layer are kept, as their rounding reaches
-every token at once; so are norms, biases, and the routers of experts, which choose by small differences. Two more kinds
-of weights are kept: a weight that belongs to no linear layer, such as one tensor of all experts, and a weight that the
-layer around it multiplies in its own code, as a Mamba layer does. `Conversion.kept` names everything that is kept.
-"""
+"""The conversion of a model to linear layers with quantized weights. Torch only."""
 
 import inspect
 import re
@@ -28,11 +22,17 @@ class Conversion:
     """The names of converted and of kept parameters, in the order of the model."""
 
     converted: tuple[str, ...]
-    kept: dict[str, str]  # name -> reason
+    kept: dict[str, str]  # by name, the reason why a parameter is not quantized
 
 
 def quantized_names(model: nn.Module) -> Conversion:
-    """Return what `quantize_linears` would convert, without changing the model."""
+    """Return what `quantize_linears` would convert, without changing the model.
+
+    The linear layers inside the model are converted. Embeddings and the output layer are kept, as their rounding
+    reaches every token at once; so are norms, biases, and the routers of experts, which choose by small differences.
+    Two more kinds of weights are kept: a weight that belongs to no linear layer, such as one tensor of all experts, and
+    a weight that the layer around it multiplies in its own code, as a Mamba layer does.
+    """
     modules = dict(model.named_modules())
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers
@@ -105,18 +105,18 @@ class CodedWeights(NamedTuple):
     def scheme(self) -> Scheme:
         return SCHEMES[self.quantization]
 
-    def are_in(self, sent: Iterable[tuple[str, Tensor]]) -> bool:
+    def are_in(self, tensors: Iterable[tuple[str, Tensor]]) -> bool:
         """Tell whether any tensor has codes; then all tensors are sent in the dtypes that they have."""
-        return any(tensor.dtype == self.scheme.weights.codes for _, tensor in sent)
+        return any(tensor.dtype == self.scheme.weights.codes for _, tensor in tensors)
 
-    def shapes(self, plain: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    def shapes(self, weight_shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Return the shapes of the scales of all coded weights, by the scales' names.
 
         Args:
             plain: shapes of the weights by name.
         """
         suffix, grid = scales_suffix(self.scheme), self.scheme.weights
-        return {name + suffix: grid.blocks(plain[name]) for name in self.names}
+        return {name + suffix: grid.blocks(weight_shapes[name]) for name in self.names}
 
 
 def scales_suffix(scheme: Scheme) -> str:
@@ -132,10 +132,10 @@ def quantize_named(
     A coded weight becomes `NAME` with the codes and `NAME_scale_inv` (FP8) or `NAME_scale` (INT8) with the scales, as
     in files of Qwen3-FP8 and of compressed-tensors.
     """
-    chosen = set(names)
+    coded = set(names)
     suffix = scales_suffix(scheme)
     for name, tensor in named_tensors:
-        if name not in chosen:
+        if name not in coded:
             yield name, tensor
             continue
         quantized = quantize(tensor.detach(), scheme.weights)
@@ -152,10 +152,10 @@ def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) ->
     if scheme is None:
         return dtype.itemsize * sum(shape.numel() for shape in shapes.values())
 
-    chosen, grid = set(quantized_names(model).converted), scheme.weights
+    coded, grid = set(quantized_names(model).converted), scheme.weights
     return sum(
         shape.numel() * grid.codes.itemsize + 4 * grid.blocks(shape).numel()
-        if name in chosen
+        if name in coded
         else shape.numel() * dtype.itemsize
         for name, shape in shapes.items()
     )

@@ -12,7 +12,8 @@ from jackpot.config.engines import EngineConfig, cache_format
 from jackpot.models.quantization.convert import quantized_names
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES, Grid
 
-BETWEEN, CACHE, HEAD = "norms and what flows between layers", "keys and values", "output layer"
+BETWEEN = "norms and what flows between layers"
+CACHE, HEAD = "keys and values", "output layer"
 _KEPT = ", not quantized: "
 
 
@@ -48,21 +49,21 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     the reason.
     """
     products = side.autocast or side.dtype
-    kept = quantized_names(model).kept
+    reasons = quantized_names(model).kept
     scheme = SCHEMES[side.quantization] if side.quantization else None
     formats = {BETWEEN: side.dtype, CACHE: side.kv_cache_dtype or products, HEAD: side.head_dtype or products}
 
     for name, parameter in model.named_parameters():
-        why = kept.get(name)
-        if parameter.ndim < 2 or why == "output layer":
+        reason = reasons.get(name)
+        if parameter.ndim < 2 or reason == "output layer":
             continue
 
-        if scheme and why is None:
+        if scheme and reason is None:
             activations = scheme.activations and _grid(scheme.activations)
             formats[name] = f"weights {_grid(scheme.weights)}, activations {activations or products}"
         else:
-            kept_format = side.dtype if why == "embedding" else products
-            formats[name] = f"{kept_format}{_KEPT}{why}" if scheme else kept_format
+            own_format = side.dtype if reason == "embedding" else products
+            formats[name] = f"{own_format}{_KEPT}{reason}" if scheme else own_format
 
     return formats
 

@@ -16,17 +16,16 @@ class QuantizedLinear(nn.Module):
 
     With quantized activations and an exact `product`, a token's result does not depend on the rest of the batch.
     Without quantized activations the layer multiplies by the dequantized weight, in the dtype of the activations.
+
+    Args:
+        weight: [N, K].
+        bias: [N] or None; not copied.
     """
 
     codes: Tensor  # [N, K]
     scales: Tensor  # as in `Quantized`
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
-        """
-        Args:
-            weight: [N, K].
-            bias: [N] or None; not copied.
-        """
         super().__init__()
         self.scheme, self.bias = scheme, bias
         self.out_features, self.in_features = weight.shape
@@ -53,9 +52,6 @@ class QuantizedLinear(nn.Module):
         rows = quantize(inputs.reshape(-1, self.in_features), self.scheme.activations)
         outputs = product(rows, self.quantized).to(inputs.dtype).reshape(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, weights={self.scheme.weights}"
 
 
 def round_to_fp8(states: Tensor) -> Tensor:

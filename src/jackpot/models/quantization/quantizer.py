@@ -1,15 +1,5 @@
 """The quantization of matrices of floating-point numbers to codes and scales. Torch only.
 
-A matrix [R, C] is cut into blocks of `rows` x `columns`; the last ones may be smaller. With L the largest code,
-each block has
-
-    scale = max |x| / L                       (float32; with power_of_two the next power of two that is not below)
-    code  = round(x / scale)                  to the nearest code, ties to even, never beyond L
-    x     ~ code * scale
-
-A division by a power of two does not round, so with `power_of_two` every formula in use (x / s, x * (1/s), x * (L/max))
-gives the same codes; with `float32` the formulas differ in one code of about two thousand (docs/precision.md).
-
 Status: experimental.
 """
 
@@ -61,6 +51,17 @@ class Quantized(NamedTuple):
 def quantize(values: Tensor, grid: Grid) -> Quantized:
     """Quantize a matrix [R, C], float32 or bfloat16.
 
+    The matrix is cut into blocks of `grid.rows` x `grid.columns`; the last ones may be smaller. With L the largest
+    code, each block has
+
+        scale = max |x| / L                       (float32; with power_of_two the next power of two that is not below)
+        code  = round(x / scale)                  to the nearest code, ties to even, never beyond L
+        x     ~ code * scale
+
+    A division by a power of two does not round, so with `power_of_two` every formula in use (x / s, x * (1/s),
+    x * (L/max)) gives the same codes; with `float32` the formulas differ in one code of about two thousand
+    (docs/precision.md).
+
     In FP8 a NaN makes its whole block NaN. A block with an infinite number loses all its numbers, as in every
     implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the
     kernel gives the same bits.
@@ -87,14 +88,14 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
     Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
     """
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
-    numbers = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
+    matrix = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
 
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
         compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, nothing is compiled
-        for values in (numbers, numbers.bfloat16(), numbers[: BLOCK - 1].T):
+        for values in (matrix, matrix.bfloat16(), matrix[: BLOCK - 1].T):
             pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
-            if not all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs):
+            if not all(torch.equal(actual.view(torch.uint8), exact.view(torch.uint8)) for actual, exact in pairs):
                 raise RuntimeError("the compiled codes are not those of torch's operators")
     except Exception as error:
         warnings.warn(f"a dozen kernels quantize in place of one, which is slow: {error}", stacklevel=2)
@@ -131,21 +132,21 @@ def block_scales(largest: Tensor, grid: Grid) -> Tensor:
     return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 
 
-def next_power_of_two(numbers: Tensor, divisor: float = 1.0) -> Tensor:
-    """Return the smallest power of two that is at least number / divisor, for each number; infinity and NaN stay.
+def next_power_of_two(values: Tensor, divisor: float = 1.0) -> Tensor:
+    """Return the smallest power of two that is at least value / divisor, for each value; infinity and NaN stay.
 
-    The power is read from the bits, since logarithms and, in compiled code, divisions round. `lacks` is what the
-    divisor's mantissa lacks to the largest mantissa: adding it carries into the exponent exactly where the number's
-    mantissa is larger than the divisor's.
+    The power is read from the bits, since logarithms and, in compiled code, divisions round. `carry` is the largest
+    mantissa minus the divisor's: adding it carries into the exponent exactly where the value's mantissa is larger than
+    the divisor's.
 
     Args:
-        numbers: positive normal float32.
+        values: positive normal float32.
         divisor: from 1 to below 2.
     """
     mantissa = 2**23 - 1
-    lacks = mantissa - int((divisor - 1.0) * 2**23)
-    bits = (numbers.view(torch.int32) + lacks) & ~mantissa
-    return torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)
+    carry = mantissa - int((divisor - 1.0) * 2**23)
+    bits = (values.view(torch.int32) + carry) & ~mantissa
+    return torch.where(values.isfinite(), bits.view(torch.float32), values)
 
 
 def _blocks(matrix: Tensor, grid: Grid) -> Tensor:
@@ -167,8 +168,8 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
     """Undo `_blocks`, and remove the padding."""
-    whole = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    return whole[: shape[0], : shape[1]].contiguous()
+    matrix = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
+    return matrix[: shape[0], : shape[1]].contiguous()
 
 
 BLOCK = 128  # rows and columns of a block in DeepSeek-V3 (arXiv 2412.19437, 3.3.2) and in FP8 model files
@@ -182,13 +183,12 @@ class Scheme:
     activations: Grid | None  # of the activations of each token; None: not quantized, and weights are dequantized first
 
 
-INT8_CHANNELS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature
-INT8_TOKENS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each token
+INT8_ROWS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature or token
 FP8_BLOCKS = Grid(codes=E4M3, rows=BLOCK, columns=BLOCK, scales="power_of_two")
 FP8_TOKEN_BLOCKS = Grid(codes=E4M3, rows=1, columns=BLOCK, scales="power_of_two")
 
 SCHEMES: Mapping[str, Scheme] = {
-    "int8_w8a16": Scheme(weights=INT8_CHANNELS, activations=None),
-    "int8_w8a8": Scheme(weights=INT8_CHANNELS, activations=INT8_TOKENS),
+    "int8_w8a16": Scheme(weights=INT8_ROWS, activations=None),
+    "int8_w8a8": Scheme(weights=INT8_ROWS, activations=INT8_ROWS),
     "fp8": Scheme(weights=FP8_BLOCKS, activations=FP8_TOKEN_BLOCKS),
 }

@@ -1,13 +1,5 @@
 """Linear layers that are trained through the codes that an engine computes with: Jet-RL's unified flow, in FP8 or INT8.
 
-Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what it
-computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity.
-
-Weights are quantized in every forward pass, and no codes are kept from one pass to the next. So no optimizer step,
-loaded checkpoint, or swap of weights can leave codes of other weights behind. (A cache could not notice a fused AdamW,
-which does not change `weight._version`.) Quantizing costs a few operations on each weight, where the product costs one
-for each token.
-
 Shapes: `M` tokens, `N` features out, `K` features in.
 
 Status: experimental.
@@ -55,7 +47,8 @@ class CodedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, rows: Quantized, grid: Grid, backward: Backward) -> Tensor:
-        """
+        """Return the product.
+
         Args:
             inputs: [M, K], in the dtype of the output.
             weight: [N, K], the master weight.
@@ -94,17 +87,23 @@ class CodedProduct(torch.autograd.Function):
 class CodedLinear(nn.Linear):
     """A linear layer whose weight is trained through codes; it replaces an `nn.Linear` and has its parameters' names.
 
-    The bias is not quantized and is added last. Under autocast inputs and weight are first cast to its dtype, as those
-    of an `nn.Linear` are.
+    Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what
+    it computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity. The bias is
+    not quantized and is added last. Under autocast inputs and weight are first cast to its dtype, as those of an
+    `nn.Linear` are.
+
+    Weights are quantized in every forward pass, and no codes are kept from one pass to the next. So no optimizer step,
+    loaded checkpoint, or swap of weights can leave codes of other weights behind. (A cache could not notice a fused
+    AdamW, which does not change `weight._version`.) Quantizing costs a few operations on each weight, where the product
+    costs one for each token.
+
+    Args:
+        layer: whose parameters become this layer's; not copied.
+        grid: by which the weight is quantized.
+        rows: shared by all layers of the model.
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
-        """
-        Args:
-            layer: whose parameters become this layer's; not copied.
-            grid: by which the weight is quantized.
-            rows: shared by all layers of the model.
-        """
         nn.Module.__init__(self)  # not nn.Linear's, which would make new parameters
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
@@ -260,14 +259,14 @@ def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
     """Run a forward in which rounded copies replace the weights of some modules; they pass gradients to the weights."""
-    before = [dict(module._parameters) for module in modules]
+    originals = [dict(module._parameters) for module in modules]
     for module in modules:
         parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters
         parameters |= {name: weight.to(dtype) for name, weight in parameters.items() if weight is not None}
     try:
         return forward(*args, **options)
     finally:
-        for module, weights in zip(modules, before, strict=True):
+        for module, weights in zip(modules, originals, strict=True):
             module._parameters.update(weights)
 
 

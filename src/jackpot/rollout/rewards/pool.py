@@ -1,13 +1,4 @@
-"""A pool of worker processes (`worker.py`) that call one function, with hard limits of time and memory.
-
-A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that it
-started, in whatever session, and another process takes its place. A call that ended its process, such as by the
-kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
-another call left behind.
-
-Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
-further responses. A process is started only when a call would have to wait for one.
-"""
+"""A pool of worker processes (`worker.py`) that call one function, with hard limits of time and memory."""
 
 import json
 import math
@@ -42,7 +33,7 @@ _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 _AWAITED = 1.0  # seconds after the limit in which a worker may report which awaited calls took too long
 _ARRIVED = 0.05  # seconds after the limit to read what a worker sent in time while this process stood still
 _GIB = 2**30
-_KEPT = re.compile(  # environment variables that a process gets: none with keys, tokens or passwords
+_SAFE_VARIABLES = re.compile(  # environment variables that a process gets: none with keys, tokens or passwords
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX"
     r"|PYTHON(PATH|HOME|HASHSEED|WARNINGS|UNBUFFERED|UTF8|IOENCODING|DONTWRITEBYTECODE|FAULTHANDLER|NOUSERSITE)"
     r"|LD_LIBRARY_PATH|LD_PRELOAD|DYLD_\w+|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|HOME|PATH)|(HIP|ROCR)_VISIBLE_DEVICES"
@@ -61,7 +52,7 @@ class CallLimits(NamedTuple):
     retries: int = 0  # number of further tries of a call that failed or took too long
     batch_size: int = 64  # most items in one call of a batched function, or awaited at the same time
     memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
-    environment: tuple[str, ...] = ()  # names of environment variables that a process gets beside `_KEPT`
+    environment: tuple[str, ...] = ()  # names of environment variables that a process gets beside `_SAFE_VARIABLES`
 
 
 class RewardResult(NamedTuple):
@@ -76,6 +67,14 @@ class RewardResult(NamedTuple):
 class RewardWorkerPool:
     """A pool of worker processes that call one function.
 
+    A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that
+    it started, in whatever session, and another process takes its place. A call that ended its process, such as by the
+    kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
+    another call left behind.
+
+    Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
+    further responses. A process is started only when a call would have to wait for one.
+
     Args:
         function: `package.module:function`, importable from `sys.path` or the current folder.
         limits: limits of time and memory for each call.
@@ -83,8 +82,9 @@ class RewardWorkerPool:
     """
 
     def __init__(self, function: str, limits: CallLimits, *, workers: int) -> None:
-        self._function, self._limits, self._most = function, limits, workers
-        self._timeout, self._batch_size = min(limits.timeout, _MAX_TIMEOUT), 1
+        self._function, self._limits = function, limits
+        self._timeout = min(limits.timeout, _MAX_TIMEOUT)
+        self._most_workers, self._batch_size = workers, 1
         self._executor: ThreadPoolExecutor | None = None  # None until it is known how the function is called
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
@@ -109,8 +109,8 @@ class RewardWorkerPool:
 
             # Only the imported function shows whether calls share one process, and so how many threads are needed.
             if worker.is_shared:
-                self._batch_size, self._most = self._limits.batch_size, 1
-            self._executor = ThreadPoolExecutor(self._most, f"rewards {self._function}")
+                self._batch_size, self._most_workers = self._limits.batch_size, 1
+            self._executor = ThreadPoolExecutor(self._most_workers, f"rewards {self._function}")
         return self._executor
 
     def submit(self, items: Sequence[Item], limit: float = math.inf) -> Callable[[], list[RewardResult]]:
@@ -141,10 +141,6 @@ class RewardWorkerPool:
 
         return wait
 
-    def run(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Call the function for all items, and return the results in their order."""
-        return self.submit(items)()
-
     def close(self) -> None:
         """Kill the processes and wait until they have ended; a second call does nothing."""
         self._close()
@@ -152,23 +148,28 @@ class RewardWorkerPool:
     def _do(self, items: Sequence[Item], deadline: float) -> list[RewardResult]:
         """Call the function for the items of one job, and repeat failed calls as often as the limits allow."""
         if time.monotonic() > deadline:
-            late = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
-            return [late] * len(items)
+            not_begun = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
+            return [not_begun] * len(items)
+
         results = self._settled(items)
         for retry in range(self._limits.retries):
-            failed = [number for number, result in enumerate(results) if result.error]
-            if failed:
+            failed_indices = [index for index, result in enumerate(results) if result.error]
+            if failed_indices:
                 time.sleep(2.0**retry)
-                for number, result in zip(failed, self._settled([items[number] for number in failed]), strict=True):
-                    results[number] = result._replace(retries=retry + 1)
+                for index, result in zip(
+                    failed_indices, self._settled([items[index] for index in failed_indices]), strict=True
+                ):
+                    results[index] = result._replace(retries=retry + 1)
         return results
 
     def _settled(self, items: Sequence[Item]) -> list[RewardResult]:
         """Call the function once for all items; repeat the calls that ended their process, alone in a fresh one."""
-        twice = RewardResult(0.0, "crash", 0, "its process ended twice, the second time while it was called alone")
+        ended_twice = RewardResult(
+            0.0, "crash", 0, "its process ended twice, the second time while it was called alone"
+        )
         return [
-            result or self._tried([items[number]], is_fresh=True)[0] or twice
-            for number, result in enumerate(self._tried(items, is_fresh=False))
+            result or self._tried([item], is_fresh=True)[0] or ended_twice
+            for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
         ]
 
     def _tried(self, items: Sequence[Item], is_fresh: bool) -> list[RewardResult | None]:
@@ -182,24 +183,25 @@ class RewardWorkerPool:
         results: list[RewardResult | None] = [None] * len(items)
         is_worn = True
 
+        job = secrets.token_hex(8)
         try:
-            worker.send({"items": items, "job": (job := secrets.token_hex(8))}, until)
+            worker.send({"items": items, "job": job}, until)
             while "worn" not in (message := worker.receive(until, job)):
-                number, result = _result(message)
-                results[number] = result
-            missing, is_worn = None, bool(message["worn"])
+                index, result = _result(message)
+                results[index] = result
+            is_worn = bool(message["worn"])
         except TimeoutError:
-            missing = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
+            too_late = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
+            results = [result or too_late for result in results]
         except (EOFError, OSError, IndexError):
-            missing = None
+            pass  # the missing results stay None
         finally:
             if is_worn:
                 self._workers.discard(worker)
                 worker.end()
             else:
                 self._idle.append(worker)
-
-        return [result or missing for result in results]
+        return results
 
     def _started(self) -> "_Worker":
         """Start a process and wait until it is ready; raises as `wait_until_ready`."""
@@ -208,6 +210,7 @@ class RewardWorkerPool:
                 raise TrainingError("the reward workers were closed and can score nothing more; make another task")
             worker = _Worker(self._limits.environment)
             self._workers.add(worker)
+
         try:
             worker.begin(self._function, self._timeout, self._limits.memory)
         except BaseException:
@@ -218,20 +221,23 @@ class RewardWorkerPool:
 
 
 def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
-    """Return the number of an item and the item's result, from a message of a worker.
+    """Return the index of an item in its job and the item's result, from a message of a worker.
 
     Raises:
         EOFError: `worker.py` did not write the message: the function has written to the socket of results.
     """
     try:
-        number, result = message["item"], RewardResult(**message["result"])
+        index, result = message["item"], RewardResult(**message["result"])
     except (KeyError, TypeError) as error:
         raise EOFError from error
-    is_number = type(number) is int and number >= 0 and type(result.value) is float and abs(result.value) <= MAX_REWARD
+
+    is_index = type(index) is int and index >= 0
+    is_reward = type(result.value) is float and abs(result.value) <= MAX_REWARD
     is_text = result.text is None or isinstance(result.text, str)
-    if not (is_number and is_text and result.retries == 0 and result.error in (None, "crash", "invalid", "timeout")):
+    is_known = result.retries == 0 and result.error in (None, "crash", "invalid", "timeout")
+    if not (is_index and is_reward and is_text and is_known):
         raise EOFError
-    return number, result
+    return index, result
 
 
 def _stop(workers: set["_Worker"], lock: RLock) -> None:
@@ -249,12 +255,14 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
+
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
         with theirs:
             self._mark = secrets.token_hex(8)
-            kept = {name: text for name, text in os.environ.items() if _KEPT.fullmatch(name) or name in environment}
+            passed = [name for name in os.environ if _SAFE_VARIABLES.fullmatch(name) or name in environment]
+            variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
             command = [sys.executable, "-c", _ENTRY, path]
-            self.process = Popen(command, stdin=theirs.fileno(), start_new_session=True, env=kept | {_MARK: self._mark})
+            self.process = Popen(command, stdin=theirs.fileno(), start_new_session=True, env=variables)
         self.is_async = self.is_shared = False  # is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:

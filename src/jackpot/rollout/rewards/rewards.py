@@ -56,28 +56,30 @@ class RewardFn:
         timeout: float,
         verdict: VerdictConfig | None = None,
     ) -> None:
-        if workers != "auto" and workers < 1:
-            raise ConfigError(f"{workers} reward workers were asked for; at least 1 is needed")
         if find_spec("math_verify") is None:
             raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
 
         self._rewards = tuple(rewards)
-        most = free_cores() if workers == "auto" else workers
+        most_workers = free_cores() if workers == "auto" else workers
 
-        limits = {
-            one.name: CallLimits(one.timeout or timeout, one.retries, one.batch_size, one.memory, one.environment)
-            for one in rewards
-            if one.name not in BUILT_IN
+        limits_of = {
+            reward.name: CallLimits(
+                reward.timeout or timeout, reward.retries, reward.batch_size, reward.memory, reward.environment
+            )
+            for reward in rewards
+            if reward.name not in BUILT_IN
         }
         if verdict is not None and verdict.name not in (REWARD, *BUILT_IN):
-            limits.setdefault(verdict.name, CallLimits(timeout))
+            limits_of.setdefault(verdict.name, CallLimits(timeout))
 
-        for name in limits:
+        for name in limits_of:
             if _FUNCTION.fullmatch(name) is None:
                 raise ConfigError(unknown_name("reward", name, [*BUILT_IN, "package.module:function"]))
 
-        self._verifier = RewardWorkerPool(VERIFY, CallLimits(timeout), workers=most)
-        self._functions = {name: RewardWorkerPool(name, of, workers=most) for name, of in limits.items()}
+        self._verifier = RewardWorkerPool(VERIFY, CallLimits(timeout), workers=most_workers)
+        self._functions = {
+            name: RewardWorkerPool(name, limits, workers=most_workers) for name, limits in limits_of.items()
+        }
 
         try:
             for pool in self._functions.values():
@@ -104,25 +106,29 @@ class RewardFn:
             verdict: decides `Score.correct`; None: no response is right or wrong.
             limit: seconds after which calls that have not begun are given up, and count as having taken too long.
         """
-        used = self._used(verdict)
-        pairs = [_pairs(response) if "correct" in used else [("", "")] for response in responses]
-        distinct = dict.fromkeys(chain.from_iterable(pairs))
-        known = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in distinct}
-        undecided = [pair for pair in distinct if known[pair] is None]
-        compared = self._verifier.submit([{"answer": one, "reference": other} for one, other in undecided], limit)
+        names = self._used(verdict)
+        pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
+        pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))
+        equal = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in pairs}
+        undecided_pairs = [pair for pair, is_equal in equal.items() if is_equal is None]
+
+        comparisons = [{"answer": answer, "reference": reference} for answer, reference in undecided_pairs]
+        wait_for_verifier = self._verifier.submit(comparisons, limit)
         items = [_arguments(response) for response in responses]
-        called = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in used}
+        waits = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in names}
 
         def wait() -> list[Score]:
             """Wait for all results and return the scores."""
-            verified = {pair: RewardResult(float(equal), None) for pair, equal in known.items() if equal is not None}
-            verified |= dict(zip(undecided, compared(), strict=True))
-            own = {name: results() for name, results in called.items()}
-            right = [_any([verified[pair] for pair in of_one]) for of_one in pairs]
-            return [
-                self._score(response, right[n], {name: found[n] for name, found in own.items()}, verdict)
-                for n, response in enumerate(responses)
-            ]
+            verified = {pair: RewardResult(float(is_equal or False), None) for pair, is_equal in equal.items()}
+            verified |= zip(undecided_pairs, wait_for_verifier(), strict=True)
+            returned = {name: results() for name, results in waits.items()}
+
+            scores = []
+            for index, response in enumerate(responses):
+                best = _any([verified[pair] for pair in pairs_of_each[index]])
+                of_functions = {name: results[index] for name, results in returned.items()}
+                scores.append(self._score(response, best, of_functions, verdict))
+            return scores
 
         return wait
 
@@ -133,31 +139,37 @@ class RewardFn:
 
     def _used(self, verdict: VerdictConfig | None) -> set[str]:
         """Return the names of all rewards that a score with this verdict needs."""
-        return {one.name for one in self._rewards} | ({verdict.name} if verdict else set())
+        return {reward.name for reward in self._rewards} | ({verdict.name} if verdict else set())
 
     def _score(
         self,
         response: DecodedResponse,
         verified: RewardResult,
-        own: Mapping[str, RewardResult],
+        returned: Mapping[str, RewardResult],
         verdict: VerdictConfig | None,
     ) -> Score:
-        """Sum the rewards of a response, where a failed one counts 0.
+        """Sum the rewards of a response, where a failed reward counts 0.
 
         Of several errors the score keeps the first, the verifier's before those of functions.
+
+        Args:
+            verified: the verifier's result.
+            returned: by name, the result of each reward function.
         """
-        used, results = self._used(verdict), {"correct": verified, **own}
-        values = {name: of(response, verified.value == 1.0) for name, of in BUILT_IN.items() if name in used}
-        values |= {name: result.value for name, result in own.items()}
-        values[REWARD] = sum(one.weight * values[one.name] for one in self._rewards)
+        is_right, names = verified.value == 1.0, self._used(verdict)
+        values = {name: reward(response, is_right) for name, reward in BUILT_IN.items() if name in names}
+        values |= {name: result.value for name, result in returned.items()}
+        values[REWARD] = sum(reward.weight * values[reward.name] for reward in self._rewards)
+
+        results = {"correct": verified, **returned}
         errors: dict[str, RewardError] = {name: result.error for name, result in results.items() if result.error}
-        failed = next(iter(errors), None)
+        failed_reward = next(iter(errors), None)
         return Score(
             reward=values[REWARD],
             correct=verdict and _is_right(verdict, values, errors),
-            reward_error=errors[failed] if failed else None,
+            reward_error=errors[failed_reward] if failed_reward else None,
             reward_retries=sum(result.retries for result in results.values()),
-            error_text=f"{failed}: {results[failed].text}" if failed else None,
+            error_text=f"{failed_reward}: {results[failed_reward].text}" if failed_reward else None,
         )
 
 
@@ -185,10 +197,10 @@ def verify(response: str, reference: str, *, finished: bool = True) -> bool | No
 
 def verify_all(pairs: Sequence[tuple[str, str]], *, finished: Sequence[bool] | None = None) -> list[bool | None]:
     """Compare many pairs of response and reference as `verify` does, on all free cores; results in their order."""
-    ended = [True] * len(pairs) if finished is None else finished
+    are_finished = [True] * len(pairs) if finished is None else finished
     responses = [
         DecodedResponse(Prompt(uid="", text="", answer=reference, token_ids=()), response, is_finished)
-        for (response, reference), is_finished in zip(pairs, ended, strict=True)
+        for (response, reference), is_finished in zip(pairs, are_finished, strict=True)
     ]
     return [None if score.reward_error else score.correct for score in _verifier().scores(responses)]
 

@@ -1,22 +1,6 @@
 """The program of a reward worker process: it calls one function, such as the verifier or the user's reward function.
 
-A function has one of four forms. It takes one response or, if it has a parameter `responses`, a batch; and it is plain
-or async. A call is given the keyword arguments of its item; a batched call is given these names in the plural, each
-with a list. The calls of an async function for the items of one job are awaited together.
-
-The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
-function reads nothing from standard input, and what it prints goes to standard error. `rollout/rewards/pool.py` starts
-the process, limits the time of each job and replaces the process when it ends. The worker itself imports no torch; a
-reward function's module may.
-
-The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing one is ended
-by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function are ended by
-the parent only. Ctrl-C is ignored here and handled by the parent.
-
-The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
-(RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
-results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS, whose kernel would
-not enforce it. Open files, the size of a file and the number of processes have fixed limits.
+`rollout/rewards/pool.py` starts the process, limits the time of each job and replaces the process when it ends.
 """
 
 import asyncio
@@ -50,16 +34,18 @@ Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
 
 def main() -> None:
-    """Serve jobs until their socket ends. The first line on the socket names the function and its limits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    """Serve jobs until their socket ends. The first line on the socket names the function and its limits.
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
-    lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
-    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
-    if _LOAD.exists():
-        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+    The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
+    function reads nothing from standard input, and what it prints goes to standard error. The worker itself imports no
+    torch; a reward function's module may.
+
+    The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
+    (RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
+    results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS, whose kernel
+    would not enforce it.
+    """
+    _set_limits()
 
     # Keep the socket, and give the function an empty standard input and standard error as its standard output.
     pool = socket.socket(fileno=os.dup(0))
@@ -72,7 +58,7 @@ def main() -> None:
         pool.sendall(json.dumps(message).encode() + b"\n")
 
     setup = json.loads(jobs.readline())
-    name, timeout, memory = setup["function"], setup["timeout"], setup["memory"]
+    name, timeout = setup["function"], setup["timeout"]
 
     # The kernel's alarm ends the process if the import, and later a job, takes too long and the parent does not end it.
     signal.setitimer(signal.ITIMER_REAL, setup["start_timeout"] + GRACE)
@@ -83,10 +69,11 @@ def main() -> None:
         return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
-    start, worn = address_space(), math.inf  # size now, and size at which the process asks to be replaced, bytes
-    if start and memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (start + memory, start + memory))
-        worn = start + WORN * memory
+    size, memory = address_space(), setup["memory"]
+    worn_size = math.inf  # bytes, beyond which the process asks to be replaced
+    if size and memory is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+        worn_size = size + WORN * memory
     send({"takes_batches": takes_batches(function), "is_async": is_async(function)})
 
     loop = asyncio.new_event_loop()  # one for all jobs, so that a function's connections stay open
@@ -96,8 +83,26 @@ def main() -> None:
         job = json.loads(line)
         loop.run_until_complete(caller.do(job["items"], job["job"]))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        caller.is_worn = caller.is_worn or address_space() > worn
+        caller.is_worn = caller.is_worn or address_space() > worn_size
         send({"worn": caller.is_worn, "job": job["job"]})
+
+
+def _set_limits() -> None:
+    """Set fixed limits of open files, the size of a file and the number of processes, and leave Ctrl-C to the parent.
+
+    The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing worker is
+    ended by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function
+    are ended by the parent only.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
+    lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
+    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
+    if _LOAD.exists():
+        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
 
 
 def takes_batches(function: Function) -> bool:
@@ -114,11 +119,18 @@ def is_async(function: Function) -> bool:
 
 
 class _Caller:
-    """A caller of one function, which sends the result of each item of a job as soon as it is known."""
+    """A caller of one function, which sends the result of each item of a job as soon as the result is known.
+
+    A function has one of four forms. It takes one response or, if it has a parameter `responses`, a batch; and it is
+    plain or async. A call is given the keyword arguments of its item; a batched call is given these names in the
+    plural, each with a list. The calls of an async function for the items of one job are awaited together.
+    """
 
     def __init__(self, name: str, function: Function, timeout: float, send: Send) -> None:
-        self._name, self._function, self._timeout, self._send = name, function, timeout, send
-        self._takes_batches, self._is_shown = takes_batches(function), False
+        self._name, self._function = name, function
+        self._timeout, self._send = timeout, send
+        self._takes_batches = takes_batches(function)
+        self._is_shown = False  # True once the traceback of a failure was printed
         self.is_worn = False  # True after a failed allocation
 
     async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
@@ -127,30 +139,30 @@ class _Caller:
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))
         else:
-            await asyncio.gather(*(self._call(item, [number]) for number, item in enumerate(items)))
+            await asyncio.gather(*(self._call(item, [index]) for index, item in enumerate(items)))
 
-    async def _call(self, arguments: Mapping[str, Any], numbers: Sequence[int]) -> None:
-        """Call the function once, and send the results of the items with these `numbers`."""
+    async def _call(self, arguments: Mapping[str, Any], indices: Sequence[int]) -> None:
+        """Call the function once, and send the results of the job's items at these `indices`."""
         try:
             returned = self._function(**arguments)
             if inspect.isawaitable(returned):  # awaited calls are limited here, and all calls by the pool too
                 returned = await asyncio.wait_for(returned, self._timeout)
             values = list(returned) if self._takes_batches else [returned]
-            if len(values) != len(numbers):
-                raise ValueError(f"{self._name} returned {len(values)} rewards for {len(numbers)} responses")
+            if len(values) != len(indices):
+                raise ValueError(f"{self._name} returned {len(values)} rewards for {len(indices)} responses")
 
         except Exception as error:
             failure = self._failure(error)
-            for number in numbers:
-                self._send({"item": number, "result": failure, "job": self._job})
+            for index in indices:
+                self._send({"item": index, "result": failure, "job": self._job})
             return
 
-        for number, value in zip(numbers, values, strict=True):
+        for index, value in zip(indices, values, strict=True):
             try:
-                result = {"value": _number(self._name, value), "error": None}
+                result = {"value": _reward(self._name, value), "error": None}
             except InvalidReward as error:
                 result = self._failure(error)
-            self._send({"item": number, "result": result, "job": self._job})
+            self._send({"item": index, "result": result, "job": self._job})
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """Return the result of a call that failed; the traceback of a process's first failure is printed."""
@@ -158,8 +170,8 @@ class _Caller:
         if not self._is_shown:
             self._is_shown = True
             traceback.print_exception(error)
-        kinds = {TimeoutError: "timeout", InvalidReward: "invalid"}
-        why = next((why for kind, why in kinds.items() if isinstance(error, kind)), "crash")
+        reasons = {TimeoutError: "timeout", InvalidReward: "invalid"}
+        reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "crash")
 
         # One line with type and message of the error, and the last line of the function's file that the error passed.
         text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
@@ -168,23 +180,23 @@ class _Caller:
         file = getattr(sys.modules.get(self._name.partition(":")[0]), "__file__", None)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         text = text[:MAX_TEXT] + (f" ({file}, line {lines[-1]})" if lines else "")
-        return {"value": 0.0, "error": why, "text": text}
+        return {"value": 0.0, "error": reason, "text": text}
 
 
 class InvalidReward(ValueError):
     """The error of a function that returned a value which is no reward."""
 
 
-def _number(name: str, value: Any) -> float:
+def _reward(name: str, value: Any) -> float:
     """Return a reward as a float.
 
     Raises:
         InvalidReward: the value is not a number of at most `MAX_REWARD` in absolute value.
     """
     try:
-        number = math.nan if isinstance(value, str) else float(value)
+        reward = math.nan if isinstance(value, str) else float(value)
     except Exception:  # the user's object may raise anything
-        number = math.nan
-    if not abs(number) <= MAX_REWARD:
+        reward = math.nan
+    if not abs(reward) <= MAX_REWARD:
         raise InvalidReward(f"{name} returned {value!r:.100}; a reward is a number from -1e30 to 1e30")
-    return number
+    return reward

@@ -116,16 +116,10 @@ class Sums(Arithmetic):
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return problem `index` as a chat that waits for the model's answer, with the sum as its reference answer."""
         operands = self.operands(split, index)
-        text = self._template.text(self._question.replace("{sum}", " + ".join(map(str, operands))))
-        return Prompt(
-            uid=f"sums/{split}/{index}",
-            text=text,
-            answer=str(sum(operands)),
-            token_ids=tuple(self._template.token_ids(text)),
-        )
+        question = self._question.replace("{sum}", " + ".join(map(str, operands)))
+        return self._template.prompt(f"sums/{split}/{index}", question, [str(sum(operands))])
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Return reward 1 if the last number of the response is the sum, else 0; a response that was cut counts too."""
-        numbers = _NUMBER.findall(response.replace(",", ""))
-        correct = bool(numbers) and numbers[-1] == prompt.answer
+        correct = _NUMBER.findall(response.replace(",", ""))[-1:] == [prompt.answer]
         return Score(reward=float(correct), correct=correct)

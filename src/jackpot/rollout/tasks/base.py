@@ -123,9 +123,9 @@ def decoded_response(
     """
     text = decode(tokenizer, token_ids)
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
-    turns = [decode(tokenizer, part) for part in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
-    ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
-    return DecodedResponse(prompt, text, finished, tuple(turns), ended)
+    turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
+    last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
+    return DecodedResponse(prompt, text, finished, tuple(turns), last_turn_ended)
 
 
 class PromptStream:
@@ -144,12 +144,13 @@ class PromptStream:
         self._sizes = [source.size for source in self._sources]
         if 0 in self._sizes:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
-        numbers = range(len(self._sources))
-        self._seeds = [seed] if len(numbers) == 1 else [fold_in(seed, "source", number) for number in numbers]
+
+        count = len(self._sources)
+        self._seeds = [seed] if count == 1 else [fold_in(seed, "source", index) for index in range(count)]
         self._ends = list(accumulate(source.weight for source in self._sources))
         self._key = fold_in(seed, "mix")
-        self._drawn = [0 for _ in numbers]  # number of prompts drawn from each source so far
-        self._orders = [(-1, [0]) for _ in numbers]  # epoch of each source, and the order of its problems in it
+        self._drawn = [0] * count  # number of prompts drawn from each source so far
+        self._orders = [(-1, [0])] * count  # epoch of each source, and the order of the source's problems in it
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts; the uid of a prompt from a finite source ends with the epoch, as in `@0`."""
@@ -165,33 +166,33 @@ class PromptStream:
         Raises:
             DataError: a source has another number of problems than before, so the next prompts would be others.
         """
-        if (before := state["sizes"]) != self._sizes:
+        if (saved_sizes := state["sizes"]) != self._sizes:
             raise DataError(
-                f"the problems of the task have changed: there were {before} of each source, now there are "
+                f"the problems of the task have changed: there were {saved_sizes} of each source, now there are "
                 f"{self._sizes}; bring the data back, with the same limits of length, or begin a new run"
             )
-        self._drawn = [0 for _ in self._sizes]
+        self._drawn = [0] * len(self._sizes)
         for _ in range(state["position"]):
             self._draw()
 
     def _draw(self) -> tuple[int, int]:
-        """Draw the source of the next prompt; return its number, and how many prompts that source gave before."""
+        """Draw the source of the next prompt; return the source's index, and how many prompts it gave before."""
         point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
-        number = min(bisect_right(self._ends, point), len(self._ends) - 1)
-        self._drawn[number] += 1
-        return number, self._drawn[number] - 1
+        source_index = min(bisect_right(self._ends, point), len(self._ends) - 1)
+        self._drawn[source_index] += 1
+        return source_index, self._drawn[source_index] - 1
 
-    def _prompt(self, number: int, index: int) -> Prompt:
+    def _prompt(self, source_index: int, index: int) -> Prompt:
         """Return prompt `index` of a source in the order of the stream."""
-        source = self._sources[number]
+        source = self._sources[source_index]
         if source.size is None:
             return source.prompt(source.first + index)
 
         epoch, offset = divmod(index, source.size)
-        if epoch != self._orders[number][0]:
+        if epoch != self._orders[source_index][0]:
             order = list(range(source.size))
-            random.Random(f"{self._seeds[number]}/{epoch}").shuffle(order)
-            self._orders[number] = (epoch, order)
+            random.Random(f"{self._seeds[source_index]}/{epoch}").shuffle(order)
+            self._orders[source_index] = (epoch, order)
 
-        prompt = source.prompt(self._orders[number][1][offset])
+        prompt = source.prompt(self._orders[source_index][1][offset])
         return replace(prompt, uid=f"{prompt.uid}@{epoch}")

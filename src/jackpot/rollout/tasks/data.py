@@ -52,9 +52,9 @@ class DataSource:
         first = list(islice(records, COLUMN_SAMPLE))
         if not first:
             raise DataError(f"{self.name} has no rows; give a source that has some")
-        read = make_reader(first, self.benchmark, self.settings)
-        for number, record in enumerate(chain(first, records)):
-            yield read(number, record)
+        read_row = make_reader(first, self.benchmark, self.settings)
+        for index, record in enumerate(chain(first, records)):
+            yield read_row(index, record)
 
 
 def find_source(settings: DataConfig, split: Split) -> DataSource:
@@ -105,9 +105,9 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     names = [source.name for source in sources]
     for index, source in enumerate(sources):
         if names.count(source.name) > 1:
-            taken = {*names, *(other.name for other in sources)}
-            numbered = (f"{source.name}-{number}" for number in count(index + 1))
-            sources[index] = replace(source, name=next(name for name in numbered if name not in taken))
+            used_names = {*names, *(renamed.name for renamed in sources)}
+            numbered = (f"{source.name}-{suffix}" for suffix in count(index + 1))
+            sources[index] = replace(source, name=next(name for name in numbered if name not in used_names))
     return sources
 
 
@@ -117,27 +117,29 @@ _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="def
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     """Find the source of a benchmark; a benchmark's only split serves both for training and for testing."""
     benchmark = BENCHMARKS[name]
-    parts = {part.split: part for part in (benchmark.train, benchmark.test) if part}
-    wanted = settings.split or (getattr(benchmark, split) or next(iter(parts.values()))).split
-    if wanted not in parts:
-        raise DataError(f"{name}: {unknown_name('split', wanted, parts)}")
+    splits = {entry.split: entry for entry in (benchmark.train, benchmark.test) if entry}
+    split_name = settings.split or (getattr(benchmark, split) or next(iter(splits.values()))).split
+    if split_name not in splits:
+        raise DataError(f"{name}: {unknown_name('split', split_name, splits)}")
 
-    file, folder = parts[wanted].file, os.environ.get(DATA_FOLDER)
+    file, folder = splits[split_name].file, os.environ.get(DATA_FOLDER)
     if folder and not Path(folder).is_dir():
         raise DataError(f"{DATA_FOLDER} is {folder!r}, which is not a folder; name one, or unset it to use the hub")
     if folder and (path := Path(folder) / file).exists():
         return _local(name, benchmark, settings, [path])
     instead = f"give a local file as source, or put {file} into a folder and set {DATA_FOLDER} to it"
-    return replace(_on_hub(benchmark.hub, benchmark, settings, wanted, instead), name=name)
+    return replace(_on_hub(benchmark.hub, benchmark, settings, split_name, instead), name=name)
 
 
 def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequence[Path]) -> DataSource:
+    """Return the source of local files."""
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {files[0]} is local and has none; leave subset out")
     return DataSource(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
+    """Return the source of a data set of the hub; `instead` as in `read_hub`."""
     subset = settings.subset or benchmark.subset
     records = partial(read_hub, path, subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
@@ -158,13 +160,8 @@ class RowCounts(Counter[str]):
 
     @property
     def kept(self) -> int:
-        """Return the number of rows that became problems."""
-        return self["rows"] - self.left_out
-
-    @property
-    def left_out(self) -> int:
-        """Return the number of rows left out: their answer is missing or too long, or their prompt is too long."""
-        return self["without_answer"] + self["long_answer"] + self["too_long"]
+        """Return the number of rows that became problems: the other rows have no answer, or too long a text."""
+        return self["rows"] - self["without_answer"] - self["long_answer"] - self["too_long"]
 
 
 class Problems:
@@ -184,9 +181,9 @@ class Problems:
         self._rows = list(_kept(source, measure, limit, self.counts))
         earlier: dict[str, DataRow] = {}
         for row in self._rows:
-            if (same := earlier.setdefault(row.uid, row)) is not row:
+            if (twin := earlier.setdefault(row.uid, row)) is not row:
                 raise DataError(
-                    f"{row.where} has the id {row.uid!r}, as {same.where} has; ids must differ: fix the data, or set "
+                    f"{row.where} has the id {row.uid!r}, as {twin.where} has; ids must differ: fix the data, or set "
                     f"columns.uid to another column, or to row, which makes ids of the row's number"
                 )
 
@@ -208,28 +205,28 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):
         answered = [row for row in batch if row.answers]
-        short = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
-        verifiable = [row for row in short if row.answers]
-        sized = zip(verifiable, measure(verifiable), strict=True)
-        chosen = [(row, size) for row, size in sized if limit is None or size.tokens <= limit]
+        readable = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
+        verifiable = [row for row in readable if row.answers]
+        with_sizes = zip(verifiable, measure(verifiable), strict=True)
+        usable = [(row, size) for row, size in with_sizes if limit is None or size.tokens <= limit]
 
         counts.update(
             rows=len(batch),
             without_answer=len(batch) - len(answered),
             long_answer=len(answered) - len(verifiable),
-            too_long=len(verifiable) - len(chosen),
-            unreadable_answer=sum(not any(map(is_readable, row.answers)) for row, _ in chosen),
-            unknown_tokens=sum(size.has_unknown for _, size in chosen),
+            too_long=len(verifiable) - len(usable),
+            unreadable_answer=sum(not any(map(is_readable, row.answers)) for row, _ in usable),
+            unknown_tokens=sum(size.has_unknown for _, size in usable),
         )
 
         if 2 * counts["unknown_tokens"] >= max(counts.kept, 1):
-            row = next(row for row, size in chosen if size.has_unknown)
+            row = next(row for row, size in usable if size.has_unknown)
             raise DataError(
                 f"{row.where}: the tokenizer has no tokens for parts of this prompt, as of {counts['unknown_tokens']} "
                 f"of the first {counts.kept} prompts of {source.name}; take a tokenizer that was made for this text, "
                 f"or a template and an instruction in its words"
             )
-        yield from (row for row, _ in chosen)
+        yield from (row for row, _ in usable)
 
     if not counts.kept:
         raise DataError(
@@ -241,4 +238,5 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
 
 
 def _is_verifiable(answer: str) -> bool:
+    """Tell whether an answer is short enough to be verified."""
     return len(answer) <= MAX_ANSWER_LENGTH

@@ -31,6 +31,8 @@ class EpisodeEnvironment(Protocol):
 
 
 class _Played(NamedTuple):
+    """The state of an episode after some actions."""
+
     observation: str  # the last observation
     reward: float  # sum of the rewards so far
     has_ended: bool
@@ -61,8 +63,7 @@ class EnvironmentTask(Task):
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return the first observation of an episode as a prompt; the episode's seed is hashed from split and index."""
         uid = f"environment/{split}/{index}"
-        text = self._template.text(self._play(uid, ()).observation)
-        return Prompt(uid=uid, text=text, answer="", token_ids=tuple(self._template.token_ids(text)))
+        return self._template.prompt(uid, self._play(uid, ()).observation, [""])
 
     def reply(self, response: DecodedResponse) -> str | None:
         """Return the observation after the last turn, or None at the end of the episode."""
@@ -71,9 +72,12 @@ class EnvironmentTask(Task):
 
     def scores(self, responses: list[DecodedResponse]) -> list[Score]:
         """Score each response by the sum of its episode's rewards; a turn that was cut at the limit is no action."""
-        actions = [one.turns if one.last_turn_ended else one.turns[:-1] for one in responses]
-        rewards = [self._play(one.prompt.uid, turns).reward for one, turns in zip(responses, actions, strict=True)]
-        return [Score(reward=reward, correct=reward >= self._settings.solved) for reward in rewards]
+        scores = []
+        for response in responses:
+            actions = response.turns if response.last_turn_ended else response.turns[:-1]
+            reward = self._play(response.prompt.uid, actions).reward
+            scores.append(Score(reward=reward, correct=reward >= self._settings.solved))
+        return scores
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Score a response of a single turn by the rewards of its episode."""
@@ -81,20 +85,22 @@ class EnvironmentTask(Task):
 
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
         """Play the episode of the prompt `uid` from its beginning, and close the environment."""
-        seed, total, has_ended, taken = fold_in(uid) % MAX_SEED, 0.0, False, 0
+        seed = fold_in(uid) % MAX_SEED
+        count = 0  # actions before the last, for the error
 
         try:
             environment: EpisodeEnvironment = self._make(**self._settings.kwargs)
             try:
                 observation, _ = environment.reset(seed=seed)
-                for taken, action in enumerate(actions):  # noqa: B007 (the error says it)
+                played = _Played(observation, 0.0, False)
+                for count, action in enumerate(actions):  # noqa: B007
                     observation, reward, terminated, truncated, _ = environment.step(action)
-                    total, has_ended = total + float(reward), bool(terminated or truncated)
+                    played = _Played(observation, played.reward + float(reward), bool(terminated or truncated))
             finally:
                 getattr(environment, "close", lambda: None)()
         except Exception as error:  # the user's own code may raise anything
             raise DataError(
-                f"the environment {self._settings.import_path!r} failed in {uid}, seed {seed}, after {taken} actions: "
+                f"the environment {self._settings.import_path!r} failed in {uid}, seed {seed}, after {count} actions: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return _Played(observation, total, has_ended)
+        return played

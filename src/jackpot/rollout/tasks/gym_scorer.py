@@ -12,10 +12,10 @@ from typing import Any
 import reasoning_gym
 
 
-def score_answer(*, name: str, arguments: Mapping[str, Any], number: int, answer: str) -> float:
-    """Return the library's score, 0 to 1, of an answer to problem `number` of the data set `name` with `arguments`."""
+def score_answer(*, name: str, arguments: Mapping[str, Any], entry: int, answer: str) -> float:
+    """Return the library's score, 0 to 1, of an answer to problem `entry` of the data set `name` with `arguments`."""
     data = _data_set(name, json.dumps(arguments, sort_keys=True))
-    return float(data.score_answer(answer, data[number]))
+    return float(data.score_answer(answer, data[entry]))
 
 
 @cache

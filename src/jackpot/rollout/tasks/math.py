@@ -53,7 +53,8 @@ class Math(Task):
         reward_fn: RewardFn | None = None,
         splits: Sequence[Split] = get_args(Split),
     ) -> None:
-        self._settings, self._shared_reward_fn = settings, reward_fn
+        self._settings = settings
+        self._shared_reward_fn = reward_fn
         self._sources: dict[Split, list[DataSource]] = {
             split: find_sources(settings.sources(split), split) for split in splits
         }
@@ -62,6 +63,7 @@ class Math(Task):
         )
         self._problems: dict[Split, list[Problems]] = {}
         self._reported: set[Split] = set()  # splits whose events `take_events` has returned
+
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
@@ -77,33 +79,27 @@ class Math(Task):
             DataError: the split has no such problem, or as `Problems`.
         """
         offset = index
-        for number, problems in enumerate(self._problems_of(split)):
+        for source, problems in enumerate(self._problems_of(split)):
             if 0 <= offset < problems.size:
-                return self._prompt(split, number, offset)
+                return self._prompt(split, source, offset)
             offset -= problems.size
         names = ", ".join(source.name for source in self._sources[split])
         raise DataError(f"{names} ({split}) has no problem {index}; they go from 0 to {self.size(split) - 1}")
 
     def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
         """Return each source of the split with its weight."""
+        sizes = [problems.size for problems in self._problems_of(split)]
+        weights = [source.settings.weight for source in self._sources[split]]
         return [
-            PromptSource(settings.weight, problems.size, partial(self._prompt, split, number), first=0)
-            for number, (settings, problems) in enumerate(
-                zip(self._settings.sources(split), self._problems_of(split), strict=True)
-            )
+            PromptSource(weight, size, partial(self._prompt, split, source), first=0)
+            for source, (weight, size) in enumerate(zip(weights, sizes, strict=True))
         ]
 
-    def _prompt(self, split: Split, number: int, index: int) -> Prompt:
-        """Return problem `index` of source `number`."""
-        row = self._problems_of(split)[number][index]
-        text = self._template.text(row.problem)
-        return Prompt(
-            uid=f"{self._sources[split][number].name}/{split}/{row.uid}",
-            text=text,
-            answer=row.answers[0],
-            other_answers=row.answers[1:],
-            token_ids=tuple(self._template.token_ids(text)),
-        )
+    def _prompt(self, split: Split, source: int, index: int) -> Prompt:
+        """Return problem `index` of the split's source with the index `source`."""
+        row = self._problems_of(split)[source][index]
+        uid = f"{self._sources[split][source].name}/{split}/{row.uid}"
+        return self._template.prompt(uid, row.problem, row.answers)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Score one response with the task's `RewardFn`."""
@@ -120,10 +116,10 @@ class Math(Task):
     def take_events(self) -> list[dict[str, Any]]:
         """Return an event for each source that was read since the last call: how many rows were read and left out."""
         events = []
-        for split, of_split in self._problems.items():
+        for split, problems_of_split in self._problems.items():
             if split in self._reported:
                 continue
-            for source, problems in zip(self._sources[split], of_split, strict=True):
+            for source, problems in zip(self._sources[split], problems_of_split, strict=True):
                 event = {"event": "data", "split": split, "source": source.name}
                 event |= {name: problems.counts[name] for name in COUNTED}
                 events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})
@@ -138,9 +134,9 @@ class Math(Task):
     @cached_property
     def reward_fn(self) -> RewardFn:
         """Return the reward of this task, made at the first access; other tasks may share it."""
-        own = self._settings
-        limits = {"workers": own.reward_workers, "timeout": own.reward_timeout}
-        return self._shared_reward_fn or RewardFn(own.rewards, **limits, verdict=own.decides)
+        settings = self._settings
+        limits = {"workers": settings.reward_workers, "timeout": settings.reward_timeout}
+        return self._shared_reward_fn or RewardFn(settings.rewards, **limits, verdict=settings.decides)
 
     def _problems_of(self, split: Split) -> list[Problems]:
         """Return the problems of each source of a split, read on the first call."""
@@ -156,6 +152,7 @@ class Math(Task):
         return self._problems[split]
 
     def _measure(self, rows: list[DataRow]) -> list[PromptSize]:
+        """Return the size of the prompt of each row."""
         return self._template.measure([self._template.text(row.problem) for row in rows])
 
 
@@ -170,29 +167,27 @@ def make_benchmark(
     Raises:
         DataError: there is no such source, or as `Math`.
     """
-    asked = settings.model_dump(include=set(QuestionConfig.model_fields))
-    asked["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
-    return Math(tokenizer, MathConfig(train=data, test=data, **asked), reward_fn, splits=("test",))
+    copied = settings.model_dump(include=set(QuestionConfig.model_fields))
+    copied["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
+    return Math(tokenizer, MathConfig(train=data, test=data, **copied), reward_fn, splits=("test",))
 
 
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:
     """Log warnings about rows that were left out, and about answers and text that cannot be read."""
-    named = f"{name} ({split})"
-
+    source = f"{name} ({split})"
     if counts["unreadable_answer"]:
         _log.warning(
             "%s: the answers of %d rows are no number, expression or words, so only the same text is right; see "
             "answers and columns.answer",
-            *(named, counts["unreadable_answer"]),
+            *(source, counts["unreadable_answer"]),
         )
     if counts["unknown_tokens"]:
-        _log.warning("%s: the tokenizer has no tokens for parts of %d prompts", named, counts["unknown_tokens"])
+        _log.warning("%s: the tokenizer has no tokens for parts of %d prompts", source, counts["unknown_tokens"])
 
-    why = {
+    left_out = {
         "have no answer": counts["without_answer"],
         f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": counts["long_answer"],
         f"are longer than {limit} tokens": counts["too_long"],
     }
-
-    if reasons := " and ".join(f"{count:,} {what}" for what, count in why.items() if count):
-        _log.warning("%s: of %s rows %s; %s are left", named, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")
+    if reasons := " and ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count):
+        _log.warning("%s: of %s rows %s; %s are left", source, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")

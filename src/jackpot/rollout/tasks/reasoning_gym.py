@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -88,33 +89,30 @@ class ReasoningGym(Task):
 
         Problems are tried in hashed order until the question of one belongs to the split.
         """
-        attempt, problem, number = 0, None, 0
-        while problem is None or _split_of(problem) != split:
-            number = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
-            attempt, problem = attempt + 1, self._data[source][number]
+        for attempt in count():
+            entry = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
+            problem = self._data[source][entry]
+            if _split_of(problem) == split:
+                break
 
-        text = self._template.text(problem["question"])
-        return Prompt(
-            uid=f"{self._settings.dataset[source].name}/{source}/{number}",
-            text=text,
-            answer=str(problem["answer"]),
-            token_ids=tuple(self._template.token_ids(text)),
-        )
+        uid = f"{self._settings.dataset[source].name}/{source}/{entry}"
+        return self._template.prompt(uid, problem["question"], [str(problem["answer"])])
 
     def _item(self, response: DecodedResponse) -> dict[str, Any]:
         """Return the arguments of `gym_scorer.score_answer`."""
-        _, source, number = response.prompt.uid.partition("@")[0].rsplit("/", 2)
+        _, source, entry = response.prompt.uid.partition("@")[0].rsplit("/", 2)
         data = self._settings.dataset[int(source)]
         *_, match = (None, *self._settings.answer_regex.finditer(response.text))
         answer = response.text if match is None else match[match.lastindex or 0]
         return {
             "name": data.name,
             "arguments": _arguments(data.kwargs),
-            "number": int(number),
+            "entry": int(entry),
             "answer": answer.strip(),
         }
 
     def _score(self, result: RewardResult) -> Score:
+        """Return the score for the result of a worker."""
         return Score(
             reward=result.value,
             correct=result.error is None and result.value >= self._settings.solved,

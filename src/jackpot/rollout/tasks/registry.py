@@ -52,14 +52,14 @@ def check_sets(benchmarks: Sequence[str]) -> None:
     Raises:
         DataError: a name or a path does not exist (lists the names that do), or two benchmarks have equal names.
     """
-    for one in benchmarks:
-        if one not in SETS and not is_address(one):
-            raise DataError(f"{unknown_name('benchmark', one, SETS)}; or give the path of a file with problems")
-        if one not in SETS:
-            find_source(DataConfig(source=one), "test")
+    for benchmark in (name for name in benchmarks if name not in SETS):
+        if not is_address(benchmark):
+            raise DataError(f"{unknown_name('benchmark', benchmark, SETS)}; or give the path of a file with problems")
+        find_source(DataConfig(source=benchmark), "test")
+
     names = [*map(set_name, benchmarks)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"benchmarks {', '.join(benchmarks)}: {', '.join(twice)} is named twice; name each once")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"benchmarks {', '.join(benchmarks)}: {', '.join(repeated)} is named twice; name each once")
 
 
 def make_sets(
@@ -79,12 +79,12 @@ def make_sets(
     """
     check_sets(benchmarks)
     tasks: dict[str, Task] = {}
-    for one in benchmarks:
-        if one in SETS and one not in BENCHMARKS:
-            task = make_task(getattr(settings, one), tokenizer)
+    for benchmark in benchmarks:
+        if benchmark in SETS and benchmark not in BENCHMARKS:
+            task = make_task(getattr(settings, benchmark), tokenizer)
         else:
-            own = {} if one in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}
-            task = make_benchmark(DataConfig(source=one, **own), tokenizer, settings.math, reward_fn)
+            columns = {} if benchmark in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}
+            task = make_benchmark(DataConfig(source=benchmark, **columns), tokenizer, settings.math, reward_fn)
             reward_fn = task.reward_fn
-        tasks[set_name(one)] = task
+        tasks[set_name(benchmark)] = task
     return tasks

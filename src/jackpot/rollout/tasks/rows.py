@@ -1,19 +1,6 @@
 """Reading of rows from files and from the hub, and of each row's problem, right answers and id from its columns.
 
-A record is a row as it stands in the file, with file and line for messages: `problems.jsonl line 17`. Each call reads
-from the first row to the last; all kinds of file but `.json` are read piece by piece. Columns may have the forms that
-published data has:
-
-| of a row | forms |
-|---|---|
-| a column's name | the name itself, or a path into nested values: `reward_model.ground_truth`, `prompt.0.content` |
-| problem | text, chat messages, or several columns: `{Body} {Question}` |
-| answer | text or a number, or a list of them, any of which is right |
-| options of multiple choice | a list, a mapping from label to text, lists `text` and `label`, or one column for each |
-| answer to multiple choice | a letter or label, the number of the option from 0, or its text; it becomes `(B) text` |
-
-The library `datasets` does not read local files here, because its readers name neither file nor line of a damaged row,
-fill up a short row of CSV with nothing, and turn the answer 007 into 7.
+Each call reads from the first row to the last; all kinds of file but `.json` are read piece by piece.
 """
 
 import csv
@@ -32,7 +19,7 @@ from typing import Any, NamedTuple
 from pyarrow import parquet
 
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
-from jackpot.core.errors import DataError
+from jackpot.core.errors import DataError, first_line
 from jackpot.core.foreign import MOST_EXPANSION, MOST_REPETITION, Expansion, open_foreign
 from jackpot.core.package import install
 from jackpot.rollout.rewards.verifier.choices import choice, letter_choice
@@ -56,7 +43,7 @@ _log = logging.getLogger(__name__)
 class Record(NamedTuple):
     """A row of a file or data set, before its columns are interpreted."""
 
-    where: str  # file or data set and row number, for messages
+    where: str  # file or data set, and line or row, for messages: `problems.jsonl line 17`
     values: Mapping[str, Any]  # by column
 
 
@@ -65,19 +52,23 @@ class _OpenFile:
 
     def __init__(self, path: Path, content: Any) -> None:
         """Take over `content`, the binary file at `path`, decompressed where the file is compressed."""
-        self.content, self.done = content, 0
+        self.content = content
+        self.count = 0  # lines or rows read so far
         self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
 
     def lines(self) -> Iterator[str]:
+        """Yield every line as text, and count it."""
         while line := self._bounded(self.content.readline, LONGEST_LINE):
             yield str(line, "utf-8-sig")
-            self.done += 1
+            self.count += 1
 
     def whole(self) -> str:
+        """Return the whole file as text."""
         return str(self._bounded(self.content.read, LARGEST_JSON), "utf-8-sig")
 
-    def _bounded(self, read: Callable[[int], bytes], largest: int) -> bytes:
-        text = read(largest + 1)
+    def _bounded(self, read_bytes: Callable[[int], bytes], largest: int) -> bytes:
+        """Read at most `largest` bytes; raise ValueError where there are more."""
+        text = read_bytes(largest + 1)
         self.expansion.add(len(text))
         if len(text) > largest:
             raise ValueError(f"it goes on for more than {largest:,} bytes")
@@ -85,16 +76,19 @@ class _OpenFile:
 
 
 def _json_lines(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a file with a JSON object in each line."""
     yield from (json.loads(line) for line in file.lines() if line.strip())
 
 
 def _json(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a file that is one JSON list."""
     for row in json.loads(file.whole()):
         yield row
-        file.done += 1
+        file.count += 1
 
 
 def _csv(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a CSV file, whose first line names the columns."""
     rows = csv.reader(file.lines(), strict=True)
     header = next(rows, [])
     for row in filter(None, rows):
@@ -104,11 +98,12 @@ def _csv(file: _OpenFile) -> Iterator[Any]:
 
 
 def _parquet(file: _OpenFile) -> Iterator[Any]:
+    """Yield the rows of a parquet file."""
     for batch in parquet.ParquetFile(file.content).iter_batches(batch_size=_BATCH):
         file.expansion.add(batch.nbytes)
         for row in batch.to_pylist():
             yield row
-            file.done += 1
+            file.count += 1
 
 
 class _Kind(NamedTuple):
@@ -143,12 +138,16 @@ def kind_of(path: Path) -> str | None:
 def read_files(files: Iterable[Path]) -> Iterator[Record]:
     """Yield every row of every file, in order.
 
+    The library `datasets` does not read local files here, because its readers name neither file nor line of a damaged
+    row, fill up a short row of CSV with nothing, and turn the answer 007 into 7.
+
     Raises:
         DataError: a file cannot be read, or the content does not fit the file's ending; names the line or row.
     """
     for path in files:
         suffix = kind_of(path) or ""
-        kind, file = _KINDS[suffix.removesuffix(GZIP)], None
+        kind = _KINDS[suffix.removesuffix(GZIP)]
+        file = None
 
         try:
             with open_foreign(path) as stored, gzip.open(stored) if suffix.endswith(GZIP) else stored as content:
@@ -156,10 +155,10 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
                 for row in kind.rows(file):
                     if not isinstance(row, Mapping):
                         raise ValueError(f"{row!r:.80} is no row")
-                    yield Record(f"{path} {kind.unit} {file.done + 1}", row)
+                    yield Record(f"{path} {kind.unit} {file.count + 1}", row)
         except Exception as error:  # json, csv, gzip, zlib, pyarrow and the disk have no common error class
-            done = file.done if file else 0
-            where = f"{path} {kind.unit} {done + 1}" if done or (file and kind.unit == "line") else path
+            count = file.count if file else 0
+            where = f"{path} {kind.unit} {count + 1}" if count or (file and kind.unit == "line") else path
             raise DataError(
                 f"{where} cannot be read as {suffix}: {error}. Such a file holds {kind.form}; correct it, or give it "
                 f"the ending of what it is"
@@ -186,35 +185,35 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
         if kind_of(file) and file.is_file() and not re.search(r"(^|/)\.", str(file.relative_to(path)))
     ]
     if not files:
-        said = f"is not one of {_LISTED}, and holds none" if path.exists() else "does not exist"
-        raise DataError(f"{path} {said}; give the path of a {_LISTED} file, or of a folder of them")
+        problem = f"is not one of {_LISTED}, and holds none" if path.exists() else "does not exist"
+        raise DataError(f"{path} {problem}; give the path of a {_LISTED} file, or of a folder of them")
 
     nameless = [file for file in files if not _SPLIT.search(str(file.relative_to(path)))]
     if split is None and nameless == files:
         return files
 
-    wanted = split or usual_split
-    chosen = [file for file in files if _is_of(file.relative_to(path), wanted)]
-    if not chosen:
+    wanted_split = split or usual_split
+    files_of_split = [file for file in files if _is_of(file.relative_to(path), wanted_split)]
+    if not files_of_split:
         raise DataError(
-            f"{path} holds no files of split {wanted!r}, only {_listed(files, path)}; set split to one that is there, "
-            f"or give the path of a file"
+            f"{path} holds no files of split {wanted_split!r}, only {_listed(files, path)}; set split to one that is "
+            f"there, or give the path of a file"
         )
     if split is None and nameless:
         _log.warning(
             "%s (%s): %d files name no split and are left out, for others do: %s; put train or test into their names, "
             "set split, or move them elsewhere",
-            *(path, wanted, len(nameless), _listed(nameless, path)),
+            *(path, wanted_split, len(nameless), _listed(nameless, path)),
         )
-    return chosen
+    return files_of_split
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether a path belongs to a split: the innermost part that names any split names this split."""
+    """Return whether a path belongs to a split: its innermost file or folder name with any split has this split."""
     before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 belongs to train
-    wanted = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
-    innermost = next((part for part in reversed(path.parts) if wanted.search(part) or _SPLIT.search(part)), "")
-    return bool(wanted.search(innermost))
+    pattern = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
+    innermost = next((name for name in reversed(path.parts) if pattern.search(name) or _SPLIT.search(name)), "")
+    return bool(pattern.search(innermost))
 
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
@@ -234,16 +233,17 @@ def read_hub(path: str, subset: str | None, split: str, instead: str) -> Iterato
     Raises:
         DataError: the package `datasets` is missing, or the data set cannot be fetched or has no such subset or split.
     """
-    name, number = f"{path} ({', '.join(filter(None, [subset, split]))})", 0
+    name = f"{path} ({', '.join(filter(None, [subset, split]))})"
+    count = 0
     try:
         from datasets import load_dataset  # takes a second to import, and most runs do not need it
 
-        for number, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
-            yield Record(f"{name} row {number}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
+        for count, row in enumerate(load_dataset(path, name=subset, split=split), start=1):
+            yield Record(f"{name} row {count}", row)  # pyright: ignore[reportArgumentType]  a row is a mapping
     except Exception as error:  # datasets, huggingface_hub, httpx, fsspec and pyarrow have no common error class
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:500]  # some errors contain a traceback
+        message = f"{type(error).__name__}: {first_line(error)[:500]}"  # some errors contain a traceback
         raise DataError(
-            f"{name} cannot be fetched from the hub, after row {number}: {said}. It needs the package datasets "
+            f"{name} cannot be fetched from the hub, after row {count}: {message}. It needs the package datasets "
             f"({install('train')}). Check its name, subset and split, and the connection (a private one needs "
             f"HF_TOKEN); or {instead}"
         ) from error
@@ -280,48 +280,58 @@ def make_reader(
 ) -> Callable[[int, Record], DataRow]:
     """Choose the columns by what the first rows have, and return the function that reads a record into a `DataRow`.
 
-    The function takes the number of the row, from 0, and the record. It raises DataError for a row that has no problem,
-    or a value that is no text.
+    The function takes the index of the row and the record. It raises DataError for a row that has no problem, or a
+    value that is no text. Columns may have the forms that published data has:
+
+    | of a row | forms |
+    |---|---|
+    | a column's name | the name itself, or a path into nested values: `reward_model.ground_truth`, `prompt.0.content` |
+    | problem | text, chat messages, or several columns: `{Body} {Question}` |
+    | answer | text or a number, or a list of them, any of which is right |
+    | options of multiple choice | a list, a mapping from label to text, lists `text` and `label`, or a column each |
+    | answer to multiple choice | a letter or label, the index of the option, or its text; it becomes `(B) text` |
 
     Raises:
         DataError: a column is missing (lists the columns there are).
     """
-    chosen, column = settings.columns, partial(_column, first)
-    problems = [chosen.problem] if chosen.problem else benchmark.problem
-    parts = [column("problem", [name]) for name in _IN_BRACES.findall(problems[0])]
-    problem = problems[0] if parts else column("problem", problems)
-    answer = column("answer", [chosen.answer] if chosen.answer else list(benchmark.answer))
-    options = [column("options", [name]) for name in chosen.options]
+    columns, choose_column = settings.columns, partial(_column, first)
+    problem_columns = [columns.problem] if columns.problem else benchmark.problem
+    joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
+    problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)
+    answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
+    option_columns = [choose_column("options", [name]) for name in columns.options]
 
-    uids = [name for name in benchmark.uid if any(name in record.values for record in first)]
-    uids = [] if chosen.uid == ROW_NUMBER else [chosen.uid] if chosen.uid else uids
-    uid = column("uid", uids) if uids else None
+    present = [name for name in benchmark.uid if any(name in record.values for record in first)]
+    uid_columns = [columns.uid] if columns.uid else present
+    uid_column = choose_column("uid", uid_columns) if uid_columns and columns.uid != ROW_NUMBER else None
 
-    form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer, "plain"))
+    form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
-    def read(number: int, record: Record) -> DataRow:
-        values, uid_text = record.values, str(number)
+    def read_row(index: int, record: Record) -> DataRow:
+        """Read a record into a problem with its right answers."""
+        values, uid = record.values, str(index)
         try:
-            asked = _needed("problem", problem, _problem(values, problem))
-            in_column = _lookup(values, answer)
-            found = in_column if isinstance(in_column, list) else [in_column]
-            texts = [text and extract(text) for text in (_text(value, answer) for value in found)]
+            problem = _needed("problem", problem_column, _problem(values, problem_column))
+            in_column = _lookup(values, answer_column)
+            entries = in_column if isinstance(in_column, list) else [in_column]
+            texts = [_text(value, answer_column) for value in entries]
+            answers = [text and extract(text) for text in texts]
 
-            if options:
-                listed, choose = _choice(values, options)
-                asked = append(asked, listed)
-                integers = [isinstance(value, int) for value in found]
-                texts = [text and choose(text, flag) for text, flag in zip(texts, integers, strict=True)]
+            if option_columns:
+                options_text, choose = _choice(values, option_columns)
+                problem = append(problem, options_text)
+                are_integers = [isinstance(value, int) for value in entries]
+                answers = [answer and choose(answer, flag) for answer, flag in zip(answers, are_integers, strict=True)]
 
-            if uid is not None:
-                text = _text(_lookup(values, uid), uid)
-                uid_text = _needed("uid", uid, text) if chosen.uid else text or f"row-{number}"
+            if uid_column is not None:
+                text = _text(_lookup(values, uid_column), uid_column)
+                uid = _needed("uid", uid_column, text) if columns.uid else text or f"row-{index}"
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
-        return DataRow(uid_text, asked, tuple(dict.fromkeys(filter(None, texts))), record.where)
+        return DataRow(uid, problem, tuple(dict.fromkeys(filter(None, answers))), record.where)
 
-    return read
+    return read_row
 
 
 def _lookup(values: Any, path: str, default: Any = None) -> Any:
@@ -340,6 +350,7 @@ def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> st
     for name in candidates:
         if any(_lookup(record.values, name, _ABSENT) is not _ABSENT for record in first):
             return name
+
     names = {  # for the message: names of columns, and for nested values the paths one level into them
         f"{name}.{key}" if key else name
         for record in first
@@ -370,9 +381,11 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
     """
     if _IN_BRACES.search(column):
         return _IN_BRACES.sub(lambda match: _text(_lookup(values, match[1]), match[1]) or "", column).strip() or None
+
     value = _lookup(values, column)
     if not isinstance(value, list):
         return _text(value, column)
+
     messages = tuple(_message(message, column) for message in value)
     if messages and messages[-1].role == "assistant":
         raise DataError(
@@ -383,10 +396,10 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
 
 
 def _message(value: Any, column: str) -> Message:
-    """Return a chat message, whose content may be a list of parts, as long as all parts are text."""
+    """Return a chat message, whose content may be a list of entries, as long as all entries are text."""
     role, content = (_lookup(value, name) for name in ("role", "content"))
-    if isinstance(content, list) and all(_lookup(part, "type") == "text" for part in content):
-        content = "".join(str(_lookup(part, "text", "")) for part in content)
+    if isinstance(content, list) and all(_lookup(entry, "type") == "text" for entry in content):
+        content = "".join(str(_lookup(entry, "text", "")) for entry in content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(
             f"column {column!r} holds a list with {value!r:.80}; chat messages are "
@@ -407,39 +420,41 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     # Options stand in one column, with labels beside them or as keys or without labels, or each in a column.
     labels = None
     match [_lookup(values, name) for name in columns]:
-        case [{"text": [*written]} as column]:
+        case [{"text": [*contents]} as column]:
             labels = column.get("label")
         case [dict() as column]:
-            written, labels = list(column.values()), list(column)
-        case [[*written]] | written:
+            contents, labels = list(column.values()), list(column)
+        case [[*contents]] | contents:
             pass
 
-    options = [text for value in written if (text := _text(value, ", ".join(columns))) is not None]
+    options = [text for value in contents if (text := _text(value, ", ".join(columns))) is not None]
     names = list(ascii_uppercase[: len(options)]) if labels is None else list(map(str, labels))
-    if not 2 <= len(written) <= len(ascii_uppercase) or not len(options) == len(names) == len(written):
+    if not 2 <= len(contents) <= len(ascii_uppercase) or not len(options) == len(names) == len(contents):
         raise DataError(
-            f"columns.options ({', '.join(columns)}) gives {written!r:.80}; multiple choice needs 2 to 26 options, "
+            f"columns.options ({', '.join(columns)}) gives {contents!r:.80}; multiple choice needs 2 to 26 options, "
             f"each with a text"
         )
     plain = _unlabelled(options)
 
     def choose(answer: str, is_integer: bool) -> str:
+        """Return the reference for an answer."""
         # The answer may be a label, the text of an option, or a letter with punctuation, and last a number from 0.
-        named = [(names, answer)]
+        candidates = [(names, answer)]
         if not is_integer or labels is not None:
-            named += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
-        found = [texts.index(text) for texts, text in named if texts.count(text) == 1]
+            candidates += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
+        indices = [texts.index(text) for texts, text in candidates if texts.count(text) == 1]
         if labels is None and answer.isdecimal():
-            found.append(int(answer))
+            indices.append(int(answer))
 
-        if not found or found[0] >= len(plain):
+        if not indices or indices[0] >= len(plain):
             raise DataError(
                 f"the answer {answer!r:.80} is none of the {len(plain)} options ({', '.join(names)}); it is a label, a "
                 f"number from 0, or the text of an option: set columns.answer or answers"
             )
-        return choice(ascii_uppercase[found[0]], plain[found[0]])
+        return choice(ascii_uppercase[indices[0]], plain[indices[0]])
 
-    return "\n" + "".join(f"\n{letter}. {text}" for letter, text in zip(ascii_uppercase, plain, strict=False)), choose
+    lines = [f"\n{letter}. {text}" for letter, text in zip(ascii_uppercase, plain, strict=False)]
+    return "\n" + "".join(lines), choose
 
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
@@ -459,19 +474,17 @@ def _text(value: Any, column: str) -> str | None:
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):  # NaN stands for a missing value
         return None
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and _is_readable(value):
+
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if is_number and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
     if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half of a surrogate pair
         raise DataError(
             f"column {column!r} holds {value!r:.80}; it must be text in UTF-8 or a finite number, below 1e300"
         )
     return value.strip() or None
-
-
-def _is_readable(number: float | Decimal) -> bool:
-    """Tell whether a number is finite and below `_LARGEST_NUMBER`."""
-    return (isinstance(number, int) or math.isfinite(number)) and abs(number) < _LARGEST_NUMBER
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
@@ -487,6 +500,7 @@ def _last_boxed(text: str) -> str | None:
     """
     last: tuple[int, str] | None = None  # position and content of the last box
     opened: list[int | None] = []  # for every open brace: where the content of its box begins, None without a box
+
     for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)|(?<!\\)[{}]", text):
         if match[1] == "{":
             opened.append(match.end())
@@ -496,6 +510,7 @@ def _last_boxed(text: str) -> str | None:
             opened.append(None)
         elif opened and (start := opened.pop()) is not None:
             last = max(last or (-1, ""), (start, text[start : match.start()]))
+
     return (last[1].strip() or None) if last else None
 
 

@@ -4,7 +4,6 @@ They stand in for data that is not on this machine, to try out whether a run wor
 """
 
 import random
-from typing import NamedTuple
 
 _NAMES = ("Ana", "Ben", "Chen", "Dora", "Emil", "Fatima", "George", "Hanna", "Ivan", "Julia")
 _THINGS = ("apples", "books", "clips", "coins", "eggs", "marbles", "pages", "stamps", "tickets", "toys")
@@ -16,26 +15,19 @@ _STORIES = (
 )
 
 
-class SyntheticProblem(NamedTuple):
-    """A word problem and its answer."""
-
-    problem: str
-    answer: str
-
-
-def synthetic_problem(number: int) -> SyntheticProblem:
-    """Return the problem with a number; equal numbers give equal problems."""
-    draw = random.Random(f"made up/{number}")
-    story = number % len(_STORIES)
+def synthetic_problem(index: int) -> tuple[str, str]:
+    """Return a word problem and its answer; equal indices give equal problems."""
+    draw = random.Random(f"made up/{index}")
+    story = index % len(_STORIES)
     a, b = draw.randint(1, 50), draw.randint(1, 50)
     values = {"name": draw.choice(_NAMES), "things": draw.choice(_THINGS), "a": a, "b": b, "sum": a + b}
-    return SyntheticProblem(_STORIES[story].format(**values), str(b if story == 1 else a + b))
+    return _STORIES[story].format(**values), str(b if story == 1 else a + b)
 
 
 def synthetic_rows(first: int, count: int) -> list[dict[str, str | list[str]]]:
-    """Return `count` problems from number `first` on as rows of a file of problems."""
-    return [
-        {"id": f"made-up-{number}", "problem": one.problem, "answer": [one.answer]}
-        for number in range(first, first + count)
-        for one in [synthetic_problem(number)]
-    ]
+    """Return `count` problems from index `first` on, as rows of a file of problems."""
+    rows = []
+    for index in range(first, first + count):
+        problem, answer = synthetic_problem(index)
+        rows.append({"id": f"made-up-{index}", "problem": problem, "answer": [answer]})
+    return rows

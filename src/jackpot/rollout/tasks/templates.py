@@ -1,25 +1,4 @@
-r"""Prompt templates, which turn a problem into the text that the model continues.
-
-`chat`: the chat template that comes with the tokenizer, with the problem and the instruction as the user's message:
-
-    [system prompt]
-    [user] What is 1+1?
-           Please reason step by step, and put your final answer within \boxed{}.
-    [assistant]
-
-`base`: plain text for a model that never saw a chat; the system prompt, if any, stands above it:
-
-    Question:
-    What is 1+1?
-    Please reason step by step, and put your final answer within \boxed{}.
-
-    Answer:
-
-`plain`: problem and instruction without any frame, below the system prompt if there is one.
-
-A problem that is chat messages keeps them: the instruction stands after the last one, and the system prompt of the
-settings replaces that of the messages. `base` and `plain` put the messages below each other.
-"""
+"""Prompt templates, which turn a problem into the text that the model continues."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -30,15 +9,22 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.core.errors import DataError, first_line
 from jackpot.core.limited import CPU_SECONDS, MEMORY, ends_in_limits
+from jackpot.core.types import Prompt
 from jackpot.rollout.tasks.data import PromptSize
 from jackpot.rollout.tasks.rows import Message, Problem, append
 
 _ENDED: dict[str, bool] = {}  # by chat template, whether it comes to an end within the limits of time and memory
-_SAID = "What the model said."  # an answer that can be found again in the text that a chat template makes
+_MARKER = "What the model said."  # an answer that can be found again in the text that a chat template makes
 
 
 class Template:
-    """A template with its tokenizer: it formats and tokenizes prompts.
+    """A template with its tokenizer, which formats and tokenizes prompts.
+
+    A problem that is chat messages keeps them: the instruction stands after the last message, and the system prompt of
+    the settings replaces that of the messages.
+
+    Args:
+        name: key of `TEMPLATES`.
 
     Raises:
         DataError: for `chat`, the tokenizer has no chat template, or one that takes no system prompt.
@@ -47,7 +33,8 @@ class Template:
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str, system_prompt: str | None
     ) -> None:
-        self._tokenizer, self._format = tokenizer, TEMPLATES[name]
+        self._tokenizer = tokenizer
+        self._format = TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
         has_bos = name != "chat" and tokenizer.bos_token_id in tokenizer.encode("")
         self._bos: list[Any] = [tokenizer.bos_token_id] if has_bos else []
@@ -62,11 +49,18 @@ class Template:
 
     def text(self, problem: Problem) -> str:
         """Return the prompt of a problem as text."""
-        asked = append(problem, f"\n{self._instruction}") if self._instruction else problem
-        messages = [Message("user", asked)] if isinstance(asked, str) else list(asked)
+        question = append(problem, f"\n{self._instruction}") if self._instruction else problem
+        messages = [Message("user", question)] if isinstance(question, str) else list(question)
         if self._system_prompt is not None:
-            messages = [Message("system", self._system_prompt), *(one for one in messages if one.role != "system")]
+            system = Message("system", self._system_prompt)
+            messages = [system, *(message for message in messages if message.role != "system")]
         return self._format(self._tokenizer, messages)
+
+    def prompt(self, uid: str, problem: Problem, answers: Sequence[str]) -> Prompt:
+        """Return a problem with its text and token ids; the first of `answers` is the reference."""
+        text = self.text(problem)
+        token_ids = tuple(self.token_ids(text))
+        return Prompt(uid=uid, text=text, answer=answers[0], other_answers=tuple(answers[1:]), token_ids=token_ids)
 
     def reply(self, text: str) -> str:
         """Return the text between two turns of the model, in which the user says `text`.
@@ -76,7 +70,7 @@ class Template:
         """
         if self._format is not chat:
             return f"\n\n{self._format(self._tokenizer, [Message('user', text)])}"
-        following = self._after_said(text)
+        following = self._after_turn(text)
         return following.lstrip().removeprefix(self._turn_end) if self._turn_end else following
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
@@ -98,15 +92,15 @@ class Template:
     @cached_property
     def _turn_end(self) -> str:
         """Return the special token that the chat template puts after a turn of the model, or an empty text."""
-        following, tokens = self._after_said("1+1").lstrip(), self._tokenizer.added_tokens_decoder.values()
-        ends = [token.content for token in tokens if token.special and following.startswith(token.content)]
-        return max(ends, key=len, default="")
+        following = self._after_turn("1+1").lstrip()
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return max(filter(following.startswith, special), key=len, default="")
 
-    def _after_said(self, text: str) -> str:
+    def _after_turn(self, text: str) -> str:
         """Return what the chat template writes after a turn of the model when the user says `text` next."""
-        messages = [Message("user", "1+1"), Message("assistant", _SAID), Message("user", text)]
-        _, said, following = chat(self._tokenizer, messages).partition(_SAID)
-        if not said:
+        messages = [Message("user", "1+1"), Message("assistant", _MARKER), Message("user", text)]
+        _, marker, following = chat(self._tokenizer, messages).partition(_MARKER)
+        if not marker:
             raise DataError(
                 "the tokenizer's chat template changes or leaves out what the model said in earlier turns, so no reply "
                 "can be put behind it; use `task.template: base` or `plain`"
@@ -134,7 +128,14 @@ def _ends(template: str, ask: Callable[[], object]) -> bool:
 
 
 def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Format messages with the tokenizer's chat template.
+    r"""Format messages with the chat template that comes with the tokenizer.
+
+    The problem and the instruction are the user's message:
+
+        [system prompt]
+        [user] What is 1+1?
+               Please reason step by step, and put your final answer within \boxed{}.
+        [assistant]
 
     Raises:
         DataError: there is no chat template, or it refuses these messages.
@@ -146,8 +147,8 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
         )
 
     try:
-        asked = [message._asdict() for message in messages]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        conversation = [message._asdict() for message in messages]
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         return str(text)  # already a str, since nothing is tokenized; the library's type also allows token ids
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         roles = ", ".join(message.role for message in messages)
@@ -158,10 +159,17 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 
 
 def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Format messages as plain text for a base model: a question below the system prompt if there is one."""
+    r"""Format messages as plain text for a model that never saw a chat, below the system prompt if there is one.
+
+    Question:
+    What is 1+1?
+    Please reason step by step, and put your final answer within \boxed{}.
+
+    Answer:
+    """
     above = "".join(f"{message.content}\n\n" for message in messages if message.role == "system" and message.content)
-    asked = "\n\n".join(message.content for message in messages if message.role != "system")
-    return f"{above}Question:\n{asked}\n\nAnswer:\n"
+    question = "\n\n".join(message.content for message in messages if message.role != "system")
+    return f"{above}Question:\n{question}\n\nAnswer:\n"
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:

@@ -219,7 +219,7 @@ class DraftedBatch(DecodingBatch):
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
         """Decide as `_verify` does, on M columns of some rows, flattened; return [M, 3 + 2K]."""
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
-        tokens = torch.where(verdict.accepted, drafts, verdict.others)
+        tokens = torch.where(verdict.accepted, drafts, verdict.replacements)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
         top_log_probs, top_ids = largest(verdict.log_probs, self._settings.num_top_log_probs)
         draw = Draw(tokens, log_probs, top_ids, top_log_probs)

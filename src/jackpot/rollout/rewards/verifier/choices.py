@@ -1,10 +1,4 @@
-r"""Judging of answers to multiple-choice problems. Standard library only.
-
-The reference is a letter in parentheses, `(B)` or `\text{(B)}`, which the text of the option may follow: `(B) 142`. A
-right answer is the letter in any usual form (`B`, `(B)`, `B.`, `Option B`), alone or before the option's text, or that
-text alone. If an answer has a letter, the letter counts: another letter is wrong whatever follows, and the right letter
-before another text is wrong too. If the reference has no text, any text but another choice may follow the letter.
-"""
+"""Judging of answers to multiple-choice problems. Standard library only."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +45,10 @@ def choice(letter: str, option: str = "") -> str:
 
 
 def parse_choice(reference: str) -> Choice | None:
-    r"""Return the choice that a reference names, or None where it is none: `(A) \cup (B)` is an expression."""
+    r"""Return the choice that a reference names, or None where there is no choice: `(A) \cup (B)` is an expression.
+
+    The reference is a letter in parentheses, `(B)` or `\text{(B)}`, which the text of the option may follow: `(B) 142`.
+    """
     match = _REFERENCE.fullmatch(reference.strip())
     if match is None or _NO_OPTION.match(option := match["option"] or match["bare_option"] or ""):
         return None
@@ -64,18 +61,23 @@ def letter_choice(text: str) -> str | None:
     return text if parse_choice(text) else choice(letter, option) if letter else None
 
 
-def is_choice(answer: str, wanted: Choice, compare: Callable[[str, str], bool]) -> bool:
-    """Return whether a normalized answer names the choice `wanted`.
+def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool]) -> bool:
+    """Return whether a normalized answer names the choice `reference`.
+
+    A right answer is the letter in any usual form (`B`, `(B)`, `B.`, `Option B`), alone or before the option's text, or
+    that text alone. If an answer has a letter, the letter counts: another letter is wrong whatever follows, and the
+    right letter before another text is wrong too. If the reference has no text, any text but another choice may follow
+    the letter.
 
     Args:
         compare: compares two normalized texts that are no choices.
     """
-    letter, rest = _given(answer)
+    letter, option = _given(answer)
     if not letter.isupper():
-        return compare(answer, f"({wanted.letter})") or _is_option(answer, wanted.option, compare)
-    if letter != wanted.letter or not rest:
-        return letter == wanted.letter
-    return _is_option(rest, wanted.option, compare) if wanted.option else _NOT_ITS_TEXT.match(rest) is None
+        return compare(answer, f"({reference.letter})") or _is_option(answer, reference.option, compare)
+    if letter != reference.letter or not option:
+        return letter == reference.letter
+    return _is_option(option, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(option) is None
 
 
 def _given(text: str) -> tuple[str, str]:

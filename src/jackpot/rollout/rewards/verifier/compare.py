@@ -17,6 +17,7 @@ Both sides are normalized (`latex.py`) and then compared by the form of the *ref
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from jackpot.rollout.rewards.verifier.choices import is_choice, parse_choice
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
@@ -66,18 +67,15 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
         algebra: decides whether two expressions are equal.
     """
 
-    def compare_texts(one: str, other: str) -> bool:
-        """Compare two normalized texts."""
-        return _compare(one, other, algebra)
-
     if max(len(answer), len(reference)) > MAX_ANSWER_LENGTH:
         return answer == reference
+
     try:
-        if (chosen := parse_choice(reference)) is not None:
-            return is_choice(normalize(answer), chosen, compare_texts)
+        if (reference_choice := parse_choice(reference)) is not None:
+            return is_choice(normalize(answer), reference_choice, partial(_compare, algebra=algebra))
         if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
             return True  # 2e-3 and 2e - 3, which may be meant alike
-        return compare_texts(_OPTION.sub("", normalize(answer), count=1), normalize(reference))
+        return _compare(_OPTION.sub("", normalize(answer), count=1), normalize(reference), algebra)
     except RecursionError:  # brackets nested some hundred times
         return False
 
@@ -93,11 +91,13 @@ def is_readable(reference: str) -> bool:
     is_value = parse_choice(reference) or parse_quantity(text, is_reference=True) or _words(text)
     if is_value or _WRAPPED.fullmatch(text):
         return True
+
     try:
         if structure := parse_structure(text):
             return all(map(is_readable, structure.members))
     except RecursionError:
         return False
+
     # An answer's number with plain words, or prose, would be read as a product of letters.
     return parse_quantity(text, is_reference=False) is None and not has_prose(text)
 
@@ -120,7 +120,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
             is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
             return is_equal or answer == normalize(reference.partition("_")[0])  # 1E5 is a power of ten without a base
         if (words := _words(reference)) is not None:
-            return _same_words(words, _words(answer))
+            return _same_words(_words(answer), words)
         if (structure := parse_structure(_unwrapped(reference))) is not None:
             return _as_structure(parse_structure(_unwrapped(answer)), structure, algebra)
 
@@ -157,10 +157,10 @@ def _words(text: str) -> str | None:
     return inside if is_words and parse_structure(inside) is None else None
 
 
-def _same_words(words: str, given: str | None) -> bool:
-    """Return whether an answer consists of `words`; case counts for single letters and words in capitals."""
-    one, other = (" ".join(text.replace("-", " ").rstrip(".").split()) for text in (given or "", words))
-    return one == other if words.isupper() or len(words) == 1 else one.lower() == other.lower()
+def _same_words(answer: str | None, reference: str) -> bool:
+    """Compare the words of an answer and a reference; case counts for single letters and words in capitals."""
+    mine, theirs = (" ".join(text.replace("-", " ").rstrip(".").split()) for text in (answer or "", reference))
+    return mine == theirs if reference.isupper() or len(reference) == 1 else mine.lower() == theirs.lower()
 
 
 def _as_structure(answer: Structure | None, reference: Structure, algebra: Algebra) -> bool:
@@ -172,16 +172,17 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
     if len(mine) != len(theirs) or any(map(_name, mine)) != any(map(_name, theirs)):
         return False
     if reference.ordered or all(len(_words(member) or "") > 1 for member in theirs):
-        return all(_compare(one, other, algebra) for one, other in zip(mine, theirs, strict=True))
+        return all(map(partial(_compare, algebra=algebra), mine, theirs))
 
     # Give each member of the reference a different member of the answer. The first equal one will do, because equality
     # is transitive.
-    left = [*mine]
+    unmatched = [*mine]
     for member in theirs:
-        match = member if member in left else next((one for one in left if _compare(one, member, algebra)), None)
+        equal = (candidate for candidate in unmatched if _compare(candidate, member, algebra))
+        match = member if member in unmatched else next(equal, None)
         if match is None:
             return False
-        left.remove(match)
+        unmatched.remove(match)
     return True
 
 
@@ -193,30 +194,28 @@ def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
 
 def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     """Compare expressions, and numbers with units; a relation such as `x < 2` equals only a relation."""
-    number, given = parse_quantity(reference, is_reference=True), parse_quantity(answer, is_reference=False)
-    if number and given:
-        return given.value == number.value and units_agree(given.unit, number.unit)
+    mine, theirs = parse_quantity(answer, is_reference=False), parse_quantity(reference, is_reference=True)
+    if mine and theirs:
+        return mine.value == theirs.value and units_agree(mine.unit, theirs.unit)
 
     sides = split_outside_brackets(answer, "=")
-    if number and len(sides) > 1:  # a chain, which may have a name: x = 9/4 = 2.25
+    if theirs and len(sides) > 1:  # a chain, which may have a name: x = 9/4 = 2.25
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[is_named:])
 
     is_relation = _RELATION.search(reference) is not None
     if (_RELATION.search(answer) is not None) != is_relation or parse_structure(answer) is not None:
         return False
-    if (r"\infty" in answer) != (r"\infty" in reference) or (number and _TWO_NUMBERS.search(answer)):
+    if (r"\infty" in answer) != (r"\infty" in reference) or (theirs and _TWO_NUMBERS.search(answer)):
         return False
 
-    if is_relation:
-        return _by_algebra(answer, reference, algebra)
-
-    answer, unit = split_unit(answer, is_reference=False) or ("", "")
-    reference, wanted = split_unit(reference, is_reference=True) or (reference, "")
-    if number:
-        reference, wanted = str(number.value), number.unit
-    if not answer or _words(answer) is not None or not units_agree(unit, wanted):
-        return False
+    if not is_relation:
+        answer, unit = split_unit(answer, is_reference=False) or ("", "")
+        reference, reference_unit = split_unit(reference, is_reference=True) or (reference, "")
+        if theirs:
+            reference, reference_unit = str(theirs.value), theirs.unit
+        if not answer or _words(answer) is not None or not units_agree(unit, reference_unit):
+            return False
 
     return _by_algebra(answer, reference, algebra)
 

@@ -1,20 +1,11 @@
 """Equality of two expressions, decided with math-verify and corrections to it. Only this file imports math-verify.
 
-The comparison runs in reward workers only, because it can take unbounded time and memory. math-verify's own time limits
-are signals, which C code ignores; they are off.
-
-Corrections of `math_verify.verify`:
-
-- Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
-- Two expressions must also agree to 30 digits at three points: math-verify ignores differences below 1e-15.
-- Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
-  compares solutions, so that all equations without a solution are equal.
-- Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
+The comparison runs in reward workers only, because it can take unbounded time and memory.
 """
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
@@ -44,6 +35,15 @@ def verify(*, answer: str, reference: str) -> float:
 def equal_expressions(answer: str, reference: str) -> bool:
     """Return whether two normalized expressions are equal; False where math-verify cannot parse one of them.
 
+    `math_verify.verify` is corrected as follows:
+
+    - Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
+    - Two expressions must also agree to 30 digits at three points: math-verify ignores differences below 1e-15.
+    - Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
+      compares solutions, so that all equations without a solution are equal.
+    - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
+    - Its own time limits are off: they are signals, which C code ignores.
+
     Raises:
         MemoryError: the process is out of memory.
     """
@@ -66,39 +66,45 @@ def parse(text: str) -> Basic:
     """
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     parsed: Any = parse_latex_cached(normalize_latex(text, config=_STYLE))
-    exact: dict[Basic, Basic] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
+    exact: dict[Basic, Basic] = {decimal: Rational(str(decimal)) for decimal in parsed.atoms(Float)}
     return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(answer: Any, reference: Any) -> bool:
     """Compare two parsed expressions at three points; if they are no equations, math-verify must agree.
 
     What has no numeric value is compared by math-verify alone.
     """
-    sides: tuple[Any, Any] = (one, other)
-    if isinstance(one, Eq) and isinstance(other, Eq):
-        values = [*_values(*(side.lhs - side.rhs for side in sides))]
+    sides: tuple[Any, Any] = (answer, reference)
+    if isinstance(answer, Eq) and isinstance(reference, Eq):
+        values = [*_values(*(equation.lhs - equation.rhs for equation in sides))]
         is_same = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
-        return is_same and values != [] and one.free_symbols != set()
-    if not math_verify(other, one, strict=True, timeout_seconds=None, raise_on_error=True):
+        return is_same and values != [] and answer.free_symbols != set()
+
+    if not math_verify(reference, answer, strict=True, timeout_seconds=None, raise_on_error=True):
         return False
-    return not (isinstance(one, Expr) and isinstance(other, Expr)) or all(_close(a, b) for a, b in _values(one, other))
+    has_values = isinstance(answer, Expr) and isinstance(reference, Expr)
+    return not has_values or all(_close(a, b) for a, b in _values(answer, reference))
 
 
-def _values(*sides: Any) -> Iterator[list[Expr]]:
-    """Yield the values of all sides at each of three points, without the points where a side has no value.
+def _values(*expressions: Any) -> Iterator[list[Expr]]:
+    """Yield the values of all expressions at each of three points, without the points where one has no value.
 
-    Symbols of different sides are matched by name.
+    Symbols of different expressions are matched by name.
     """
-    names = sorted({symbol.name for side in sides for symbol in side.free_symbols})
+    names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     for primes in _PRIMES:
         point = {name: Rational(primes[index % len(primes)], 7 + index) for index, name in enumerate(names)}
-        placed = [side.xreplace({symbol: point[symbol.name] for symbol in side.free_symbols}) for side in sides]
-        values = [N(side.doit(), 40) for side in placed]
+        values = [_value(expression, point) for expression in expressions]
         if all(value.is_number and value.is_finite for value in values):
             yield values
 
 
-def _close(one: Expr, other: Expr) -> bool:
+def _value(expression: Any, point: Mapping[str, Any]) -> Expr:
+    """Return the value of an expression, to 40 digits, where its free symbols have the values of `point`."""
+    return N(expression.xreplace({symbol: point[symbol.name] for symbol in expression.free_symbols}).doit(), 40)
+
+
+def _close(a: Expr, b: Expr) -> bool:
     """Return whether two numbers agree to 30 digits."""
-    return bool(abs(one - other) <= _CLOSE * max(abs(one), abs(other)))
+    return bool(abs(a - b) <= _CLOSE * max(abs(a), abs(b)))

@@ -1,16 +1,4 @@
-r"""Extraction of the final answer from a response. Standard library only.
-
-If a response thinks first (`<think> ... </think>`), only the text after the last `</think>` is read; a response whose
-thinking never ends has no answer. In the text that is read, the answer is
-
-1. the content of the last `\boxed{...}` or `\fbox{...}`, braces balanced (`\{` and `\}` do not count);
-2. without any box, the rest of the line after the last `####`, as in GSM8K. Where the response was cut at its length
-   limit this line must have ended, for `#### 12` may have become `#### 125`.
-
-A last box that is not closed, or is empty, or holds more than `MAX_ANSWER_LENGTH` characters is no answer, and no
-earlier box replaces it. "The answer is 5", a last number, a last formula, `\boxed 5` without braces and `<answer>` tags
-are not accepted, because that would reward guesses. A reward function of the user may extract answers in other ways.
-"""
+"""Extraction of the final answer from a response. Standard library only."""
 
 import re
 from collections import deque
@@ -22,7 +10,19 @@ _HASHES = re.compile(r"(?<!#)####(?!#)([^\n]*)(\n?)")
 
 
 def final_answer(response: str, finished: bool) -> str | None:
-    """Return the final answer of a response without the spaces around it, or None where there is no answer.
+    r"""Return the final answer of a response without the spaces around it, or None where there is no answer.
+
+    If a response thinks first (`<think> ... </think>`), only the text after the last `</think>` is read; a response
+    whose thinking never ends has no answer. In the text that is read, the answer is
+
+    1. the content of the last `\boxed{...}` or `\fbox{...}`, braces balanced (`\{` and `\}` do not count);
+    2. without any box, the rest of the line after the last `####`, as in GSM8K. Where the response was cut at its
+       length limit this line must have ended, for `#### 12` may have become `#### 125`.
+
+    A last box that is not closed, or is empty, or holds more than `MAX_ANSWER_LENGTH` characters is no answer, and no
+    earlier box replaces it. "The answer is 5", a last number, a last formula, `\boxed 5` without braces and `<answer>`
+    tags are not accepted, because that would reward guesses. A reward function of the user may extract answers in other
+    ways.
 
     Args:
         finished: whether the response ended by itself and was not cut at its length limit.

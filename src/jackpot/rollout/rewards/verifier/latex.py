@@ -82,8 +82,9 @@ def _power_of_ten(match: re.Match[str]) -> str:
         in_brackets = before.rstrip("+- ").endswith(("(", "[")) and after.lstrip().startswith((")", "]"))
         if in_brackets or not _BEGINS.search(before) or not _ENDS.match(after):
             return match.group()
-    number = rf"{match[1]}\times 10^{{{match[2].removeprefix('+')}}}"
-    return f"({number})" if before.endswith("/") else number
+
+    power = rf"{match[1]}\times 10^{{{match[2].removeprefix('+')}}}"
+    return f"({power})" if before.endswith("/") else power
 
 
 _DOLLAR = re.compile(r"(?<!\\)\$")

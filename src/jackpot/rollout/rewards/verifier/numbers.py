@@ -1,15 +1,4 @@
-r"""Exact parsing of numbers and their units. Standard library only.
-
-A number is an integer, a decimal, a fraction (`a/b`, `\frac{a}{b}`) or a mixed number (`2\frac{1}{3}`, `2 1/3`), with a
-sign and with commas or thin spaces between thousands; a decimal may repeat (`0.\overline{3}`) or have a power of ten
-(`4.5\times 10^{33}`, of which `4.5e33` is another spelling). Its value is a `fractions.Fraction`: 0.1 + 0.2 is 0.3, and
-0.333 is not 1/3. A number may be followed by
-
-- a unit that is known (`units.py`): it must be the same on both sides where both have one, so 5 cm is 5, and not 5 m;
-- a percent or degree sign, or preceded by a dollar sign: these are known units too;
-- a label, `\text{right triangles}`, or in an answer plain words after a space such as `18 eggs`: it is ignored, but it
-  does not match a reference with a unit: 5 marbles is not 5 m. A word that changes the number or joins two (`dozen`,
-  `eighths`, `or`) is no label, nor are mathematics and single letters, and the text is then no number.
+"""Exact parsing of numbers and their units. Standard library only.
 
 Nothing is converted: 50 % is 50 with a unit and not 0.5, 1 m is not 100 cm.
 """
@@ -37,7 +26,19 @@ class Quantity(NamedTuple):
 
 
 def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
-    """Return the number that a normalized text denotes, or None where it is no number.
+    r"""Return the number that a normalized text denotes, or None where the text is no number.
+
+    A number is an integer, a decimal, a fraction (`a/b`, `\frac{a}{b}`) or a mixed number (`2\frac{1}{3}`, `2 1/3`),
+    with a sign and with commas or thin spaces between thousands; a decimal may repeat (`0.\overline{3}`) or have a
+    power of ten (`4.5\times 10^{33}`, of which `4.5e33` is another spelling). The value of a number is a
+    `fractions.Fraction`: 0.1 + 0.2 is 0.3, and 0.333 is not 1/3. A number may be followed by
+
+    - a unit that is known (`units.py`): it must be the same on both sides where both have one, so 5 cm is 5, and not
+      5 m;
+    - a percent or degree sign, or preceded by a dollar sign: these are known units too;
+    - a label, `\text{right triangles}`, or in an answer plain words after a space such as `18 eggs`: it is ignored, but
+      it does not match a reference with a unit: 5 marbles is not 5 m. A word that changes the number or joins two
+      (`dozen`, `eighths`, `or`) is no label, nor are mathematics and single letters, and the text is then no number.
 
     Args:
         is_reference: whether the text is the reference. Plain words after its number must be known units, for `5 abc`
@@ -45,12 +46,14 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
     """
     if wrapped := _WRAPPED.fullmatch(text):
         text = rf"{wrapped[1]}\text{{{wrapped[2] or ''}}}"
+
     body, unit = split_unit(text, is_reference) or ("", "")
     match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
     if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
         return None
     if len(match["sign"] + match["sign2"]) + match["top"].startswith("-") > 1:
         return None
+
     try:
         return Quantity(_value(match.groupdict("")), "dollar" if match["dollar"] else unit)
     except (ValueError, ZeroDivisionError):  # a period without a point, or thousands of digits
@@ -88,11 +91,13 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""
+
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else (text[: match.start()], unit)
+
     match = _PLAIN_UNIT.search(text)
     if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
         return text[: match.start()], unit

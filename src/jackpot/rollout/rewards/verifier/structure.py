@@ -1,8 +1,4 @@
-r"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only.
-
-A structure keeps brackets, order and number of its members, so that only members are compared as mathematics. Hence
-`(2,1)` is not an empty interval and `4:51` not a quotient.
-"""
+"""Parsing of structured answers: tuples, intervals, sets, unions, lists, ratios, matrices. Standard library only."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +20,11 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """A structured answer: its kind and its members."""
+    """A structured answer: its kind and its members.
+
+    Brackets, order and number of the members are kept, so that only members are compared as mathematics. Hence `(2,1)`
+    is not an empty interval and `4:51` not a quotient.
+    """
 
     kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
     members: tuple[str, ...]  # texts of the members
@@ -43,13 +43,14 @@ def parse_structure(text: str) -> Structure | None:
         rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
         shape = "x".join(str(len(row)) for row in rows)
         return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), True)
+
     if len(union := split_outside_brackets(text, r"\\cup")) > 1:
         return Structure("union", tuple(union), False)
     if len(members := _members(text, _SEPARATOR)) > 1:
         return Structure("list", members, False)
-    return _bracketed(text) or (
-        Structure("ratio", tuple(part.strip() for part in text.split(":")), True) if _RATIO.fullmatch(text) else None
-    )
+
+    ratio = Structure("ratio", tuple(map(str.strip, text.split(":"))), True) if _RATIO.fullmatch(text) else None
+    return _bracketed(text) or ratio
 
 
 def _bracketed(text: str) -> Structure | None:
@@ -61,21 +62,21 @@ def _bracketed(text: str) -> Structure | None:
     inside = text[len(opening) : -len(closing)]
     if opening == r"\{":
         return Structure("set", _members(inside, "[,;]"), False)
-    parts = split_outside_brackets(inside, "[,;]")
-    return Structure(opening + closing, tuple(parts), True) if len(parts) > 1 and all(parts) else None
+    members = split_outside_brackets(inside, "[,;]")
+    return Structure(opening + closing, tuple(members), True) if len(members) > 1 and all(members) else None
 
 
 def _members(text: str, separator: str) -> tuple[str, ...]:
     r"""Return the members of a list or set; `1 \pm x` is `1 + x` and `1 - x`."""
     members: list[str] = []
-    for part in filter(None, split_outside_brackets(text, separator)):
-        is_pair = len(_PLUS_MINUS.findall(part)) == 1 and _bracketed(part) is None
-        members += [_PLUS_MINUS.sub(sign, part).removeprefix("+") for sign in "+-"] if is_pair else [part]
+    for member in filter(None, split_outside_brackets(text, separator)):
+        is_pair = len(_PLUS_MINUS.findall(member)) == 1 and _bracketed(member) is None
+        members += [_PLUS_MINUS.sub(sign, member).removeprefix("+") for sign in "+-"] if is_pair else [member]
     return tuple(members)
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each part."""
+    """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each piece."""
     cuts = [0]
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):

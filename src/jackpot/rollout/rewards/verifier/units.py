@@ -1,8 +1,4 @@
-r"""Reading of units of measure and labels. Standard library only.
-
-A unit is one of the words and symbols below, or a product or quotient of them in any usual spelling: `km/h`,
-`kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Other words are a label. Nothing is converted.
-"""
+"""Reading of units of measure and labels. Standard library only."""
 
 import re
 from collections import Counter
@@ -128,6 +124,9 @@ _K = "K"  # kelvin, or perhaps thousand if the reference has no unit
 def read_unit(text: str, symbols: bool) -> str | None:
     r"""Return the unit that a text denotes: `LABEL` for other words, "" for no text, None if it changes the number.
 
+    A unit is one of the words and symbols above, or a product or quotient of them in any usual spelling: `km/h`,
+    `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Nothing is converted.
+
     Args:
         text: content of `\text{...}`, or the text after a number, such as ` km/h`; powers are in LaTeX.
         symbols: whether all symbols of `_SI` are known.
@@ -138,23 +137,24 @@ def read_unit(text: str, symbols: bool) -> str | None:
         return _K
     if unit := _product(text, symbols):
         return unit
+
     words = [word for word in re.split(r"[\s.]+", text.lower()) if word]
-    parts = [part for word in words for part in word.split("/")]
-    if any(_MEANINGFUL & {part, _singular(part)} or _MILLIONS.fullmatch(part) for part in parts):
+    simple = re.split(r"[\s./]+", text.lower())
+    if any(_MEANINGFUL & {word, _singular(word)} or _MILLIONS.fullmatch(word) for word in simple):
         return None
     if len(words) > _MOST_WORDS or any(map(_NO_LABEL.search, words)) or (len(words) == 1 and len(words[0]) == 1):
         return None
     return LABEL if words else ""
 
 
-def units_agree(given: str, wanted: str) -> bool:
+def units_agree(answer: str, reference: str) -> bool:
     """Return whether an answer's unit fits the reference's unit.
 
     The units must be equal, where both have one. A label of the reference, such as `apples`, fits every unit.
     """
-    if given == _K:
-        return wanted in (_K, "kelvin")
-    return given in ("", wanted) or wanted in ("", LABEL) or (given, wanted) == ("kelvin", _K)
+    if answer == _K:
+        return reference in (_K, "kelvin")
+    return answer in ("", reference) or reference in ("", LABEL) or (answer, reference) == ("kelvin", _K)
 
 
 def _product(text: str, symbols: bool) -> str | None:
@@ -164,10 +164,12 @@ def _product(text: str, symbols: bool) -> str | None:
     numerator, *denominators = text.split("/")
     if not all(map(str.strip, denominators)) or _FACTOR.sub("", text.replace("/", "")).strip():
         return None
+
     powers = Counter[str]()
     for side, sign in ((numerator, 1), (" ".join(denominators), -1)):
         for word, power in _FACTOR.findall(side):
             powers[_known(word, symbols) or ""] += sign * int(power or 1)
+
     if "" in powers:
         return None
     return " ".join(unit if power == 1 else f"{unit}^{power}" for unit, power in sorted(powers.items()) if power)
