@@ -95,7 +95,8 @@ class ReasoningGym(Task):
             if _split_of(problem) == split:
                 break
 
-        uid = f"{self._settings.dataset[source].name}/{source}/{entry}"
+        # Two indices may hash to one entry, and a batch may hold both.
+        uid = f"{self._settings.dataset[source].name}/{source}/{entry}@{index}"
         return self._template.prompt(uid, problem["question"], [str(problem["answer"])])
 
     def _item(self, response: DecodedResponse) -> dict[str, Any]:
