@@ -322,9 +322,7 @@ def _cluster(config: Config) -> Iterator[Any]:
         os.environ[_LOOPBACK] = "0"
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault(
-            "RAY_worker_niceness", "0"
-        )  # by default Ray's workers have 15, behind all other processes
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15, behind all other processes
         os.environ.setdefault(_MODE, "token")
 
     ray = _ray()
