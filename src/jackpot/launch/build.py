@@ -108,8 +108,7 @@ def make_components(
     Raises:
         ConfigError, DataError, EngineError, ModelError: as `check_start`, `run_task`, `make_engines` and the learner.
     """
-    ranks = process_rank()
-    device = pick_device(config.device)
+    ranks, device = process_rank(), pick_device(config.device)
     config = place_engines(config, ranks.size, device.type == "cuda", ranks.beside)
 
     paths = config.model_paths(checkpoint.folder if checkpoint else None)
@@ -252,19 +251,13 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
     Raises:
         ModelError: a model cannot be used.
     """
-    paths = config.model_paths(checkpoint)
-    models: dict[str, PreTrainedModel] = {
-        role: load_trained(config, role, path, device, bool(checkpoint)) for role, path in paths.items()
-    }
+    paths: dict[str, str] = {**config.model_paths(checkpoint)}
     if config.critic:
-        path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
-        models["critic"] = load_critic(config, path, device)
+        paths["critic"] = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
+    paths |= reference_path(config)
 
-    for name, path in reference_path(config).items():
-        models[name] = load_model(path, torch.float32, device)
-        prepare(config, name, models[name], pick_device(config.device).type == "cpu")
-
-    cut_heads(models, run_rows(config, paths))
+    models = {name: load_trained(config, name, path, device, bool(checkpoint)) for name, path in paths.items()}
+    cut_heads(models, run_rows(config, config.model_paths(checkpoint)))
     return models
 
 
@@ -279,30 +272,25 @@ def cut_heads(models: Models, rows: int) -> None:
             cut_head(model, rows)
 
 
-def load_trained(config: Config, role: Role, path: str, device: torch.device | None, resumes: bool) -> PreTrainedModel:
+def load_trained(config: Config, name: str, path: str, device: torch.device | None, resumes: bool) -> PreTrainedModel:
     """Load a model to train or to score with, with an adapter where the settings ask for LoRA.
 
     Args:
+        name: of the model, as in `load_models`.
         path: folder or name of the model; with LoRA the folder that holds the adapter where the run resumes, as the
             weights are then those that the run began with.
         device: as in `load_models`.
         resumes: whether `path` is that of a checkpoint.
     """
-    settings = getattr(config, role)
-    with role_named(role):
-        model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
+    settings = getattr(config, name, None)  # the reference has none
+    lora = getattr(settings, "lora", None)
+    load = load_value_model if name == "critic" else load_model
+    with role_named(name):
+        model = load(settings.path if settings and lora else path, torch.float32, device)
 
-    prepare(config, role, model, pick_device(config.device).type == "cpu")
-    if settings.lora is not None and resumes:
+    prepare(config, name, model, pick_device(config.device).type == "cpu")
+    if lora and resumes:
         load_adapter(model, Path(path))
-    return model
-
-
-def load_critic(config: Config, path: str, device: torch.device | None) -> PreTrainedModel:
-    """Load the value model in `path` to train it as the critic."""
-    with role_named("critic"):
-        model = load_value_model(path, torch.float32, device)
-    prepare(config, "critic", model, pick_device(config.device).type == "cpu")
     return model
 
 

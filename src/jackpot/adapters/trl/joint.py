@@ -329,8 +329,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         if checkpoint is None:
             return
 
-        model = Path(checkpoint) / _FOLDER
-        folder = Path(checkpoint) / _STATE
+        model, folder = Path(checkpoint) / _FOLDER, Path(checkpoint) / _STATE
         if not model.is_dir() or (self._rollout_optimizer and not (folder / "state.pt").is_file()):
             raise CheckpointError(
                 f"{checkpoint} has no rollout model with its optimizer: {_FOLDER}/ and {_STATE}/state.pt must be in "
@@ -371,8 +370,7 @@ def _run_settings(
     Raises:
         ConfigError: settings do not fit each other, or are not supported inside TRL.
     """
-    args = arguments["args"]
-    model = arguments["model"]
+    args, model = arguments["args"], arguments["model"]
     path = model if isinstance(model, str) else getattr(plain_model(model), "name_or_path", "")
 
     settings_of = {

@@ -181,8 +181,7 @@ def refuse_processes(trainer: TRLTrainer) -> None:
 
     That is DeepSpeed, another number format than TRL's settings name, or several GPUs in one process.
     """
-    used = trainer.accelerator.mixed_precision
-    named = "bf16" if trainer.args.bf16 else "no"
+    used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"
     _refuse(
         {
             "DeepSpeed is on, which takes the place of the optimizer beside which the rollout model steps; use DDP, or "
