@@ -5,6 +5,7 @@ Every error names the key, the value, what is allowed and, for a mistyped key, t
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import pydantic
@@ -69,7 +70,7 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
     """
     merged = dict(settings)
     earlier: list[tuple[tuple[str, ...], Any]] = []
-    for key, value in (setting for override in overrides for setting in _settings(override)):
+    for key, value in chain.from_iterable(map(_settings, overrides)):
         merged = merge(merged, nest(key, value))
 
         # The merge may have replaced a block, and lost what earlier overrides set in it: set that again.

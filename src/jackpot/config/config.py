@@ -273,8 +273,8 @@ class Config(Strict):
         """Return the settings of the engines that generate rollouts, by key: `engine`, `evaluation.engine` or both."""
         engines = {"engine": self.engine, "evaluation.engine": self.evaluation.engine or self.engine}
         of_policy = "evaluation.engine" if self.rollout_model and self.evaluation.engine else "engine"
-        writers = self.writers(1, self.iterations)
-        return {key: engines[key] for key in (of_policy if role == "policy" else "engine" for role in writers)}
+        keys = [of_policy if role == "policy" else "engine" for role in self.writers(1, self.iterations)]
+        return {key: engines[key] for key in keys}
 
     @property
     def evaluation_sampling(self) -> Sampling:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from inspect import get_annotations
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -219,8 +220,8 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     """Say in words what each alternative of a field's annotation allows, with the bounds in the metadata."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = [item for mark in arguments[1:] for item in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
-        return _values(arguments[0], [*inner, *metadata])
+        marks = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in arguments[1:]]
+        return _values(arguments[0], [*chain.from_iterable(marks), *metadata])
 
     if origin not in (Union, UnionType) and model_classes(annotation):
         return [_BLOCK]

@@ -10,7 +10,7 @@ Status: never run on its target (a GPU).
 Shapes: `M` trained tokens of a row of packed samples, `B` its samples, `T` tokens of a sample, `K` top-k; nats.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -114,10 +114,8 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         payload |= {"logprobs": self._num_top, "return_tokens_as_token_ids": True}
         output = await super()._post(path, payload, timeout, max_retries)
         for choice in output["choices"]:
-            choice["logprobs"]["token_logprobs"] = [
-                [row[0][1], *(token for token, _ in row[1:]), *(log_prob for _, log_prob in row[1:])]
-                for row in choice_rows(choice, self._num_top, "a completion")
-            ]
+            rows = choice_rows(choice, self._num_top, "a completion")
+            choice["logprobs"]["token_logprobs"] = list(map(_numbers, rows))
         return output
 
     async def _score_group(self, group: Any) -> list[Any]:
@@ -125,6 +123,12 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         for sequence in chain.from_iterable(group.completions_sequences):
             sequence.old_log_probs = [row if isinstance(row, list) else blank for row in sequence.old_log_probs]
         return await super()._score_group(group)
+
+
+def _numbers(row: Sequence[tuple[int, float]]) -> list[float]:
+    """Return the row of a token in `ListingLoop` from (id, log-prob) of the sampled token, then of the top k."""
+    (_, sampled), *top = row
+    return [sampled, *(token for token, _ in top), *(log_prob for _, log_prob in top)]
 
 
 class _Forwarded(Exception):

@@ -79,12 +79,13 @@ class _Lists(NamedTuple):
 
         k = ids[0].shape[-1]
         expected = [(length, k) for length in lengths]
-        shapes = [[tuple(rows.shape) for rows in column] for column in (ids, log_probs)]
-        if shapes != [expected, expected]:
+        id_shapes = [tuple(rows.shape) for rows in ids]
+        log_prob_shapes = [tuple(rows.shape) for rows in log_probs]
+        if not id_shapes == log_prob_shapes == expected:
             raise DataError(
-                f"top_ids and top_log_probs of completions with {lengths[:3]} tokens have the shapes "
-                f"{shapes[0][:3]} and {shapes[1][:3]}; each must be [T, K], a row for every token of the completion, "
-                f"with one K for all"
+                f"top_ids and top_log_probs of completions with {lengths[:3]} tokens have the shapes {id_shapes[:3]} "
+                f"and {log_prob_shapes[:3]}; each must be [T, K], a row for every token of the completion, with one K "
+                f"for all"
             )
 
         log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
@@ -190,9 +191,12 @@ class Correcting(_AnyTRLTrainer):
                 self._metrics["train"][f"jackpot/{name}"].append(float(value))
 
 
-def _without_none(log_probs: Sequence[float | None]) -> list[float]:
-    """Return log-probs with NaN where vLLM has none."""
-    return [math.nan if log_prob is None else log_prob for log_prob in log_probs]
+def _first_entries(rows: Sequence[Sequence[Any]], k: int) -> list[list[Any]]:
+    """Return the first k entries for each token of a completion, NaN in place of a log-prob that vLLM has not."""
+    first = []
+    for entries in rows:
+        first.append([math.nan if entry is None else entry for entry in entries[:k]])
+    return first
 
 
 class CorrectedGRPOTrainer(Correcting, TRLTrainer):
@@ -286,15 +290,13 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         them. TRL takes the first entry as that of the sampled token, so it gets this entry alone.
         """
         prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
-        sampled = [
-            [[entry[names.index(token)]] for token, names, entry in zip(*columns, strict=True)]
-            for columns in zip(completion_ids, ids, log_probs, strict=True)
-        ]
-        self._lists = _Lists(
-            completion_ids,
-            [[names[:k] for names in row] for row in ids],
-            [[_without_none(entry[:k]) for entry in row] for row in log_probs],
-        )
+        top_ids = [_first_entries(rows, k) for rows in ids]
+        self._lists = _Lists(completion_ids, top_ids, [_first_entries(rows, k) for rows in log_probs])
+
+        sampled = []
+        for columns in zip(completion_ids, ids, log_probs, strict=True):
+            tokens = zip(*columns, strict=True)
+            sampled.append([[entries[names.index(token)]] for token, names, entries in tokens])
         return prompt_ids, completion_ids, sampled, ids
 
     def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
