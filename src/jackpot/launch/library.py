@@ -121,8 +121,7 @@ def train(
     check_sets(config.evaluation.benchmark_names)
 
     run = Path(folder)
-    process = process_rank()
-    if process.rank > 0:
+    if (process := process_rank()).rank > 0:
         follow_leader(process)
     else:
         train_config(config, run, on_metrics)

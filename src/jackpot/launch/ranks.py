@@ -111,8 +111,7 @@ def run_rank(config: str, run: str) -> tuple[int, bool] | None:
     Raises:
         JackpotError: as `leading`, `train_run` and `follow_leader`.
     """
-    process = process_rank()
-    if process.rank > 0:
+    if (process := process_rank()).rank > 0:
         return follow_leader(process)
 
     settings = build_config(json.loads(config))
@@ -180,9 +179,14 @@ def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, 
     Args:
         timeout: seconds.
     """
-    wait = timedelta(seconds=timeout)
     try:
-        dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.size, timeout=wait)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=process.rank,
+            world_size=process.size,
+            timeout=timedelta(seconds=timeout),
+        )
         ranks = Ranks(run, timeout)
     except RuntimeError as error:
         raise RankError(f"the {process.size} ranks cannot join: {first_line(error)}") from error
@@ -206,10 +210,8 @@ def _build_follower(command: dict[str, Any]) -> JointLearner:
     config = build_config(json.loads(command["config"]))
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
-    checkpoint = None
-    if command["checkpoint"]:
-        folder = Path(command["checkpoint"])
-        checkpoint = Checkpoint(folder, load_state(folder))
+    folder = command["checkpoint"] and Path(command["checkpoint"])
+    checkpoint = Checkpoint(folder, load_state(folder)) if folder else None
     return build_learner(config, checkpoint, command["exact"], _mesh(config))
 
 

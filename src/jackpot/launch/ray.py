@@ -112,9 +112,8 @@ class EngineActor:
     def begin(self, setup: np.ndarray) -> None:
         """Make the engines, unless those of an equal setup are here; a new host then asks for weights anew."""
         if self._setup != setup.tobytes():
-            self._engines = {}
+            self._engines, self._refusal = {}, None
             self._setup = setup.tobytes()
-            self._refusal = None
             try:
                 self._engines = self._thread.submit(self._make, unpack(_tensor(setup))).result()
             except JackpotError as error:
@@ -165,8 +164,7 @@ class RayLink(Link):
     """
 
     def __init__(self, actor: Any, setup: Any, silence: float) -> None:
-        self._actor = actor
-        self._setup = pack(setup).numpy()
+        self._actor, self._setup = actor, pack(setup).numpy()
         self.silence = silence
         self._node = ""
         self._hangs = False
@@ -481,8 +479,7 @@ class _Lines:
     """The lines of metrics.jsonl, each shown once, even if ranks that started again write it a second time."""
 
     def __init__(self, path: Path, show: Callable[[dict[str, Any]], None]) -> None:
-        self._path = path
-        self._show = show
+        self._path, self._show = path, show
         self._offset = 0  # bytes that were read
         self._newest = -1  # iteration of the newest line
         for line in self._read():
