@@ -21,7 +21,7 @@ from jackpot.config.config import PlacementConfig
 from jackpot.core.errors import ConfigError
 from jackpot.core.types import Prompt, Version
 from jackpot.launch.build import make_engines
-from jackpot.launch.engine_processes import own_gpu
+from jackpot.launch.engine_processes import engine_gpu
 from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EngineHost
@@ -231,4 +231,4 @@ def test_an_engine_that_sleeps_gets_the_gpu_of_a_rank(ranks, shares, gpus, monke
     for name, number in names.items():
         monkeypatch.setenv(name, str(number))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert [own_gpu(number, shares)["CUDA_VISIBLE_DEVICES"] for number in range(4)] == list(gpus)
+    assert [engine_gpu(number, shares)["CUDA_VISIBLE_DEVICES"] for number in range(4)] == list(gpus)

@@ -9,7 +9,7 @@ from helpers.runs import small_config
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Version
 from jackpot.launch.build import load_models
-from jackpot.launch.engines import engine_parts, make_each
+from jackpot.launch.engines import engine_specs, make_each
 from jackpot.models.forward import output_layer
 from jackpot.objectives.kernels.linear_head import Fp32Linear
 
@@ -25,7 +25,7 @@ def test_head_dtype_widens_every_output_layer():
 def test_engines_are_closed_where_what_comes_after_them_fails():
     config = small_config("evaluation.engine=transformers")
     undo = ExitStack()
-    engines = make_each(engine_parts(config, config.model_paths()), torch.device("cpu"), Version(0, 0), False, undo)
+    engines = make_each(engine_specs(config, config.model_paths()), torch.device("cpu"), Version(0, 0), False, undo)
     assert engines.keys() == {"engine", "evaluation.engine"}
     undo.close()
     for engine in engines.values():

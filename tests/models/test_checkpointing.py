@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from helpers.runs import SHORT, run, small_config, weights
 from jackpot.core.errors import ModelError
-from jackpot.launch.build import load_critic, load_trained
+from jackpot.launch.build import load_trained
 from jackpot.models.forward import backbone, can_share_prompts, checkpoint_activations, pad_tokens, predicting_hidden
 
 pytestmark = pytest.mark.seconds  # runs, and whole models
@@ -79,7 +79,7 @@ def test_every_trained_model_is_checkpointed_and_no_other() -> None:
     }
     assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
-    critic = load_critic(small_config(*settings), config.policy.path, torch.device("cpu"))
+    critic = load_trained(small_config(*settings), "critic", config.policy.path, torch.device("cpu"), False)
     for model in (loaded["policy"], critic):
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         assert layers and all(isinstance(layer.forward, partial) for layer in layers)

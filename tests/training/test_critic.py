@@ -11,7 +11,7 @@ from helpers.learners import LINEAR, batches, make_learner, smallest_model, writ
 from helpers.runs import SHORT, run, small_config
 from jackpot.config.config import CriticConfig, OptimizerConfig
 from jackpot.core.types import Score
-from jackpot.launch.build import load_critic, make_critic
+from jackpot.launch.build import load_trained, make_critic
 from jackpot.models.load import load_value_model
 from jackpot.objectives.losses import clipped_value_error
 from jackpot.training.advantages import Critic
@@ -232,5 +232,6 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
 
 def test_a_batch_without_a_usable_rollout_gets_no_advantages():
     config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
-    critic = make_critic(config, {"critic": load_critic(config, config.policy.path, torch.device("cpu"))})
+    model = load_trained(config, "critic", config.policy.path, torch.device("cpu"), resumes=False)
+    critic = make_critic(config, {"critic": model})
     assert critic.batches([]) == [] == critic.compute_advantages([], {})

@@ -1,1 +1,1 @@
-"""The methods of this package inside the trainers of other frameworks, one file each."""
+"""Our corrections, and joint training, inside the trainers of other frameworks: a module or folder for each."""

@@ -1,14 +1,13 @@
 """Our corrections in verl's rollout correction: a module for VERL_USE_EXTERNAL_MODULES (docs/frameworks.md).
 
-verl 0.8.0 to 0.9.1 computes the weights and the rejection mask of a batch in one function, which its trainers and its
-bypass loss look up in the module that defines it, at every call. Importing this module wraps that function there:
-`rollout_is: jackpot:NAME:SETTING=VALUE:...` then names a correction of ours, and every correction, verl's own too, is
-measured before and after masking.
+verl 0.8.0 to 0.9.1 computes the weights and the rejection mask of a batch in one function. Importing this module
+replaces that function in verl, so that `rollout_is: jackpot:NAME:SETTING=VALUE:...` names a correction of ours. What a
+correction does, verl's own too, is measured before and after masking.
 
-Corrections that read Z need the sampler's top-k lists beside the policy's logits. docs/verl.patch has verl call the
-functions below, along its road for a teacher's lists: vLLM's answer (`top_lists`, `join_top_lists`), the sequence of an
-agent loop (`align_top_lists`), the worker that computes `old_log_probs` (`z_of_logits`), which returns Z of every token
-to the trainer that asked for it (`z_request`, `z_names`).
+Corrections that read Z need the sampler's top-k lists beside the policy's logits. With docs/verl.patch, verl carries
+the lists as it carries a teacher's, and calls the functions below: `top_lists` and `join_top_lists` for vLLM's answers,
+`align_top_lists` for the sequence of an agent loop, and `z_of_logits` in the worker that computes `old_log_probs`. Z of
+every token then returns to the trainer, which uses `z_request` and `z_names`.
 
 Shapes: `B` responses, `T` tokens, `K` entries of a list, `N` tokens of packed sequences, `V` vocabulary; log-probs in
 nats.
@@ -51,21 +50,21 @@ __all__ = [
 ]
 
 Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, as docs/verl.patch has them
-_LAM = "jackpot_lam"  # in a batch for workers: lam, where Z is wanted
-_LISTS = "jackpot_top"  # in the extra fields of an answer: a list for each token, [K, 2], of ids and log-probs
+_LAM = "jackpot_lam"  # key of lam in a batch for workers that are to estimate Z
+_LISTS = "jackpot_top"  # key of the top-k lists in the extra fields of an answer: ids and log-probs, [K, 2], by token
 _CHUNK = 1024  # positions whose logits are copied at a time
 _OF_Z = ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa")
-_SAME = 1e-3  # between two log-probs of one token by one engine, in nats
+_TOLERANCE = 1e-3  # nats, between two log-probs of one token by one engine
 _PREFIX = "jackpot:"
-_verls = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
-_THRESHOLD = signature(_verls).parameters["rollout_is_threshold"].default
-_Z_NEEDS = {  # settings of verl under which an engine's lists meet the policy's logits, and the values that do
+_verl_correction = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
+_THRESHOLD = signature(_verl_correction).parameters["rollout_is_threshold"].default
+_Z_NEEDS = {  # verl's settings, and the values with which an engine's lists reach the policy's logits
     "actor_rollout_ref.rollout.name": ("vllm",),
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
     "actor_rollout_ref.model.use_fused_kernels": (None, False),
-    "distillation.enabled": (None, False),  # a teacher's lists take the same road
+    "distillation.enabled": (None, False),  # a teacher's lists are carried in the same columns
 }
-_REFUSED = {  # what decides the result beside the ratio, or other log-probs that PPO's ratio is taken from
+_REFUSED = {  # by what a correction reads, or its name: why verl lacks that
     "advantages": "reads advantages, which verl computes after its rollout correction; use one that does not, such as "
     "tis or icepop",
     "ppo_is": "takes PPO's ratio from the rollout log-probs, which is verl's algorithm.rollout_correction.bypass_mode",
@@ -81,12 +80,12 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_is: str | None = None,
     rollout_is_threshold: str | float | None = _THRESHOLD,
     rollout_is_batch_normalize: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """Compute what verl's function of this name returns, by a correction of ours where `rollout_is` names one.
 
-    Weights are ours times the acceptance mask, so a token that the correction rejects stays in verl's denominators;
-    `rollout_rs` takes its tokens out, as in verl. A token whose log-probs are not finite has the weight 0.
+    The weights are ours times the acceptance mask, so a token that the correction rejects stays in verl's denominators.
+    Tokens that `rollout_rs` rejects leave them, as in verl. A token whose log-probs are not finite has the weight 0.
 
     Args:
         old_log_prob: [B, T] of the policy: before the update, or the current one with `bypass_mode`.
@@ -94,41 +93,43 @@ def compute_rollout_correction_and_rejection_mask(
         response_mask: [B, T], 1 where a token was sampled.
         rollout_is: "token", "sequence" or None of verl, or "jackpot:NAME" with settings, as "jackpot:tis:cap=5".
         rollout_is_threshold, rollout_is_batch_normalize: of verl's own weights.
-        others: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
+        options: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
 
     Returns:
         Weights, [B, T] in `rollout_is_weights`, or None; the mask that remains; verl's metrics and ours
         (docs/frameworks.md).
 
     Raises:
-        ConfigError: an unknown correction or setting, one that verl lacks the inputs of, or settings of verl's own
-            weights beside it.
+        ConfigError: the correction or one of its settings is unknown, verl lacks what the correction reads, or settings
+            of verl's own weights are given too.
     """
     weighting = {"rollout_is_threshold": rollout_is_threshold, "rollout_is_batch_normalize": rollout_is_batch_normalize}
-    columns = [others.pop(name) for name in z_names(others)]
+    columns = [options.pop(name) for name in z_names(options)]
     z = ZEstimate(*columns) if columns else None
 
-    correction = done = None
+    correction = corrected = None
     if rollout_is is not None and rollout_is.startswith(_PREFIX):
-        correction = _named(rollout_is, weighting)
+        correction = _correction_named(rollout_is, weighting)
         if z is None and "z" in correction.reads:
             raise ConfigError(
                 f"rollout_is {rollout_is!r} reads Z, and the batch has none: apply docs/verl.patch to verl, and leave "
                 f"bypass_mode off; or use jackpot:tis, or jackpot:coin_only, which is OBRS without Z"
             )
-        rollout_is = None
+        rollout_is = None  # verl has no weights to compute
 
-    logs, mask = (old_log_prob, rollout_log_prob), response_mask.bool()
-    proto, remaining, metrics = _verls(*logs, response_mask, rollout_is, **weighting, **others)
+    logs = (old_log_prob, rollout_log_prob)
+    proto, remaining, metrics = _verl_correction(*logs, response_mask, rollout_is, **weighting, **options)
 
+    mask = response_mask.bool()
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     if z is not None:
         usable &= z.value.isfinite()
     accepted = usable.double()
 
     if correction is not None:
-        done = _corrected(correction, *logs, usable, z)
-        weights, accepted = done.weights * done.accept_mask, done.accept_mask
+        corrected = _corrected(correction, *logs, usable, z)
+        accepted = corrected.accept_mask
+        weights = corrected.weights * accepted
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
     elif proto is not None:
         weights = proto.batch["rollout_is_weights"]
@@ -137,38 +138,47 @@ def compute_rollout_correction_and_rejection_mask(
         weights = torch.ones_like(old_log_prob)
 
     measured = _measured(*logs, mask, usable, remaining.bool() & usable, weights, accepted)
-    if done is not None and z is not None:
-        measured |= {name: done.metrics[name] for name in _OF_Z}
+    if corrected is not None and z is not None:
+        measured |= {name: corrected.metrics[name] for name in _OF_Z}
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
 
 
 def _measured(
-    old: Tensor, rollout: Tensor, mask: Tensor, usable: Tensor, left: Tensor, weights: Tensor, accepted: Tensor
+    old: Tensor, rollout: Tensor, mask: Tensor, usable: Tensor, remaining: Tensor, weights: Tensor, accepted: Tensor
 ) -> dict[str, Tensor]:
-    """Measure the mismatch of all usable tokens, of those that count in the loss, and what the correction did.
+    """Measure the mismatch of all usable tokens and of those that count in the loss, and the correction's effect.
 
     Args:
-        left: [B, T] bool, what `rollout_rs` leaves of the usable tokens.
+        remaining: [B, T] bool, the usable tokens that `rollout_rs` does not reject.
         weights: [B, T], 0 where the correction rejects.
         accepted: [B, T], 1 where the correction accepts, or the acceptance with an expected mask.
     """
     uncorrected = make_correction("none")
     before = _corrected(uncorrected, old, rollout, usable).metrics
-    kept = _corrected(uncorrected, old, rollout, left & (weights > 0)).metrics
-    factor = Mean.of(weights * left, mask)
+    after = _corrected(uncorrected, old, rollout, remaining & (weights > 0)).metrics
+    mean_weight = Mean.of(weights * remaining, mask)
+
     return {
         **{name: before[name] for name in before if name.startswith(("mismatch/", "obrs/"))},
-        **{f"kept/{name}": kept[name] for name in kept if name.startswith("mismatch/")},
-        "correction/accepted": Mean.of(accepted * left, mask).value,
-        "correction/weight": factor.value,
-        "correction/weight_max": Max.of(weights * left, mask).value,
-        "correction/ess": factor.effective_share,
+        **{f"kept/{name}": after[name] for name in after if name.startswith("mismatch/")},
+        "correction/accepted": Mean.of(accepted * remaining, mask).value,
+        "correction/weight": mean_weight.value,
+        "correction/weight_max": Max.of(weights * remaining, mask).value,
+        "correction/ess": mean_weight.effective_share,
         "unusable_tokens": Mean.of(mask & ~usable, mask).value,
     }
 
 
-def _named(rollout_is: str, weighting: Mapping[str, Any]) -> CorrectionFn:
-    """Return the correction of ours that a value of `rollout_is` names."""
+def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> CorrectionFn:
+    """Return the correction of ours that a value of `rollout_is` names.
+
+    Args:
+        weighting: the settings of verl's own weights, by name.
+
+    Raises:
+        ConfigError: an unknown correction or setting, a correction that reads what verl does not have, or settings of
+            verl's own weights that are not the default.
+    """
     if weighting["rollout_is_threshold"] not in (None, _THRESHOLD) or weighting["rollout_is_batch_normalize"]:
         beside = ", ".join(f"{key} {value!r}" for key, value in weighting.items())
         raise ConfigError(
@@ -176,13 +186,13 @@ def _named(rollout_is: str, weighting: Mapping[str, Any]) -> CorrectionFn:
             f"{_THRESHOLD!r} and False, and put numbers into the name, as in jackpot:tis:cap=5"
         )
 
-    name, *parts = rollout_is.removeprefix(_PREFIX).split(":")
+    name, *assignments = rollout_is.removeprefix(_PREFIX).split(":")
     settings = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
+    for text in assignments:
+        key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"rollout_is {rollout_is!r}: {part!r} is no setting; write jackpot:{name}:SETTING=VALUE")
-        settings[key] = _number(value)
+            raise ConfigError(f"rollout_is {rollout_is!r}: {text!r} is no setting; write jackpot:{name}:SETTING=VALUE")
+        settings[key] = _number_or_text(value)
 
     if name in _REFUSED:
         raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[name]}")
@@ -192,7 +202,7 @@ def _named(rollout_is: str, weighting: Mapping[str, Any]) -> CorrectionFn:
     return correction
 
 
-def _number(text: str) -> float | str:
+def _number_or_text(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
@@ -202,30 +212,40 @@ def _number(text: str) -> float | str:
 def _corrected(
     correction: CorrectionFn, old: Tensor, rollout: Tensor, mask: Tensor, z: ZEstimate | None = None
 ) -> Corrected:
-    """Apply a correction of ours, with numbers in place of what is not finite outside of the mask.
+    """Apply a correction of ours to the tokens of a mask; other tokens may have log-probs that are not finite.
 
-    No look for swapped or shifted models: verl aligned them, and tokens that a rejection left are nobody's sample.
+    The arguments are not checked for swapped or shifted models: verl has aligned them, and the tokens that a rejection
+    leaves are no sample of the engine, as the check needs.
     """
-    rollout, old = (torch.where(mask, log_probs.detach(), 0.0) for log_probs in (rollout, old))
+    rollout = torch.where(mask, rollout.detach(), 0.0)
+    old = torch.where(mask, old.detach(), 0.0)
     if z is not None:
         z = ZEstimate(*(torch.where(mask, column, 0.0) for column in z))
     return correct_unchecked(correction, {"rollout_log_probs": rollout, "target_log_probs": old, "z": z}, mask)
 
 
 def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
-    """Return the extra fields of an answer of vLLM that hold the top-k list of every token; none where `k` is below 2.
+    """Return the extra fields of an answer of vLLM that hold the top-k list of every token; empty if `k` is below 2.
 
     Args:
-        log_probs: of each token, vLLM's `Logprob` by id: the top k, and the sampled token where it is none of them.
+        log_probs: for each token vLLM's `Logprob` by id, of the top k and of the sampled token.
     """
     if k < 2:
         return {}
-    by_rank = (sorted(entries.items(), key=lambda entry: entry[1].rank)[:k] for entries in log_probs)
-    return {_LISTS: [np.array([(token, entry.logprob) for token, entry in row]) for row in by_rank]}
+    lists = []
+    for entries in log_probs:
+        top = sorted(entries.items(), key=lambda entry: entry[1].rank)[:k]
+        lists.append(np.array([(token, entry.logprob) for token, entry in top]))
+    return {_LISTS: lists}
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the lists among the extra fields of a later answer in a response to those of the answers before."""
+    """Append the lists of a later answer in a response to the lists of the answers before it.
+
+    Args:
+        fields: extra fields of the answers before; changed in place.
+        later: extra fields of the later answer.
+    """
     if _LISTS in later:
         fields[_LISTS] = fields.get(_LISTS, []) + later[_LISTS]
 
@@ -233,15 +253,16 @@ def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
 def align_top_lists(output: Any, validate: bool) -> None:
     """Put an agent loop's lists where verl carries a teacher's: in the row of the token before the sampled one.
 
-    All other rows are empty: log-probs of -inf. Nothing remains of a validation's lists.
+    All other rows are empty, with log-probs of -inf. The lists of a validation are dropped.
 
     Args:
-        output: an AgentLoopOutput, whose extra fields then have `teacher_ids` and `teacher_logprobs`, [tokens of prompt
-            and response, K].
+        output: an AgentLoopOutput. Its extra fields get `teacher_ids` and `teacher_logprobs`, [tokens of prompt and
+            response, K].
+        validate: whether the loop is part of a validation.
 
     Raises:
-        DataError: fewer lists than sampled tokens, or lists of other tokens, as where an agent loop edits what was
-            sampled.
+        DataError: there are fewer lists than sampled tokens, or they are lists of other tokens, as where an agent loop
+            edits what was sampled.
     """
     lists = output.extra_fields.pop(_LISTS, None)
     if not lists or validate:
@@ -253,11 +274,12 @@ def align_top_lists(output: Any, validate: bool) -> None:
     rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
 
+    # A list belongs to its token where it gives the sampled token's id the log-prob that was reported for the token.
     is_same = torch.zeros(len(sampled), dtype=torch.bool)
     if len(rows) == len(sampled):
         log_probs = torch.tensor(output.response_logprobs)[sampled, None]
         is_sampled = top_ids == torch.tensor(output.response_ids)[sampled, None]
-        is_same = ~(is_sampled & ((top - log_probs).abs() > _SAME)).any(-1)
+        is_same = ~(is_sampled & ((top - log_probs).abs() > _TOLERANCE)).any(-1)
     if not is_same.all():
         raise DataError(
             f"an agent loop returned {len(lists)} top-k lists for {len(sampled)} sampled tokens, of which "
@@ -266,22 +288,27 @@ def align_top_lists(output: Any, validate: bool) -> None:
         )
 
     shape = len(output.prompt_ids) + len(output.response_ids), top.shape[-1]
-    ids, log_probs = torch.zeros(shape, dtype=torch.int32), torch.full(shape, -torch.inf)
     before = len(output.prompt_ids) - 1 + sampled
-    ids[before], log_probs[before] = top_ids, top
+    ids = torch.zeros(shape, dtype=torch.int32)
+    ids[before] = top_ids
+    log_probs = torch.full(shape, -torch.inf)
+    log_probs[before] = top
     output.extra_fields.update(teacher_ids=ids, teacher_logprobs=log_probs)
 
 
 def z_request(config: DictConfig) -> dict[str, float]:
-    """Return what a trainer adds to a batch for workers, so that they estimate Z: nothing where no correction reads it.
+    """Return what a trainer adds to a batch so that workers estimate Z; empty if the correction does not read Z.
+
+    Args:
+        config: verl's settings.
 
     Raises:
-        ConfigError: settings of verl under which the sampler's lists do not meet the policy's logits.
+        ConfigError: with these settings the sampler's lists do not reach the policy's logits.
     """
     rollout_is = OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
     if rollout_is is None or not rollout_is.startswith(_PREFIX):
         return {}
-    correction = _named(rollout_is, {"rollout_is_threshold": None, "rollout_is_batch_normalize": False})
+    correction = _correction_named(rollout_is, {"rollout_is_threshold": None, "rollout_is_batch_normalize": False})
     if "z" not in correction.reads:
         return {}
 
@@ -297,23 +324,23 @@ def z_request(config: DictConfig) -> dict[str, float]:
 
 
 def z_names(columns: Any) -> list[str]:
-    """Return the names of the columns of Z that a batch has."""
-    names = set(columns.keys())  # a TensorDict is asked by its keys alone
+    """Return the names of the columns of Z that a batch has, in the order of `Z_FIELDS`."""
+    names = set(columns.keys())  # `in` would not look among the keys of a TensorDict
     return [name for name in Z_FIELDS if name in names]
 
 
 def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) -> Any:
-    """Estimate Z where verl's engine calls a processor of logits, as for top-k distillation.
+    """Estimate Z of every token, called by verl's engine as it calls the loss of top-k distillation.
 
     Args:
-        data: a micro-batch, with lam and the lists of `align_top_lists`, packed.
+        data: a packed micro-batch with lam and the lists of `align_top_lists`.
         student_logits: [1, N, V] of the policy, divided by the temperature; None where the engine asks for a loss.
 
     Returns:
         The columns of Z by `Z_FIELDS`, [1, N] each; or a loss of 0 and no metrics.
 
     Raises:
-        DataError: no lists, as with an engine that returned the sampled token's log-prob alone.
+        DataError: the micro-batch has no lists, as from an engine that returned only the sampled token's log-prob.
     """
     if student_logits is None:
         return torch.zeros(()), {}
@@ -324,12 +351,14 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if get_ulysses_sequence_parallel_world_size() > 1:
         ids, top = slice_input_tensor(ids, dim=1), slice_input_tensor(top, dim=1)
+
     packed = student_logits[0].split(_CHUNK), ids[0].long().split(_CHUNK), top[0].split(_CHUNK)
     chunks = [
         estimate_z(rollout_top_ids=ids, rollout_top_log_probs=top, policy_logits=logits, lam=data[_LAM])
         for logits, ids, top in zip(*packed, strict=True)
     ]
-    return {name: torch.cat(column)[None] for name, column in zip(Z_FIELDS, zip(*chunks, strict=True), strict=True)}
+    columns = map(torch.cat, zip(*chunks, strict=True))
+    return {name: column[None] for name, column in zip(Z_FIELDS, columns, strict=True)}
 
 
 rollout_corr_helper.compute_rollout_correction_and_rejection_mask = compute_rollout_correction_and_rejection_mask

@@ -38,10 +38,10 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_removed(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {name: value for name, value in given.items() if name not in cls.removed or value != cls.removed[name]}
+    def _leave_out_removed(cls, block: Any) -> Any:
+        if not isinstance(block, Mapping):
+            return block
+        return {name: value for name, value in block.items() if name not in cls.removed or value != cls.removed[name]}
 
     def conflicts(self) -> Conflicts:
         """Return the settings of this block that exclude each other: pairs (condition, error where it holds)."""
@@ -49,8 +49,8 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Self:
-        for is_so, message in self.conflicts():
-            if is_so:
+        for is_conflict, message in self.conflicts():
+            if is_conflict:
                 raise ValueError(message)
         return self
 
@@ -60,7 +60,7 @@ class Differences:
     """Mark of a block in which a recipe writes only what differs from another block with the same settings."""
 
     key: str  # dotted key of the other block
-    own: tuple[str, ...] = ()  # names of settings that are not taken from the other block
+    excluded: tuple[str, ...] = ()  # names of settings that are not taken from the other block
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def model_classes(annotation: Any) -> list[type[BaseModel]]:
     """Return the classes of settings that a field's annotation allows, each once; several where it is a union."""
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
-    parts = getattr(annotation, "__args__", ())
-    return list(dict.fromkeys(cls for part in parts for cls in model_classes(part)))
+    alternatives = getattr(annotation, "__args__", ())
+    return list(dict.fromkeys(cls for alternative in alternatives for cls in model_classes(alternative)))
 
 
 @cache

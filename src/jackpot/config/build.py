@@ -1,10 +1,11 @@
-"""Merging and validation of nested settings: what a recipe, an arm and overrides say together, or what is wrong.
+"""Merges the nested settings of a recipe, an arm and overrides, and validates the result.
 
 Every error names the key, the value, what is allowed and, for a mistyped key, the likely one.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import pydantic
@@ -46,7 +47,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     for key, value in changes.items():
         old = merged.get(key)
 
-        # Write a short form such as `correction: tis` out, where the other side is a block.
+        # Expand a short form such as `correction: tis` if the other side is a block.
         if isinstance(old, Mapping) and isinstance(value, str) and (kind := _kind(old)):
             value = {kind: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
@@ -67,18 +68,19 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
     >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
     {'a': {'name': 'y', 'k': 1}}
     """
-    laid, before = dict(settings), []
-    for key, value in (setting for override in overrides for setting in _settings(override)):
-        laid = merge(laid, nest(key, value))
+    merged = dict(settings)
+    earlier: list[tuple[tuple[str, ...], Any]] = []
+    for key, value in chain.from_iterable(map(_settings, overrides)):
+        merged = merge(merged, nest(key, value))
 
         # The merge may have replaced a block, and lost what earlier overrides set in it: set that again.
-        for earlier, set_to in before:
-            below = earlier[len(key) :]
-            if below and earlier[: len(key)] == key and not _sets(value, below):
-                laid = merge(laid, nest(earlier, set_to))
+        for earlier_key, earlier_value in earlier:
+            below = earlier_key[len(key) :]
+            if below and earlier_key[: len(key)] == key and not _sets(value, below):
+                merged = merge(merged, nest(earlier_key, earlier_value))
 
-        before.append((key, value))
-    return laid
+        earlier.append((key, value))
+    return merged
 
 
 def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -92,12 +94,12 @@ def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 def _sets(value: Any, key: Sequence[str]) -> bool:
     """Return whether a value decides what stands at `key` below it: not if it is a name or a block without the key."""
-    for part in key:
+    for name in key:
         if not isinstance(value, Mapping):
             return not isinstance(value, str)
-        if part not in value:
+        if name not in value:
             return False
-        value = value[part]
+        value = value[name]
     return True
 
 
@@ -108,18 +110,18 @@ def _kind(block: Mapping[str, Any]) -> str | None:
 
 def nest(key: str | Sequence[str], value: Any) -> dict[str, Any]:
     """Nest a value below a dotted key, or below a key in parts: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
-    for part in reversed(key.split(".") if isinstance(key, str) else key):
-        value = {part: value}
+    for name in reversed(key.split(".") if isinstance(key, str) else key):
+        value = {name: value}
     return value
 
 
 def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Flatten nested blocks to dotted keys: `flat({"a": {"b": 1}})` is `{"a.b": 1}`; an empty block stays a value."""
-    folded: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in settings.items():
         is_block = isinstance(value, Mapping) and value
-        folded |= flat(value, f"{above}{key}.") if is_block else {f"{above}{key}": value}
-    return folded
+        flattened |= flat(value, f"{above}{key}.") if is_block else {f"{above}{key}": value}
+    return flattened
 
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -130,16 +132,15 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
 
         if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base
-            taken = {name: value for name, value in base.items() if name not in mark.own}
-            settings = merge(settings, nest(key, merge(taken, block)))
-
+            inherited = {name: value for name, value in base.items() if name not in mark.excluded}
+            settings = merge(settings, nest(key, merge(inherited, block)))
     return settings
 
 
 def _at(settings: Any, key: str) -> Any:
     """Return the value at a dotted key; None where the settings have no such key."""
-    for part in key.split("."):
-        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    for name in key.split("."):
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
     return settings
 
 
@@ -171,17 +172,14 @@ def _explanations(
     for error in errors:
         by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
 
-    for those in by_key.values():
-        # Our own errors (value_error) know which class of a union is meant; the others of the same key do not.
-        those = [error for error in those if error["type"] == "value_error"] or those
+    for of_key in by_key.values():
+        # Our own errors (value_error) know which class of a union is meant; pydantic's do not.
+        of_key = [error for error in of_key if error["type"] == "value_error"] or of_key
 
-        names = [error["ctx"]["expected"] for error in those if error["type"] == "literal_error"]
-        others = [error for error in those if error["type"] != "literal_error"]
-
-        if names and others:
-            yield from (f"{_explain(error, settings, kind)}, or {' or '.join(names)}" for error in others)
-        else:
-            yield from (_explain(error, settings, kind) for error in those)
+        names = [error["ctx"]["expected"] for error in of_key if error["type"] == "literal_error"]
+        of_types = [error for error in of_key if error["type"] != "literal_error"]
+        ending = f", or {' or '.join(names)}" if names and of_types else ""
+        yield from (_explain(error, settings, kind) + ending for error in of_types or of_key)
 
 
 def keys_of(kind: type[BaseModel]) -> list[str]:
@@ -192,36 +190,38 @@ def keys_of(kind: type[BaseModel]) -> list[str]:
 def similar_settings(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three known keys that a mistyped `key` may mean.
 
-    They are the setting that another trainer calls so, then all with the same last name; of these the settings of the
-    policy, the objective and the sampling come first: `lam` means OBRS's before the critic's.
+    First comes the setting that other trainers call by this name, then the settings with the same last name. Of these
+    the settings of the objective, the policy and the sampling come first: `lam` means OBRS's before the critic's.
     """
     name = key.rpartition(".")[2]
-    called = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
-    same = [other for other in known if other.rpartition(".")[2] == name]
+    elsewhere = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
+    same = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
 
-    same.sort(key=lambda other: (other != name, not other.startswith(("objective.", "policy.", "sampling."))))
-    return list(dict.fromkeys([*called, *same]))[:3]
+    usual = ("objective.", "policy.", "sampling.")
+    same.sort(key=lambda known_key: (known_key != name, not known_key.startswith(usual)))
+    return list(dict.fromkeys([*elsewhere, *same]))[:3]
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """Turn one error of pydantic into a sentence that names the key, the value and what is allowed."""
-    kind_of_error, loc, message = error["type"], error["loc"], error["msg"].removeprefix("Value error, ")
-    is_missing = kind_of_error == "missing" and not isinstance(loc[-1], int)
+    loc = error["loc"]
+    is_missing = error["type"] == "missing" and not isinstance(loc[-1], int)
     location, value = _location(loc[:-1] if is_missing else loc, settings)
     key = ".".join(location)
+    message = error["msg"].removeprefix("Value error, ")
 
-    match kind_of_error:
+    match error["type"]:
         case "extra_forbidden":
-            if similar := [other for other in similar_settings(key, keys_of(kind)) if other != key]:
+            if similar := [known for known in similar_settings(key, keys_of(kind)) if known != key]:
                 return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
             names = _valid_keys(location[:-1], settings, kind)
             return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in names])
         case "missing" if is_missing:
             return f"{'.'.join([*location, loc[-1]])}: is missing; it has no default, so set it"
         case "union_tag_invalid" | "literal_error":
-            given = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
+            name = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
             allowed = re.findall(r"'([^']+)'", error["ctx"].get("expected_tags") or error["ctx"]["expected"])
-            return f"{key}: {unknown_name('value', str(given), allowed)}"
+            return f"{key}: {unknown_name('value', str(name), allowed)}"
         case "model_type":
             return _block_expected(key, value, _valid_keys(location, settings, kind))
         case "value_error":
@@ -232,9 +232,11 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
 
 def _block_expected(key: str, value: Any, names: Sequence[str]) -> str:
     """Say how to set a block of settings for which one value was given."""
-    any_setting = f"{key}.NAME=VALUE. Names: {', '.join(names)}"
-    form = f"{key}.path={value}" if isinstance(value, str) and "path" in names else any_setting
-    form = f"{key}=null where it should have none" if str(value).lower() == "none" else form
+    form = f"{key}.NAME=VALUE. Names: {', '.join(names)}"
+    if str(value).lower() == "none":
+        form = f"{key}=null where it should have none"
+    elif isinstance(value, str) and "path" in names:
+        form = f"{key}.path={value}"
     return f"{key}: {value!r} was given, but {key} is a block of settings; write {form}"
 
 
@@ -245,33 +247,32 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     that was tried.
     """
     path: list[str] = []
-    here: Any = settings
-    for index, part in enumerate(loc):
-        items = dict[str | int, Any](enumerate(here)) if isinstance(here, list | tuple) else here
-        if isinstance(items, Mapping) and part in items:
-            here = items[part]
-        elif index < len(loc) - 1 or not isinstance(here, Mapping) or here.get("name") == part:
+    value: Any = settings
+    for index, name in enumerate(loc):
+        items = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(items, Mapping) and name in items:
+            value = items[name]
+        elif index < len(loc) - 1 or not isinstance(value, Mapping) or value.get("name") == name:
             continue  # the name of the class that a union chose
-        elif not str(part).isidentifier():
+        elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
-
-        path.append(str(part))
-    return path, here
+        path.append(str(name))
+    return path, value
 
 
 def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[BaseModel]) -> list[str]:
     """Return the names of the settings that the block at `path` may have, by the class that its `name` chooses."""
     classes: list[type[BaseModel]] = [kind]
-    here: Any = settings
-    for part in path:
-        is_list = isinstance(here, list | tuple)
-        here = here[int(part)] if is_list else here.get(part) if isinstance(here, Mapping) else None
+    value: Any = settings
+    for key in path:
+        is_list = isinstance(value, list | tuple)
+        value = value[int(key)] if is_list else value.get(key) if isinstance(value, Mapping) else None
 
-        fields = [cls.model_fields[part] for cls in classes if part in cls.model_fields]  # none for a place in a list
+        fields = [cls.model_fields[key] for cls in classes if key in cls.model_fields]  # none for an index of a list
         classes = [cls for field in fields for cls in model_classes(field.annotation)] or classes
 
         # Of a union only the class that the block names counts, if its name is known.
-        name = here.get("name") if isinstance(here, Mapping) else here
+        name = value.get("name") if isinstance(value, Mapping) else value
         named = [cls for cls in classes if "name" in cls.model_fields and cls.model_fields["name"].default == name]
         classes = named or classes
 

@@ -1,6 +1,6 @@
-"""Comparison of the settings in a folder with those of a command that is to continue the run or evaluation there.
+"""Compares the settings in a folder with those of a command that is to continue the run or evaluation there.
 
-A change of settings that decided numbers already computed is refused; one marked with `MAY_CHANGE` is allowed.
+Settings marked with `MAY_CHANGE` may differ. All others decided numbers that are computed already, and must be equal.
 """
 
 import json
@@ -60,4 +60,5 @@ def falling_rates(config: Config) -> list[str]:
     """Return the keys of the schedules that depend on the number of iterations, such as `policy.optimizer.schedule`."""
     models = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
     optimizers = {role: settings.optimizer for role, settings in models.items() if settings}
-    return [f"{role}.optimizer.schedule" for role, one in optimizers.items() if one and one.schedule != "constant"]
+    falling = [role for role, optimizer in optimizers.items() if optimizer and optimizer.schedule != "constant"]
+    return [f"{role}.optimizer.schedule" for role in falling]

@@ -273,8 +273,8 @@ class Config(Strict):
         """Return the settings of the engines that generate rollouts, by key: `engine`, `evaluation.engine` or both."""
         engines = {"engine": self.engine, "evaluation.engine": self.evaluation.engine or self.engine}
         of_policy = "evaluation.engine" if self.rollout_model and self.evaluation.engine else "engine"
-        writers = self.writers(1, self.iterations)
-        return {key: engines[key] for key in (of_policy if role == "policy" else "engine" for role in writers)}
+        keys = [of_policy if role == "policy" else "engine" for role in self.writers(1, self.iterations)]
+        return {key: engines[key] for key in keys}
 
     @property
     def evaluation_sampling(self) -> Sampling:
@@ -333,8 +333,6 @@ class Config(Strict):
 
     def conflicts(self) -> Conflicts:
         overlong = self.objective.overlong_buffer
-        most = self.sampling.max_new_tokens
-
         return [
             *self._conflicts_of_top_k(),
             *self._conflicts_of_precision(),
@@ -346,17 +344,17 @@ class Config(Strict):
             *self._conflicts_of_baseline(),
             *self._conflicts_of_acceptance(),
             (
-                overlong and overlong.len > most,
+                overlong and overlong.len > self.sampling.max_new_tokens,
                 f"objective.overlong_buffer.len is {overlong and overlong.len}, more than sampling.max_new_tokens "
-                f"{most}; it counts the last tokens before that limit",
+                f"{self.sampling.max_new_tokens}; it counts the last tokens before that limit",
             ),
         ]
 
     def _conflicts_of_top_k(self) -> Conflicts:
-        correction, number = self.objective.correction, self.sampling.num_top_log_probs
+        correction = self.objective.correction
         return [
             (
-                getattr(correction, key, None) == "topk" and number == 0,
+                getattr(correction, key, None) == "topk" and self.sampling.num_top_log_probs == 0,
                 f"{key} 'topk' needs the engine's top-k, but sampling.num_top_log_probs is 0; set it (20 is usual) "
                 f"or use {key}: {instead}",
             )
@@ -379,18 +377,18 @@ class Config(Strict):
         return conflicts
 
     def _conflicts_of_exact_z(self) -> Conflicts:
-        correction, model, steps = self.objective.correction, self.rollout_model, self.batch.steps_per_iteration
+        correction, model = self.objective.correction, self.rollout_model
         if not isinstance(correction, ZCorrection) or correction.normalizer != "exact":
             return []
 
         lam = self.draft.lam if self.draft else 1.0
+        drafted = "evaluation.engine" if self.evaluation.engine else "engine"  # the key of the engine with drafts
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
 
-        # The rollout model keeps its weights in the run, or at least in the iteration.
+        # Whether the weights that generate all rollouts stay the same in the run, or at least in an iteration.
+        can_stay = model is not None and not model.is_mixed
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
-        policy = "evaluation.engine" if self.evaluation.engine else "engine"  # that of drafts
-        can_stay = model is not None and not model.is_mixed
         remedies = ["use target: old", "normalizer: topk", *["rollout_model.update: iteration"] * can_stay]
 
         return [
@@ -401,8 +399,8 @@ class Config(Strict):
             ),
             (
                 lam < 1.0,
-                f"normalizer 'exact' takes p_inf from training, but {policy}.draft.lam {lam:g} samples from another "
-                f"distribution; use {policy}.draft.lam=1, or normalizer: topk",
+                f"normalizer 'exact' takes p_inf from training, but {drafted}.draft.lam {lam:g} samples from another "
+                f"distribution; use {drafted}.draft.lam=1, or normalizer: topk",
             ),
             (
                 quantized,
@@ -416,16 +414,17 @@ class Config(Strict):
                 "or a frozen rollout model that generates all rollouts",
             ),
             (
-                correction.target == "new" and steps > 1 and not stays,
-                f"normalizer 'exact' needs the weights that generated the batch, but with {steps} optimizer steps "
-                f"per iteration they have moved on when target 'new' needs them; {', or '.join(remedies)}",
+                correction.target == "new" and self.batch.steps_per_iteration > 1 and not stays,
+                f"normalizer 'exact' needs the weights that generated the batch, but with "
+                f"{self.batch.steps_per_iteration} optimizer steps per iteration they have moved on when target 'new' "
+                f"needs them; {', or '.join(remedies)}",
             ),
         ]
 
     def _conflicts_of_groups(self) -> Conflicts:
         """Refuse groups of one response, and a critic, where the advantage has no use for them."""
         advantage, is_single = self.objective.advantage, self.batch.group_size == 1
-        given = "critic is null" if self.critic is None else "there is a critic"
+        presence = "critic is null" if self.critic is None else "there is a critic"
 
         return [
             (
@@ -435,7 +434,7 @@ class Config(Strict):
             ),
             (
                 (advantage == "gae") != (self.critic is not None),
-                f"objective.advantage is {advantage!r} and {given}; gae needs a critic (critic.optimizer at least) "
+                f"objective.advantage is {advantage!r} and {presence}; gae needs a critic (critic.optimizer at least) "
                 "and nothing else uses one",
             ),
             (
@@ -447,20 +446,20 @@ class Config(Strict):
     def _conflicts_of_frozen_policy(self) -> Conflicts:
         """Refuse a frozen policy where nothing else is trained, or where a setting is for training the policy."""
         is_frozen, correction = self.policy.optimizer is None, self.objective.correction.name
-        said = "policy.optimizer is null, so the policy is frozen, but"
+        frozen_but = "policy.optimizer is null, so the policy is frozen, but"
 
         return [
             (
                 is_frozen and not (self.rollout_model and self.rollout_model.optimizer),
-                f"{said} no rollout model is trained, so nothing would be; give rollout_model.optimizer",
+                f"{frozen_but} no rollout model is trained, so nothing would be; give rollout_model.optimizer",
             ),
             (
                 is_frozen and correction != "none",
-                f"{said} objective.correction {correction!r} weighs its gradient; set it to none",
+                f"{frozen_but} objective.correction {correction!r} weighs its gradient; set it to none",
             ),
             (
                 is_frozen and (self.policy.lora or self.policy.ess_scaling or self.critic),
-                f"{said} policy.lora, policy.ess_scaling and critic are for its training; set them to null",
+                f"{frozen_but} policy.lora, policy.ess_scaling and critic are for its training; set them to null",
             ),
         ]
 
@@ -469,9 +468,9 @@ class Config(Strict):
         engines = [self.engine, self.evaluation.engine or self.engine]
         drafts = [getattr(engine, "draft", None) for engine in engines]
         fits = self.rollout_model and drafts[1] and engines[0].name == engines[1].name
-        places = ["engine", *["evaluation.engine"] * (self.evaluation.engine is not None)]
-        without = " and ".join(f"{key}.draft=null" for key, draft in zip(places, drafts, strict=False) if draft)
-        place = "sampling" if self.sampling.truncated else "evaluation.sampling"
+        keys = ["engine", *["evaluation.engine"] * (self.evaluation.engine is not None)]
+        without = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
+        sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
         filtered = next((kind for kind in (self.sampling, self.evaluation_sampling) if kind.truncated), None)
 
@@ -485,7 +484,7 @@ class Config(Strict):
             (
                 filtered and any(engine.name == "sglang_server" for engine in engines),
                 f"answers are {filtered and filtered.described}, but sglang_server returns log-probs before these "
-                f"filters; use {place}.top_p=1 and {place}.top_k=0, or vllm_server in its place",
+                f"filters; use {sampling}.top_p=1 and {sampling}.top_k=0, or vllm_server in its place",
             ),
             (
                 is_remote(self.engine) and self.evaluation.engine is None and self.rollout_model,
@@ -503,22 +502,22 @@ class Config(Strict):
 
     def _conflicts_of_engine_processes(self) -> Conflicts:
         """Refuse engines that cannot run where they are placed, or that sleep when they have to generate."""
-        engines, number = [self.engine, self.evaluation.engine or self.engine], self.placement.engine_processes
+        engines, processes = [self.engine, self.evaluation.engine or self.engine], self.placement.engine_processes
         are_two = self.rollout_model is not None or self.evaluation.engine is not None
 
         return [
             (
-                number and all(map(is_remote, engines)),
-                f"placement.engines is {number}, but all engines are servers, which are started apart from the run; "
+                processes and all(map(is_remote, engines)),
+                f"placement.engines is {processes}, but all engines are servers, which are started apart from the run; "
                 "leave placement.engines out, or use engine=transformers",
             ),
             (
-                number and any(getattr(engine, "device", None) is not None for engine in engines),
-                f"engine.device is for an engine in the process that trains, but placement.engines is {number}; "
+                processes and any(getattr(engine, "device", None) is not None for engine in engines),
+                f"engine.device is for an engine in the process that trains, but placement.engines is {processes}; "
                 "leave one of the two out",
             ),
             (
-                number and self.batch.ahead and sleeps(self.engine),
+                processes and self.batch.ahead and sleeps(self.engine),
                 "engine.enable_sleep_mode has engine processes sleep on the GPUs of ranks while these train, but "
                 f"with batch.ahead {self.batch.ahead} they generate then; set engine.enable_sleep_mode=false, or "
                 "batch.ahead=0",
@@ -539,7 +538,7 @@ class Config(Strict):
     def _conflicts_of_baseline(self) -> Conflicts:
         """Refuse `objective.baseline: model` where comparing each model's responses apart would change nothing."""
         model, advantage = self.rollout_model, self.objective.advantage
-        shares = [model.share_at(number) for number in range(1, self.iterations + 1)] if model else []
+        shares = [model.share_at(iteration) for iteration in range(1, self.iterations + 1)] if model else []
 
         reasons = [
             (
@@ -563,11 +562,11 @@ class Config(Strict):
 
         return [
             (
-                self.objective.baseline == "model" and is_so,
+                self.objective.baseline == "model" and is_conflict,
                 "objective.baseline 'model' compares the responses to a prompt that one of two models generated, "
-                f"but {why}, or baseline: group",
+                f"but {reason}, or baseline: group",
             )
-            for is_so, why in reasons
+            for is_conflict, reason in reasons
         ]
 
     def _conflicts_of_acceptance(self) -> Conflicts:
@@ -576,9 +575,10 @@ class Config(Strict):
         if not control or control.metric != "acceptance":
             return []
 
-        most = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))
+        limit = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))  # the acceptance of equal models
         iterations = range(1, self.iterations + 1)
-        idle = [one for one in iterations if self.uses_rollout_model(one) and "rollout_model" not in self.writers(one)]
+        used = filter(self.uses_rollout_model, iterations)
+        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]
 
         return [
             (
@@ -587,9 +587,9 @@ class Config(Strict):
                 "already however far apart the models are; use metric: kl",
             ),
             (
-                control.target >= most,
-                f"rollout_model.distill_control.target is {control.target:g}, and with lam {1.0 / most:g} even equal "
-                f"models are accepted at {most:g}; give a target below that",
+                control.target >= limit,
+                f"rollout_model.distill_control.target is {control.target:g}, and with lam {1.0 / limit:g} even equal "
+                f"models are accepted at {limit:g}; give a target below that",
             ),
             (
                 idle,

@@ -163,13 +163,13 @@ class ServerEngineConfig(_Engine):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_draft(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "draft" in given:
+    def _check_draft(cls, block: Any) -> Any:
+        if isinstance(block, dict) and "draft" in block:
             raise ValueError(
                 "draft is not for servers, whose draft model would keep the weights that it started with; take "
                 "name: vllm or name: transformers, or leave draft out"
             )
-        return given
+        return block
 
 
 class VLLMServerEngineConfig(ServerEngineConfig):

@@ -1,4 +1,4 @@
-"""Names of default folders, made of a command's recipe, arm and overrides.
+"""Makes the names of default folders from a command's recipe, arm and overrides.
 
 Two commands with different overrides never get the same folder.
 """
@@ -40,24 +40,24 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
         overrides: settings as key=value; of two with the same key the last one counts.
         without: keys that are left out.
     """
-    given = dict(text.split("=", 1) for text in overrides)
-    given = {key: value for key, value in sorted(given.items()) if key not in without}
-    known = [*settings("train"), *blocks("train")] if given else []  # the long list of keys only where it is needed
+    values = dict(text.split("=", 1) for text in overrides)
+    values = {key: value for key, value in sorted(values.items()) if key not in without}
+    known = [*settings("train"), *blocks("train")] if values else []  # reading all keys takes long
 
-    labels = [_label(key, value, known) for key, value in given.items()]
-    plain = [label for label, value in zip(labels, given.values(), strict=True) if _is_number(value) or _WORD(value)]
-    fits = [label for number, label in enumerate(plain) if len("-".join(plain[: number + 1])) <= LONGEST]
-    if fits == labels:
+    labels = [_label(key, value, known) for key, value in values.items()]
+    plain = [label for label, value in zip(labels, values.values(), strict=True) if _is_number(value) or _WORD(value)]
+    fitting = [label for index, label in enumerate(plain) if len("-".join(plain[: index + 1])) <= LONGEST]
+    if fitting == labels:
         return labels
 
-    digest = hashlib.sha256("\n".join(f"{key}={value}" for key, value in given.items()).encode()).hexdigest()
-    return [*fits, digest[:10]]
+    digest = hashlib.sha256("\n".join(f"{key}={value}" for key, value in values.items()).encode()).hexdigest()
+    return [*fitting, digest[:10]]
 
 
 def _label(key: str, value: str, known: Sequence[str]) -> str:
     """Join a setting's value to its name: the shortest end of its key that no other setting of `known` claims."""
-    parts = key.split(".")
-    names = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    words = key.split(".")
+    names = [".".join(words[start:]) for start in reversed(range(len(words)))]
     name = next((name for name in names if _owner(name, known) == key), key)
     return f"{name}{value}" if _is_number(value) and not name[-1].isdigit() else f"{name}={value}"
 

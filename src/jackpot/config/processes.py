@@ -58,7 +58,7 @@ def check_ranks(config: Config, ranks: int) -> None:
         ConfigError: an engine is vLLM, and no engine process holds it.
     """
     engines = (config.engine, config.evaluation.engine)
-    if ranks > 1 and config.placement.engines == 0 and any(isinstance(one, VLLMEngineConfig) for one in engines):
+    if ranks > 1 and config.placement.engines == 0 and any(isinstance(engine, VLLMEngineConfig) for engine in engines):
         raise ConfigError(
             "placement.engines is 0, and engine vllm sets up torch.distributed in the process that trains, which has "
             "set it up for its ranks; leave placement.engines out, and each rank has an engine process beside it, or "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from inspect import get_annotations
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -111,9 +112,10 @@ def blocks(command: str) -> dict[str, Block]:
 def settings(*commands: str) -> dict[str, Setting]:
     """Return every setting of some commands by the setting's key, in the order in which classes define them."""
     uses: dict[str, list[Use]] = {}
-    for use in (one for command in commands for one in _walk(COMMANDS[command], "", command=command)):
-        if isinstance(use, Use):
-            uses.setdefault(use.key, []).append(use)
+    for command in commands:
+        for item in _walk(COMMANDS[command], "", command=command):
+            if isinstance(item, Use):
+                uses.setdefault(item.key, []).append(item)
     return {key: Setting(key=key, uses=tuple(of_key)) for key, of_key in uses.items()}
 
 
@@ -126,13 +128,10 @@ def own_settings(command: str) -> tuple[list[Setting], list[str]]:
         The command's own settings, and the first parts of the keys of those that `jackpot train` has too.
     """
     known = {use.origin for setting in settings("train").values() for use in setting.uses}
-    own, shared = [], []
-    for setting in settings(command).values():
-        if any(use.origin not in known for use in setting.uses):
-            own.append(setting)
-        else:
-            shared.append(re.split(r"[.\[]", setting.key)[0])
-    return own, list(dict.fromkeys(shared))
+    of_command = list(settings(command).values())
+    new = [setting for setting in of_command if any(use.origin not in known for use in setting.uses)]
+    shared = [re.split(r"[.\[]", setting.key)[0] for setting in of_command if setting not in new]
+    return new, list(dict.fromkeys(shared))
 
 
 def find(key: str) -> tuple[list[Block], list[Setting]]:
@@ -141,32 +140,33 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     A key below a block of `Differences` is looked up in the block that the differences are from.
 
     Args:
-        key: a dotted key; a number in it stands for a place in a list.
+        key: a dotted key; a number in it is an index of a list.
 
     Raises:
         ConfigError: no such key; the message has the nearest keys.
     """
-    wanted = re.sub(r"\.\d+(?=\.|$)", "[]", key)
+    name = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
-    found = [block for command in COMMANDS if (block := blocks(command).get(wanted)) and wanted not in ("", *known)]
+    with_name = [block for command in COMMANDS if (block := blocks(command).get(name)) and name not in ("", *known)]
 
-    if found or wanted in known:
-        below = (f"{wanted}.", f"{wanted}[].")
-        return found, [setting for name, setting in known.items() if name == wanted or name.startswith(below)]
+    if with_name or name in known:
+        below = (f"{name}.", f"{name}[].")
+        return with_name, [item for item in known.values() if item.key == name or item.key.startswith(below)]
 
     for setting in known.values():
-        if (other := setting.uses[0].same_as) and wanted.startswith(f"{setting.key}."):
-            return find(other + wanted.removeprefix(setting.key))
+        if (base := setting.uses[0].same_as) and name.startswith(f"{setting.key}."):
+            return find(base + name.removeprefix(setting.key))
 
-    raise ConfigError(f"unknown setting {key!r}{_near(wanted, list(known))} jackpot config lists all of them")
+    raise ConfigError(f"unknown setting {key!r}{_near(name, list(known))} jackpot config lists all of them")
 
 
 def _near(key: str, known: Sequence[str]) -> str:
     """Say which known keys an unknown key may mean: keys with the same last name, or that are spelled alike."""
     near = similar_settings(key, known) or get_close_matches(key, known, n=5)
     if not near:
-        names = get_close_matches(key.rpartition(".")[2], {other.rpartition(".")[2] for other in known}, n=2)
-        near = [other for other in known if other.rpartition(".")[2] in names][:6]
+        last_names = {known_key: known_key.rpartition(".")[2] for known_key in known}
+        alike = get_close_matches(key.rpartition(".")[2], set(last_names.values()), n=2)
+        near = [known_key for known_key in known if last_names[known_key] in alike][:6]
     return f"; did you mean {_either(near)}?" if near else "."
 
 
@@ -179,7 +179,9 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         shared: fields of `Use` that are the same below the whole class: `command`, `variant`, `chosen`, `choices`.
     """
     for name, field in kind.model_fields.items():
-        key, classes, meaning = above + name, model_classes(field.annotation), _one_line(field.description)
+        key = above + name
+        classes = model_classes(field.annotation)
+        meaning = _one_line(field.description)
         definer = next(cls.__name__ for cls in kind.__mro__ if name in get_annotations(cls))
         use = partial(Use, **shared, default=_default(field), meaning=meaning, may_change=MAY_CHANGE in field.metadata)
 
@@ -216,31 +218,31 @@ def _one_line(text: str | None) -> str:
 
 def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     """Say in words what each alternative of a field's annotation allows, with the bounds in the metadata."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = [item for mark in parts[1:] for item in (mark.metadata if isinstance(mark, FieldInfo) else [mark])]
-        return _values(parts[0], [*inner, *metadata])
+        marks = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in arguments[1:]]
+        return _values(arguments[0], [*chain.from_iterable(marks), *metadata])
 
     if origin not in (Union, UnionType) and model_classes(annotation):
         return [_BLOCK]
     if origin is Literal:
-        return [_yaml(value) for value in parts]
+        return [_yaml(value) for value in arguments]
 
-    if origin is tuple and parts[1:] == (...,):
+    if origin is tuple and arguments[1:] == (...,):
         several = " (at least one)" if any(getattr(mark, "min_length", None) for mark in metadata) else ""
-        return [f"list of {_KINDS[parts[0]]}s{several}"]
+        return [f"list of {_KINDS[arguments[0]]}s{several}"]
     if origin is tuple:
-        return [f"list of {len(parts)}: each {_either(_values(parts[0]))}"]
+        return [f"list of {len(arguments)}: each {_either(_values(arguments[0]))}"]
     if origin is dict:
         return ["mapping"]
-    if parts:
-        return [text for part in parts for text in _values(part)]
+    if arguments:
+        return [text for alternative in arguments for text in _values(alternative)]
     if annotation is bool:
         return ["true", "false"]
 
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
-    number = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
-    return [number, "null"] if NULL_IS_INFINITE in metadata else [number]
+    values = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
+    return [values, "null"] if NULL_IS_INFINITE in metadata else [values]
 
 
 def _bounds(mark: Any) -> Iterator[tuple[float, str]]:

@@ -43,10 +43,10 @@ class Sampling(Strict):
         """Return the sampling in words, such as `sampled at temperature 0.6, top-p 0.95`, or `greedy`."""
         if self.top_k == 1:
             return "greedy"
-        parts = [f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []
-        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
-        parts += [f"top-k {self.top_k}"] if self.top_k else []
-        return " ".join(["sampled", *(["at", ", ".join(parts)] if parts else [])])
+        filters = [f"temperature {self.temperature:g}"] if self.temperature != 1.0 else []
+        filters += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
+        filters += [f"top-k {self.top_k}"] if self.top_k else []
+        return f"sampled at {', '.join(filters)}" if filters else "sampled"
 
 
 class SamplingChanges(Strict):

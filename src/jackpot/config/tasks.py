@@ -175,11 +175,11 @@ class RewardConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         changed = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}
-        given = changed - {"name", "weight"}
+        limits = changed - {"name", "weight"}
         return [
             (
-                ":" not in self.name and given,
-                f"{', '.join(sorted(given))} was given for {self.name!r}; only functions of your own, "
+                ":" not in self.name and limits,
+                f"{', '.join(sorted(limits))} was given for {self.name!r}; only functions of your own, "
                 "package.module:function, have limits of their own",
             ),
         ]
@@ -271,8 +271,8 @@ class MathConfig(QuestionConfig):
 
     def sources(self, split: Literal["train", "test"]) -> Sequence[DataConfig]:
         """Return the sources of a split, one or more, as a sequence in every case."""
-        given = getattr(self, split)
-        return given if isinstance(given, tuple) else (given,)
+        sources = getattr(self, split)
+        return sources if isinstance(sources, tuple) else (sources,)
 
 
 class GymDataConfig(Strict):

@@ -84,8 +84,8 @@ def sets_of(task: TaskConfig) -> SetsConfig:
         return SetsConfig()
     kind = type(getattr(SetsConfig(), task.name))
     settings = kind.model_validate(task.model_dump(include=set(kind.model_fields)))
-    read = {"columns": task.test.columns, "answers": task.test.answers} if isinstance(task, MathConfig) else {}
-    return SetsConfig(**{task.name: settings}, **read)
+    files = {"columns": task.test.columns, "answers": task.test.answers} if isinstance(task, MathConfig) else {}
+    return SetsConfig(**{task.name: settings}, **files)
 
 
 class SideConfig(Strict):

@@ -3,7 +3,6 @@
 Status: supported.
 """
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from itertools import chain
@@ -32,7 +31,7 @@ from jackpot.launch.checks import (
     role_named,
 )
 from jackpot.launch.engine_processes import engine_pool, process_links
-from jackpot.launch.engines import engine_parts, make_each, reference_path, run_rows
+from jackpot.launch.engines import engine_specs, make_each, reference_path, run_rows
 from jackpot.launch.head_kernel import head_options
 from jackpot.launch.ray import ray_links
 from jackpot.models.cost import forward_cost
@@ -68,16 +67,18 @@ from jackpot.training.optimizer import ModelOptimizer
 from jackpot.training.reference import Reference
 from jackpot.training.run_folder.checkpoint import Checkpoint
 
-_log = logging.getLogger(__name__)
-Models = Mapping[str, PreTrainedModel]  # by name, as `load_models` has them
+Models = Mapping[str, PreTrainedModel]  # by name: policy, rollout_model, critic, reference
 
-# Makes a learner from settings, the checkpoint to continue from (None for a new run), and the models whose engine has
-# the distribution that they have in training (`engine_is_exact`).
+# A function that makes a learner from the settings, the checkpoint to continue from (None for a new run), and the roles
+# of the models whose engine samples from the distribution that the model has in training (`engine_is_exact`).
 BuildLearner = Callable[[Config, Checkpoint | None, Collection[Role]], Learner]
 
 
 def run_task(config: Config, paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Make the task of a run; its problems leave room for a response in the context of every model and engine.
+    """Make the task of a run, of the problems that leave room for a response in the context of all models and engines.
+
+    Args:
+        paths: where each model is read from, by role.
 
     Raises:
         ConfigError: prompts and `sampling.max_new_tokens` do not fit.
@@ -97,14 +98,20 @@ def run_task(config: Config, paths: Mapping[Role, str] | Mapping[str, str], toke
 def make_components(
     config: Config, checkpoint: Checkpoint | None = None, build: BuildLearner | None = None
 ) -> RunComponents:
-    """Build task, engines and learner, all with the same weights and version; an error leaves nothing open.
+    """Build the task, the engines and the learner of a run, all with the same weights and version.
+
+    An error closes what was built before it.
 
     Args:
-        checkpoint: to continue from; None for a new run.
+        checkpoint: the one to continue from; None for a new run.
         build: makes the learner; None: `build_learner`, in this process alone.
+
+    Raises:
+        ConfigError, DataError, EngineError, ModelError: as `check_start`, `run_task`, `make_engines` and the learner.
     """
     ranks, device = process_rank(), pick_device(config.device)
     config = place_engines(config, ranks.size, device.type == "cuda", ranks.beside)
+
     paths = config.model_paths(checkpoint.folder if checkpoint else None)
     outlines = check_start(config, paths, ranks.size)
     tokenizer = load_tokenizers(paths)
@@ -120,15 +127,9 @@ def make_components(
             undo.callback(benchmark.close)
 
         engine, policy_engine = make_engines(config, paths, device, version, undo)
-        writer: Role = "rollout_model" if "rollout_model" in paths else "policy"
-        check_top_log_probs(config, engine.capabilities.num_top_log_probs)
-        exact: dict[Role, bool] = {writer: engine_is_exact(config, engine.capabilities.quantized)}
-        if config.is_mixed:
-            check_top_log_probs(config, policy_engine.capabilities.num_top_log_probs)
-            exact["policy"] = engine_is_exact(config, policy_engine.capabilities.quantized, config.evaluation.engine)
-
-        learner = (build or build_learner)(config, checkpoint, [role for role, is_exact in exact.items() if is_exact])
-        undo.pop_all()
+        exact_engines = _exact_engines(config, engine, policy_engine)
+        learner = (build or build_learner)(config, checkpoint, exact_engines)
+        undo.pop_all()  # the components close them from here on
 
     return RunComponents(
         config=config,
@@ -142,18 +143,37 @@ def make_components(
     )
 
 
+def _exact_engines(config: Config, engine: Engine, policy_engine: Engine) -> list[Role]:
+    """Return the models whose engine of rollouts samples from the distribution that the model has in training.
+
+    Raises:
+        ConfigError: an engine returns fewer top log-probs than the settings ask for.
+        EngineError: as `engine_is_exact`.
+    """
+    check_top_log_probs(config, engine.capabilities.num_top_log_probs)
+    generator: Role = "rollout_model" if config.rollout_model else "policy"
+    is_exact: dict[Role, bool] = {generator: engine_is_exact(config, engine.capabilities.quantized)}
+
+    if config.is_mixed:
+        check_top_log_probs(config, policy_engine.capabilities.num_top_log_probs)
+        is_exact["policy"] = engine_is_exact(config, policy_engine.capabilities.quantized, config.evaluation.engine)
+    return [role for role in is_exact if is_exact[role]]
+
+
 def build_learner(
     config: Config,
     checkpoint: Checkpoint | None,
     exact_engines: Collection[Role],
     mesh: DeviceMesh | None = None,
 ) -> JointLearner:
-    """Load the models and make the learner of this process from them, as `BuildLearner` says.
+    """Load the models of a run, and make the learner of this process from them.
 
     Args:
+        checkpoint: the one to continue from; None for a new run.
+        exact_engines: roles of the models whose engine samples from the distribution that they have in training.
         mesh: as in `make_learner`.
     """
-    device = None if mesh else pick_device(config.device)
+    device = None if mesh else pick_device(config.device)  # None: the models are sharded after they are loaded
     models = load_models(config, checkpoint.folder if checkpoint else None, device)
     learner = make_learner(config, models, exact_engines, mesh)
     if checkpoint:
@@ -164,31 +184,46 @@ def build_learner(
 def make_engines(
     config: Config, paths: dict[Role, str], device: torch.device, version: Version, undo: ExitStack
 ) -> tuple[Engine, Engine]:
-    """Start the engine of the rollout model and that of the policy in evaluations; `undo` gets their `close`.
+    """Start the engine that generates rollouts and the policy's engine for evaluations, in this order.
 
     Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
     `placement.engines` they generate in processes of their own or actors of Ray, unless they are servers.
+
+    Args:
+        paths: where each model is read from, by role.
+        device: the learner's.
+        version: of the weights in `paths`.
+        undo: registers each engine's `close`.
+
+    Raises:
+        ConfigError, EngineError, ModelError: an engine cannot be made (`make_engine`, `engine_pool`).
     """
     stage("starting the engine")
-    parts = engine_parts(config, paths)
+    specs = engine_specs(config, paths)
     has_hosts = config.placement.engine_processes > 0
-    placed = {name: part for name, part in parts.items() if has_hosts and not is_remote(part.settings)}
-    links = ray_links if config.placement.launcher == "ray" else process_links
-    engines = engine_pool(config, placed, config.model_paths(), device, version, links).engines if placed else {}
+    hosted = {name: spec for name, spec in specs.items() if has_hosts and not is_remote(spec.settings)}
+    local = {name: spec for name, spec in specs.items() if name not in hosted}
+
+    engines: dict[str, Engine] = {}
+    if hosted:
+        links = ray_links if config.placement.launcher == "ray" else process_links
+        engines |= engine_pool(config, hosted, config.model_paths(), device, version, links).engines
     for engine in engines.values():
         undo.callback(engine.close)
-    here = {name: part for name, part in parts.items() if name not in placed}
-    engines |= make_each(here, device, version, bool(config.draft), undo)
+
+    engines |= make_each(local, device, version, bool(config.draft), undo)
     return engines["engine"], engines.get("evaluation.engine", engines["engine"])
 
 
 def computed_differently(config: Config) -> list[list[str]]:
-    """Return the layers that an engine of the rollouts and training compute in different number formats: name, the
-    engine's format, and training's."""
+    """Return the layers that training and an engine of rollouts compute in different number formats.
+
+    Returns:
+        For each layer its name, the engine's format and training's.
+    """
     is_coded = config.trained_quantization is not None
     device = pick_device(config.device).type
     of_engines = [SideFormats.of(settings, device) for settings in config.writing_engines.values()]
-
     of_training = SideFormats(
         dtype=config.compute_dtype if is_coded else "fp32",
         quantization=config.trained_quantization,
@@ -196,90 +231,93 @@ def computed_differently(config: Config) -> list[list[str]]:
         head_dtype=config.head_dtype,
         autocast="bf16" if config.precision == "bf16" else None,
     )
-
     if all(formats == of_training for formats in of_engines):
         return []
 
     model = load_meta_model((config.rollout_model or config.policy).path)
     of_layers = layer_formats(model, of_training)
     differing = [layer_differences(layer_formats(model, formats), of_layers) for formats in of_engines]
-    return list(map(list, dict.fromkeys(chain.from_iterable(differing))))
+    return [list(layer) for layer in dict.fromkeys(chain.from_iterable(differing))]
 
 
 def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
     """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
 
-    The reference never comes from a checkpoint, where the policy has moved on.
+    The reference is always that of the settings: in a checkpoint, the policy has moved away from it.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
-        device: as in `load_model`: None for models that are to be sharded.
+        device: where the models go; None for models that will be sharded.
 
     Raises:
         ModelError: a model cannot be used.
     """
-    paths = config.model_paths(checkpoint)
-    models: dict[str, PreTrainedModel] = {
-        role: load_trained(config, role, path, device, bool(checkpoint)) for role, path in paths.items()
-    }
+    paths: dict[str, str] = {**config.model_paths(checkpoint)}
     if config.critic:
-        path = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
-        models["critic"] = load_critic(config, path, device)
-    for name, path in reference_path(config).items():
-        models[name] = load_model(path, torch.float32, device)
-        prepare(config, name, models[name], pick_device(config.device).type == "cpu")
-    cut_heads(models, run_rows(config, paths))
+        paths["critic"] = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
+    paths |= reference_path(config)
+
+    models = {name: load_trained(config, name, path, device, bool(checkpoint)) for name, path in paths.items()}
+    cut_heads(models, run_rows(config, config.model_paths(checkpoint)))
     return models
 
 
 def cut_heads(models: Models, rows: int) -> None:
-    """Have the first rows of the output layers of a learner's models read and no others, as `head_rows` says."""
+    """Cut the output layers of a learner's models to their first rows, one for each id that a run may sample.
+
+    Args:
+        rows: their number (`run_rows`). The critic's output layer has one row, and stays.
+    """
     for name, model in models.items():
         if name != "critic":
             cut_head(model, rows)
 
 
-def load_trained(config: Config, role: Role, path: str, device: torch.device | None, resumes: bool) -> PreTrainedModel:
-    """Load a model to train or to score with: the one in `path`, with an adapter where the settings ask for LoRA.
+def load_trained(config: Config, name: str, path: str, device: torch.device | None, resumes: bool) -> PreTrainedModel:
+    """Load a model to train or to score with, with an adapter where the settings ask for LoRA.
 
-    With LoRA the weights are those that the run began with, and the adapter is new, or that of the checkpoint in `path`
-    where the run `resumes`.
+    Args:
+        name: of the model, as in `load_models`.
+        path: folder or name of the model; with LoRA the folder that holds the adapter where the run resumes, as the
+            weights are then those that the run began with.
+        device: as in `load_models`.
+        resumes: whether `path` is that of a checkpoint.
     """
-    settings = getattr(config, role)
-    with role_named(role):
-        model = load_model(path if settings.lora is None else settings.path, torch.float32, device)
-    prepare(config, role, model, pick_device(config.device).type == "cpu")
-    if settings.lora is not None and resumes:
+    settings = getattr(config, name, None)  # the reference has none
+    lora = getattr(settings, "lora", None)
+    load = load_value_model if name == "critic" else load_model
+    with role_named(name):
+        model = load(settings.path if settings and lora else path, torch.float32, device)
+
+    prepare(config, name, model, pick_device(config.device).type == "cpu")
+    if lora and resumes:
         load_adapter(model, Path(path))
     return model
 
 
-def load_critic(config: Config, path: str, device: torch.device | None) -> PreTrainedModel:
-    """Load the value model of a critic to train: the one in `path`."""
-    with role_named("critic"):
-        model = load_value_model(path, torch.float32, device)
-    prepare(config, "critic", model, pick_device(config.device).type == "cpu")
-    return model
-
-
 def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> None:
-    """Have a model of a learner compute as in training, with an adapter and checkpoints where the settings ask for
-    them.
+    """Change a learner's model so that it computes in the number formats of training, with LoRA and activation
+    checkpointing where the settings ask for them.
 
     Args:
-        name: of `load_models`.
-        on_cpu: whether it computes on the CPU, where parts of trained models are fused; models that are to be sharded
-            over GPUs stand there too.
+        name: of the model, as in `load_models`.
+        on_cpu: whether the model computes on the CPU, where some operations of trained models are fused. A model that
+            is loaded into CPU memory only to be sharded over GPUs does not.
     """
-    settings = getattr(config, name, None)  # none of the reference
-    in_codes = name != "critic" and config.trained_quantization
-    if name != "critic" and config.head_dtype == "fp32":  # in one flow the weight is rounded as the engine's is
-        widen_head(model, DTYPES[config.compute_dtype] if in_codes else None)
-    if in_codes:  # those of the engine; other parts stay those of the engine, unfused
-        scheme, fp8_cache = SCHEMES[in_codes], config.engine.kv_cache_dtype == "fp8"
-        train_in_codes(model, scheme, config.fp8_backward, fp8_cache, on_cpu, DTYPES[config.compute_dtype])
+    settings = getattr(config, name, None)  # the reference has none
+    compute_dtype = DTYPES[config.compute_dtype]
+    quantization = None if name == "critic" else config.trained_quantization
+
+    if name != "critic" and config.head_dtype == "fp32":
+        # Quantized training computes bit for bit what its engine computes, so it rounds the weight as the engine does.
+        widen_head(model, compute_dtype if quantization else None)
+
+    if quantization:
+        fp8_cache = config.engine.kv_cache_dtype == "fp8"
+        train_in_codes(model, SCHEMES[quantization], config.fp8_backward, fp8_cache, on_cpu, compute_dtype)
     elif on_cpu and settings:
         fuse(model)
+
     if lora := getattr(settings, "lora", None):
         add_adapter(model, lora, fold_in(config.seed, "adapter", name))
     if config.activation_checkpointing and settings and settings.optimizer is not None:
@@ -289,22 +327,24 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
 def make_learner(
     config: Config, models: Models, exact_engines: Collection[Role], mesh: DeviceMesh | None = None
 ) -> JointLearner:
-    """Build the learner: optimizers and objectives come from the settings.
+    """Build a learner with the optimizers and objectives of the settings.
 
     Args:
         models: of `load_models`, trained in place.
-        exact_engines: models whose engine has the distribution that they have in training (`engine_is_exact`).
+        exact_engines: roles of the models whose engine samples from the distribution that they have in training.
         mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps them.
     """
-    settings, head = config.rollout_model, head_options(config)
-    reference = _reference(config, models, head)  # its digest is of whole weights
+    head = head_options(config)
+    reference = _make_reference(config, models, head)  # before sharding: it takes the digest of whole weights
     gathered = shard(models, mesh, config.placement.offload) if mesh else None
 
-    each_step = settings is None or settings.update == "step"
     optimizers: dict[Role, ModelOptimizer] = {}
     if config.policy.optimizer:
         parameters = models["policy"].parameters()
         optimizers["policy"] = ModelOptimizer(parameters, config.policy.optimizer, _total_steps(config))
+
+    settings = config.rollout_model
+    each_step = settings is None or settings.update == "step"
     rollout_objective = distill_control = None
     if settings and settings.optimizer:
         steps = _total_steps(config) if each_step else config.iterations
@@ -342,7 +382,7 @@ def make_learner(
 
 
 def make_critic(config: Config, models: Models) -> Critic | None:
-    """Build the critic from its value model, where the run has one."""
+    """Build the critic of a run from its value model; None for a run without one."""
     if config.critic is None:
         return None
     model = models["critic"]
@@ -350,12 +390,15 @@ def make_critic(config: Config, models: Models) -> Critic | None:
     return Critic(model, optimizer, config.critic, config.batch.micro_batch_tokens)
 
 
-def _reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
-    settings, temperature = config.objective.reference, config.sampling.temperature
-    if settings is None:
+def _make_reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
+    if config.objective.reference is None:
         return None
     return Reference(
-        models["reference"], models["policy"], estimate=settings.kl_loss_type, temperature=temperature, head=head
+        models["reference"],
+        models["policy"],
+        estimate=config.objective.reference.kl_loss_type,
+        temperature=config.sampling.temperature,
+        head=head,
     )
 
 

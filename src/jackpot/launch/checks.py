@@ -12,7 +12,7 @@ from jackpot.config.processes import check_ranks
 from jackpot.config.tasks import MathConfig, TaskConfig
 from jackpot.core.errors import ConfigError, EngineError, ModelError
 from jackpot.core.roles import Role
-from jackpot.launch.engines import EnginePart, engine_parts, reference_path
+from jackpot.launch.engines import EngineSpec, engine_specs, reference_path
 from jackpot.models.forward import output_layer
 from jackpot.models.gathered import check_layers
 from jackpot.models.load import head_rows, load_meta_model
@@ -21,16 +21,16 @@ from jackpot.training.objectives import policy_objective
 
 
 def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[Role, PreTrainedModel]:
-    """Refuse what no start accepts, from the settings and the shapes of the models alone.
+    """Refuse a run that cannot start, from its settings and the shapes of its models alone.
 
-    A start asks this before it makes anything; `--dry-run` and `jackpot launch` ask the same.
+    A start calls this before it makes anything; so do `--dry-run` and `jackpot launch`.
 
     Args:
-        paths: where each model is read from.
-        ranks: processes that train.
+        paths: where each model is read from, by role.
+        ranks: number of processes that train.
 
     Returns:
-        Each model on the meta device.
+        Each model of `paths` on the meta device, without weights.
 
     Raises:
         ConfigError, EngineError: settings that do not fit each other, the models, or several ranks.
@@ -38,18 +38,20 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     """
     check_ranks(config, ranks)
     outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
-    others = {role: _outline(role, path) for role, path in reference_path(config).items()}
-
+    reference = {name: _outline(name, path) for name, path in reference_path(config).items()}
     if ranks > 1:
-        for role, model in {**outlines, **others}.items():
-            check_layers(role, model)
+        for name, model in {**outlines, **reference}.items():
+            check_layers(name, model)
+
     prompt_limit(config, [model.config for model in outlines.values()])
 
-    parts = engine_parts(config, paths)
-    _check_rows(config, parts)
-    check_top_log_probs(config, parts["engine"].rows)
+    specs = engine_specs(config, paths)
+    _check_rows(config, specs)
+    check_top_log_probs(config, specs["engine"].rows)
 
-    engines = [config.engine, *([config.evaluation.engine or config.engine] if config.is_mixed else [])]
+    engines = [config.engine]
+    if config.is_mixed:
+        engines.append(config.evaluation.engine or config.engine)
     for settings in engines:
         engine_is_exact(config, is_quantized(settings), settings)
     return outlines
@@ -58,39 +60,40 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
 def _outline(role: str, path: str) -> PreTrainedModel:
     with role_named(role):
         model = load_meta_model(path)
-        output_layer(model)  # raises where there is none
+        output_layer(model)  # raises ModelError where there is none
         return model
 
 
 @contextmanager
 def role_named(role: str) -> Iterator[None]:
-    """Put a model's role before the error of a model that cannot be used."""
+    """Put a model's role before the text of every ModelError of the block."""
     try:
         yield
     except ModelError as error:
         raise ModelError(f"{role}: {error}") from error
 
 
-def _check_rows(config: Config, parts: Mapping[str, EnginePart]) -> None:
+def _check_rows(config: Config, specs: Mapping[str, EngineSpec]) -> None:
     """Refuse engines that would sample ids for which another model of the run has no row (`head_rows`).
 
     Raises:
         EngineError: a server, or vLLM with a draft model, whose model has a longer output layer.
     """
-    for name, part in parts.items():
-        size, settings = head_rows({name: part.path}), part.settings
+    for name, (settings, path, rows) in specs.items():
+        size = head_rows({name: path})
         drafts = config.draft is not None and isinstance(settings, VLLMEngineConfig)
-        if size > part.rows and (drafts or is_remote(settings)):
+        if size > rows and (drafts or is_remote(settings)):
             raise EngineError(
                 f"{name}={settings.name}{' with drafts' if drafts else ''} samples from all {size} rows of the output "
-                f"layer of {part.path}, and another model of the run has {part.rows}; use transformers, or take a copy "
-                f"of the longer model that model.resize_token_embeddings({part.rows}) has cut"
+                f"layer of {path}, and another model of the run has {rows}; use transformers, or take a copy of the "
+                f"longer model that model.resize_token_embeddings({rows}) has cut"
             )
 
 
 def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
-    """Return the most tokens of a prompt that leave room for `sampling.max_new_tokens`: in the context of every model
-    and engine, and in `batch.micro_batch_tokens`.
+    """Return the largest number of tokens of a prompt that leaves room for `sampling.max_new_tokens`.
+
+    There must be room in the context of every model and engine, and in `batch.micro_batch_tokens`.
 
     Raises:
         ConfigError: there is no room for any prompt.
@@ -103,14 +106,14 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
     rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
 
-    wanted = config.sampling.max_new_tokens
-    if room <= wanted:
+    max_new_tokens = config.sampling.max_new_tokens
+    if room <= max_new_tokens:
         more = "take models with a longer one" if name == "the models' context" else f"raise {name}"
         raise ConfigError(
-            f"sampling.max_new_tokens {wanted} leaves no room for a prompt in {name} of {room} tokens; lower "
+            f"sampling.max_new_tokens {max_new_tokens} leaves no room for a prompt in {name} of {room} tokens; lower "
             f"max_new_tokens, or {more}"
         )
-    return room - wanted
+    return room - max_new_tokens
 
 
 def limited_task(task: TaskConfig, limit: int) -> TaskConfig:
@@ -121,42 +124,41 @@ def limited_task(task: TaskConfig, limit: int) -> TaskConfig:
 
 
 def check_lengths(config: Config, limit: int, task: Task) -> None:
-    """Refuse length limits that the first prompts of the task already break.
+    """Refuse length limits that the first prompt of a split of the task already exceeds.
 
-    A task with `max_prompt_tokens` has none that does; in others, a longer one that comes later is refused by the
-    engine or by batching.
+    A task with `max_prompt_tokens` has left out prompts that are too long. In other tasks a prompt that is too long
+    and comes later is refused by the engine, or when batches are made.
 
     Args:
-        limit: as of `prompt_limit`.
+        limit: of `prompt_limit`.
 
     Raises:
         ConfigError: a prompt is longer than the limit.
     """
-    prompt, wanted = (
-        max(len(task.prompt(split, 0).token_ids) for split in get_args(Split)),
-        config.sampling.max_new_tokens,
-    )
-    if prompt > limit:
-        lower = wanted + limit - prompt
-        advice = f"lower max_new_tokens to at most {lower}, or shorten" if lower > 0 else "shorten"
+    longest = max(len(task.prompt(split, 0).token_ids) for split in get_args(Split))
+    if longest > limit:
+        max_new_tokens = config.sampling.max_new_tokens
+        fitting = max_new_tokens + limit - longest
+        advice = f"lower max_new_tokens to at most {fitting}, or shorten" if fitting > 0 else "shorten"
         raise ConfigError(
-            f"a prompt of {prompt} tokens and sampling.max_new_tokens {wanted} do not fit the {limit + wanted} tokens "
-            f"that context and batch.micro_batch_tokens allow; {advice} the prompts, or raise the smaller of the two"
+            f"a prompt of {longest} tokens and sampling.max_new_tokens {max_new_tokens} do not fit the "
+            f"{limit + max_new_tokens} tokens that context and batch.micro_batch_tokens allow; {advice} the prompts, "
+            f"or raise the smaller of the two"
         )
 
 
-def check_top_log_probs(config: Config, most: int) -> None:
-    """Refuse `sampling.num_top_log_probs` above the `most` that the engine returns."""
-    wanted = config.sampling.num_top_log_probs
-    if wanted > most:
-        raise ConfigError(f"sampling.num_top_log_probs is {wanted}, but the engine returns at most {most}; lower it")
+def check_top_log_probs(config: Config, limit: int) -> None:
+    """Refuse a `sampling.num_top_log_probs` above the `limit` of an engine."""
+    num_top = config.sampling.num_top_log_probs
+    if num_top > limit:
+        raise ConfigError(f"sampling.num_top_log_probs is {num_top}, but the engine returns at most {limit}; lower it")
 
 
 def engine_is_exact(config: Config, quantized: bool, settings: EngineConfig | None = None) -> bool:
     """Return whether a model in training has the distribution that the engine of its rollouts samples from.
 
-    In bf16 both agree up to rounding, which is good enough to fill in missing log-probs (`mismatch/engine_gap` shows
-    how good) and not for `normalizer: exact`.
+    In bf16 the two distributions agree up to rounding (`mismatch/engine_gap` measures how far). That is good enough to
+    fill in missing log-probs, and not for `normalizer: exact`.
 
     Args:
         quantized: whether the engine computes with quantized numbers.

@@ -1,13 +1,14 @@
-"""Places engines in processes of their own on this machine (`placement.engines`): both ends of it.
+"""Places engines in processes of their own on this machine (`placement.engines`).
 
-The process that leads a run makes an `EnginePool`; every other one is started with `ENTRY` and runs `main`. A process
-reads the models that the run began with, and gets the newest weights before it generates anything. So it can be started
-again at any time, whatever checkpoints there are by then.
+The process that leads a run makes an `EnginePool`; the engine processes are started with `ENTRY` and run `main`. An
+engine process reads the models that the run began with, and gets the newest weights before it generates anything, so it
+can be started again at any time.
 
 Status: experimental.
 """
 
 import json
+import math
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import process_rank
 from jackpot.core.roles import Role
 from jackpot.core.types import Version
-from jackpot.launch.engines import EnginePart, engine_parts, make_each
+from jackpot.launch.engines import EngineSpec, engine_specs, make_each
 from jackpot.models.load import DTYPES, load_model
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.hosted import EnginePool, Link
@@ -31,44 +32,48 @@ from jackpot.rollout.engines.process import ProcessLink, make_starter, serve
 
 ENTRY = "from jackpot.launch.engine_processes import main; main()"
 _GPUS = "CUDA_VISIBLE_DEVICES"
+# A function that makes the connections to the hosts of engines, by name, from the settings and the setup of each host.
 MakeLinks = Callable[[Config, dict[str, Any]], Mapping[str, Link]]
 
 
 def engine_pool(
     config: Config,
-    parts: Mapping[str, EnginePart],
-    fresh: Mapping[Role, str],
+    specs: Mapping[str, EngineSpec],
+    initial_paths: Mapping[Role, str],
     device: torch.device,
     version: Version,
     links: MakeLinks,
 ) -> EnginePool:
-    """Start the processes of `placement.engines`, and send them the weights of `parts`.
+    """Start the processes of `placement.engines`, and send them the weights of the models in `specs`.
 
     Args:
-        parts: the engines, of `engine_parts`, with the paths of the models that the run continues with.
-        fresh: paths of the models that the run began with.
-        links: makes the connections to hosts by name, from the settings and the setup of each host.
+        specs: the engines (`engine_specs`), with the paths of the models that the run continues with.
+        initial_paths: paths of the models that the run began with, by role.
+        device: the learner's.
+        version: of the weights in `specs`.
+        links: makes the connections to the processes.
 
     Raises:
-        EngineError: no engine could be started; their own errors stand above.
-        ModelError: as `load_model`.
+        EngineError: no engine could be started. The errors of the engines stand above it in the output.
+        ModelError: a model cannot be loaded.
     """
     setup = {
         "config": config.model_dump_json(),
-        "paths": dict(fresh),
-        "engines": list(parts),
+        "paths": dict(initial_paths),
+        "engines": list(specs),
         "device": device.type,
         "threads": 1 if config.threads == "auto" else config.threads,
     }
 
     weights = {}
-    for name, part in parts.items():
-        dtype = DTYPES[part.settings.dtype]
-        weights[name] = list(load_model(part.path, dtype, "cpu").named_parameters()), dtype
+    for name, spec in specs.items():
+        dtype = DTYPES[spec.settings.dtype]
+        weights[name] = list(load_model(spec.path, dtype, "cpu").named_parameters()), dtype
 
-    chunk, groups = config.placement.chunk, -(-config.batch.prompts // config.placement.engine_processes)
-    if chunk == "auto":
-        chunk = min(groups * config.batch.group_size, *(part.settings.max_num_seqs for part in parts.values()))
+    chunk = config.placement.chunk
+    if chunk == "auto":  # a process gets its share of a batch at once, as far as every engine can generate that many
+        groups = math.ceil(config.batch.prompts / config.placement.engine_processes)
+        chunk = min(groups * config.batch.group_size, *(spec.settings.max_num_seqs for spec in specs.values()))
 
     return EnginePool(
         links(config, setup),
@@ -80,33 +85,43 @@ def engine_pool(
 
 
 def process_links(config: Config, setup: dict[str, Any]) -> dict[str, ProcessLink]:
-    """Return connections to processes of this machine, which are started when they are opened."""
+    """Return connections to engine processes on this machine, by name; opening a connection starts its process."""
     links = {}
-    for number in range(config.placement.engine_processes):
-        start = make_starter(ENTRY, own_gpu(number, config.shares_gpus) if setup["device"] == "cuda" else {})
-        links[f"engine process {number + 1}"] = ProcessLink(start, setup, config.placement.timeout)
+    for index in range(config.placement.engine_processes):
+        start = make_starter(ENTRY, engine_gpu(index, config.shares_gpus) if setup["device"] == "cuda" else {})
+        links[f"engine process {index + 1}"] = ProcessLink(start, setup, config.placement.timeout)
     return links
 
 
-def own_gpu(number: int, shares: bool) -> dict[str, str]:
-    """Return what gives an engine a GPU: a rank's where it `shares`, else one without, as far as there are enough."""
-    given = os.environ.get(_GPUS)
-    gpus = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
-    return {_GPUS: gpus[(number if shares else process_rank().local_size + number) % len(gpus)]}
+def engine_gpu(index: int, shares: bool) -> dict[str, str]:
+    """Return the environment variable by which an engine process sees its GPU and no other.
+
+    Args:
+        index: of the engine process, from 0.
+        shares: whether it has the GPU of a rank; else it has one that no rank has, as long as there are enough.
+    """
+    visible = os.environ.get(_GPUS)
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    first = 0 if shares else process_rank().local_size
+    return {_GPUS: gpus[(first + index) % len(gpus)]}
 
 
 def main() -> None:
-    """Generate in this process what the process asks for that has started it, and end with it."""
+    """Run an engine process: generate what the process that started it asks for, and end when that one ends."""
     end_with_parent()
-    with socket.socket(fileno=int(sys.argv[1])) as ours:
-        serve(ours, make_hosted)
-    os._exit(0)  # what engines keep open ends with the process
+    with socket.socket(fileno=int(sys.argv[1])) as parent:
+        serve(parent, make_hosted)
+    os._exit(0)  # without waiting for threads and processes of engines, which end with this process
 
 
 def make_hosted(setup: dict[str, Any]) -> dict[str, Engine]:
-    """Make the engines of a host, by the setting that describes each, from what `engine_pool` sends."""
+    """Make the engines of an engine process or an actor of Ray, by setting.
+
+    Args:
+        setup: of `engine_pool`.
+    """
     config = build_config(json.loads(setup["config"]))
     torch.set_num_threads(setup["threads"])
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    parts = {name: part for name, part in engine_parts(config, setup["paths"]).items() if name in setup["engines"]}
-    return make_each(parts, torch.device(setup["device"]), Version(-1, -1), bool(config.draft), ExitStack())
+    specs = {name: spec for name, spec in engine_specs(config, setup["paths"]).items() if name in setup["engines"]}
+    return make_each(specs, torch.device(setup["device"]), Version(-1, -1), bool(config.draft), ExitStack())

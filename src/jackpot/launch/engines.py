@@ -37,15 +37,15 @@ def make_engine(
 
     Args:
         device: the learner's device.
-        drafter: engine of the model that drafts for this one, of the same class, which drafts; None: none does.
-        rows: as in `EnginePart`; servers sample from all that they have. None: all.
+        drafter: engine of the model that drafts for this one, of the same class; None: no model drafts.
+        rows: number of rows of the output layer to sample from; None: all. A server samples from all rows of its own.
 
     Raises:
-        ConfigError: a setting that the engine does not have on this device.
+        ConfigError: the engine does not support a setting on this device.
         EngineError, ModelError: the engine cannot be made, or not with this model.
     """
     if isinstance(settings, VLLMEngineConfig):
-        assert drafter is None or isinstance(drafter, VLLMEngine)  # as the settings of both have one name
+        assert drafter is None or isinstance(drafter, VLLMEngine)  # Config has checked that both name one engine
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter, rows=rows)
 
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
@@ -54,56 +54,58 @@ def make_engine(
         cut_head(model, rows or output_layer(model).out_features)
         assert drafter is None or isinstance(drafter, TransformersEngine)
         return TransformersEngine(model, settings, eos_token_ids=ends, version=version, drafter=drafter)
+
     server = SGLangServerEngine if isinstance(settings, SGLangServerEngineConfig) else VLLMServerEngine
     return server(model, settings, eos_token_ids=ends, version=version)
 
 
-class EnginePart(NamedTuple):
-    """Describes one engine of a run."""
+class EngineSpec(NamedTuple):
+    """The settings, the model and the output rows of one engine of a run."""
 
     settings: EngineConfig
     path: str  # of its model
-    rows: int  # of the output layer that it samples from, as of `run_rows`
+    rows: int  # rows of the output layer that the engine samples from (`run_rows`)
 
 
-def engine_parts(config: Config, paths: Mapping[Role, str]) -> dict[str, EnginePart]:
-    """Return the engines of a run by the setting that describes each: `engine`, and for the policy `evaluation.engine`.
+def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineSpec]:
+    """Return what to make the engines of a run from, by setting: `engine`, and for the policy `evaluation.engine`.
 
-    The second is missing where the policy generates its own rollouts and has no other engine for evaluations.
+    `evaluation.engine` is missing where the policy generates its own rollouts and has no other engine for evaluations.
 
     Args:
-        paths: where each model is read from.
+        paths: where each model is read from, by role.
     """
-    settings, rows = config.evaluation.engine, run_rows(config, paths)
-    parts = {"engine": EnginePart(config.engine, paths.get("rollout_model", paths["policy"]), rows)}
-    if settings is not None or "rollout_model" in paths:
-        parts["evaluation.engine"] = EnginePart(settings or config.engine, paths["policy"], rows)
-    return parts
+    rows = run_rows(config, paths)
+    specs = {"engine": EngineSpec(config.engine, paths.get("rollout_model", paths["policy"]), rows)}
+    if config.evaluation.engine is not None or "rollout_model" in paths:
+        specs["evaluation.engine"] = EngineSpec(config.evaluation.engine or config.engine, paths["policy"], rows)
+    return specs
 
 
 def run_rows(config: Config, paths: Mapping[Role, str]) -> int:
-    """Return `head_rows` of all models of a run, the reference too."""
+    """Return the number of rows that the output layers of all models of a run share, the reference's too."""
     return head_rows({**paths, **reference_path(config)})
 
 
 def reference_path(config: Config) -> dict[str, str]:
-    """Return where the reference is read from by its name, nothing for a run without one."""
+    """Return where the reference is read from, under the key `reference`; empty for a run without one."""
     reference = config.objective.reference
     return {"reference": reference.path or config.policy.path} if reference else {}
 
 
 def make_each(
-    parts: Mapping[str, EnginePart], device: torch.device, version: Version, drafts: bool, undo: ExitStack
+    specs: Mapping[str, EngineSpec], device: torch.device, version: Version, drafts: bool, undo: ExitStack
 ) -> dict[str, Engine]:
-    """Make engines in this process; `undo` gets their `close`.
+    """Make engines in this process.
 
     Args:
-        parts: of `engine_parts`.
+        specs: of `engine_specs`.
         drafts: whether the model of `engine` drafts for that of `evaluation.engine`.
+        undo: registers each engine's `close`.
     """
     engines: dict[str, Engine] = {}
-    for name, (settings, path, rows) in parts.items():
+    for name, spec in specs.items():
         drafter = engines.get("engine") if drafts else None
-        engines[name] = make_engine(settings, path, device, version, drafter, rows)
+        engines[name] = make_engine(spec.settings, spec.path, device, version, drafter, spec.rows)
         undo.callback(engines[name].close)
     return engines

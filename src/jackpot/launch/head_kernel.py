@@ -1,4 +1,4 @@
-"""Chooses what reads tiles of logits: `head_kernel` of the settings. Torch only, and Triton where it is chosen."""
+"""Chooses the kernel of the joint head by the setting `head_kernel`; Triton is imported only where it is chosen."""
 
 import os
 import warnings
@@ -17,20 +17,23 @@ from jackpot.objectives.kernels.topk import BLOCK
 
 
 def head_options(config: Config) -> HeadOptions:
-    """Return how the joint head is computed.
+    """Return the kernel and the memory of the joint head.
 
     Raises:
-        ConfigError: as `tile_reader` and `pick_device`.
+        ConfigError: Triton or the device of the settings cannot be used.
     """
     reader = tile_reader(config.head_kernel, pick_device(config.device))
     return HeadOptions(reader, config.head_logits_memory * 2**20)
 
 
 def tile_reader(kernel: str, device: torch.device) -> TileReader:
-    """Return the reader that `head_kernel` names: for `auto` Triton's on CUDA where it runs, else the eager.
+    """Return the kernel that reads tiles of logits.
+
+    Args:
+        kernel: the setting `head_kernel`. `auto` takes Triton's on CUDA if it runs, else the eager one.
 
     Raises:
-        ConfigError: Triton is missing or runs no kernel, or the device is no GPU.
+        ConfigError: `kernel` is triton, and Triton is missing or runs no kernel, or the device is no GPU.
     """
     if kernel == "triton" or (kernel == "auto" and device.type == "cuda" and find_spec("triton")):
         try:
@@ -47,17 +50,13 @@ def _triton_reader(device: torch.device) -> TileReader:
         raise ConfigError("head_kernel is triton, but Triton is not installed; install it, or use head_kernel: auto")
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
-    try:  # imported here: few installs have Triton
-        return _tried(import_module("jackpot.objectives.kernels.triton_reader").TRITON, device)
+    try:
+        reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # few installs have Triton
+        tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
+        reader.read([tile], False, False)  # compiles a kernel, which needs more than the package
+        return reader
     except Exception as error:
         raise ConfigError(
             f"Triton runs no kernel here: {first_line(error)}; it needs a C compiler such as gcc, and Python's "
             f"headers. Install them, or use head_kernel: eager"
         ) from error
-
-
-def _tried(reader: TileReader, device: torch.device) -> TileReader:
-    """Return the reader once it has read a tile."""
-    tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
-    reader.read([tile], False, False)
-    return reader

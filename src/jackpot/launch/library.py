@@ -1,4 +1,4 @@
-"""Trains a run from Python, and reads the folder of one: what `jackpot.train` and `jackpot.load_run` are."""
+"""Trains a run from Python, and reads the folder of a run: `jackpot.train` and `jackpot.load_run`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """Reads the folder of a run, finished or not."""
+    """The folder of a run, finished or not, and the settings in it."""
 
     folder: Path
     config: Config
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl, one an iteration, the first before training (docs/metrics.md)."""
+        """Return the lines of metrics.jsonl, one for each iteration and one for before training (docs/metrics.md)."""
         return RunFolder(self.folder).read("metrics.jsonl")
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl: starts, warnings, what stopped the run."""
+        """Return the lines of events.jsonl: starts, warnings, and why the run stopped."""
         return RunFolder(self.folder).read("events.jsonl")
 
     @property
     def policy(self) -> str:
-        """Return the path of the best policy, a `save_pretrained` folder; else of the newest checkpoint's.
+        """Return the `save_pretrained` folder of the best policy, or that of the newest checkpoint if none is the best.
 
         Raises:
             CheckpointError: no checkpoint has been written yet, or all are corrupt.
@@ -50,10 +50,13 @@ class SavedRun:
         return resolve_model_path(str(self.folder))
 
     def rollouts(self, iteration: int | None = None) -> "pa.Table":
-        """Return the saved rollouts of an iteration, a row a response; None: of the newest that has some.
+        """Return the saved rollouts of an iteration, one row for each response (docs/metrics.md).
+
+        Args:
+            iteration: None: the newest iteration with saved rollouts.
 
         Raises:
-            DataError: the iteration has none, or they cannot be read.
+            DataError: the iteration has no saved rollouts, or they cannot be read.
         """
         files, unreadable = list_rollout_files(self.folder)
         chosen = [file for file in files if iteration in (None, file.iteration)]
@@ -66,17 +69,23 @@ class SavedRun:
 def train_config(
     config: Config, folder: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
 ) -> bool:
-    """Train as rank 0 of the ranks that torchrun started, as the only process, or where Ray places the run.
+    """Train in this process, as rank 0 of the ranks that torchrun started, or have Ray place the run.
 
-    Arguments and result are those of `train_run`; where Ray places the run, `on_start` is called at its end.
+    Args:
+        folder: the run folder.
+        on_metrics, on_start: as of `train_run`; where Ray places the run, `on_start` is called at its end.
+
+    Returns:
+        As `train_run`.
 
     Raises:
         JackpotError: as `leading`, `train_run` and `train_on_ray`.
     """
     if config.placement.launcher == "ray":
-        began, is_finished = train_on_ray(config, folder, on_metrics, run_rank, make_hosted)
-        on_start(began)
+        start, is_finished = train_on_ray(config, folder, on_metrics, run_rank, make_hosted)
+        on_start(start)
         return is_finished
+
     with leading(config, folder) as build:
         return train_run(config, folder, on_metrics, on_start, build)
 
@@ -88,7 +97,7 @@ def train(
     arm: str | None = None,
     on_metrics: OnMetrics = lambda line: None,
 ) -> SavedRun:
-    """Train a new run in a folder, or continue the one that stands there, as `jackpot train` does.
+    """Train a new run in a folder, or continue the run in it, as `jackpot train` does.
 
     A process that torchrun started with a rank above 0 follows rank 0, and returns the same.
 
@@ -98,20 +107,22 @@ def train(
 
     Args:
         recipe: name of a recipe, path of a YAML file, or all settings.
-        overrides: settings as `key=value`; only where `recipe` is a name or a path.
-        arm: of the recipe.
+        overrides: settings as `key=value`, if `recipe` is a name or a path.
+        folder: the run folder.
+        arm: name of an arm of the recipe.
         on_metrics: called with every line of metrics.jsonl once it is written.
 
     Raises:
-        JackpotError: settings, models or data that cannot be used, a folder of another run, training that had to stop.
+        JackpotError: settings, models or data cannot be used, the folder holds another run, or training had to stop.
     """
     if isinstance(recipe, Config) and (overrides or arm):
         raise TypeError("overrides and arm belong to the name of a recipe; change the Config itself")
     config = recipe if isinstance(recipe, Config) else resolve(str(recipe), arm, overrides)
     check_sets(config.evaluation.benchmark_names)
+
     run = Path(folder)
-    if (at := process_rank()).rank > 0:
-        follow_leader(at)
+    if (process := process_rank()).rank > 0:
+        follow_leader(process)
     else:
         train_config(config, run, on_metrics)
     return SavedRun(run, config)

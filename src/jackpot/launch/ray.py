@@ -1,12 +1,12 @@
-"""Has Ray place a run (`placement.launcher: ray`): the only file that imports Ray, and only where that is asked for.
+"""Has Ray place the processes of a run (`placement.launcher: ray`); no other file imports Ray.
 
-    driver: train ──┬──► RankActor 0..N-1, one process each, which Ray never starts again by itself
-                    └──► EngineActor 1..M, which it does, each alone
+    driver: train ──┬──► RankActor 0..N-1, one process each; Ray does not restart them
+                    └──► EngineActor 1..M, one process each; Ray restarts each of them alone
     rank 0's pool ──► RayLink ──► EngineActor ──► EngineHost
 
-The driver owns all actors. Where a rank is lost it ends the others and starts all of them again, which continue from
-the newest checkpoint; engines live on, and the new rank 0 sends them its weights. What a rank does, and how an engine
-is made, the caller says: a rank works as under torchrun, with the same variables in its environment.
+The driver owns all actors. When a rank is lost, the driver ends the other ranks and starts all ranks again from the
+newest checkpoint. Engines live on, and the new rank 0 sends them its weights. A rank works as under torchrun, with the
+same variables in its environment.
 
 Status: experimental.
 """
@@ -43,25 +43,27 @@ from jackpot.training.interrupt import StopSignal
 
 _log = logging.getLogger(__name__)
 _ADDRESS, _MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray's own ports are on loopback, as they are on those systems
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as it does on those systems
 _POLL = 0.5  # seconds between two looks at metrics.jsonl and at signals
+# A function that makes the engines of a host, by setting, from the setup that the pool sends.
 MakeEngines = Callable[[dict[str, Any]], Mapping[str, Engine]]
 
 
 class Spot(NamedTuple):
-    """Says where Ray has placed a rank."""
+    """The place of a rank in Ray's cluster."""
 
     node: str
     address: str  # of the node
-    port: int  # that was free there
+    port: int  # a port that was free on the node
     gpus: list[str]
     pid: int
 
 
 class RankActor:
-    """Is the process of one rank. Its calls come from the main thread, so that signals reach a run."""
+    """The process of one rank. Its calls run on the main thread, so that signals reach a run."""
 
     def spot(self) -> Spot:
+        """Return where Ray has placed this process, with a port that is free there."""
         ray = _ray()
         with socket.socket() as free:
             free.bind(("", 0))
@@ -72,8 +74,16 @@ class RankActor:
     def work(
         self, environment: dict[str, str], folder: str, work: Callable[..., Any], *arguments: Any
     ) -> tuple[str, Any]:
-        """Call `work` with these variables, in the driver's folder; return ("done", what it returned), or the class of
-        `core.errors` that a user's error is of and its text."""
+        """Call `work` in the driver's folder, with more environment variables.
+
+        Args:
+            environment: the variables (`environments`).
+            folder: the driver's working folder.
+            arguments: of `work`.
+
+        Returns:
+            "done" and what `work` returned; or the name of the class in `core.errors` of a JackpotError, and its text.
+        """
         os.environ |= environment
         _enter(folder)
         try:
@@ -83,7 +93,7 @@ class RankActor:
 
 
 class EngineActor:
-    """Is the process of one host of engines, which Ray starts again when it dies."""
+    """The process of one host of engines, which Ray starts again when it dies."""
 
     def __init__(self, folder: str, make: MakeEngines) -> None:
         _enter(folder)
@@ -92,16 +102,18 @@ class EngineActor:
         self._engines: Mapping[str, Engine] = {}
         self._host: EngineHost | None = None
         self._refusal: Tensor | None = None
-        self._thread = ThreadPoolExecutor(1)  # the one that engines are called from
-        self._signs = 0
+        self._thread = ThreadPoolExecutor(1)  # one thread makes all calls of engines
+        self._signs = 0  # signs of life that the host has given
 
     def node(self) -> str:
+        """Return the id of this process's node."""
         return _ray().get_runtime_context().get_node_id()
 
     def begin(self, setup: np.ndarray) -> None:
-        """Make the engines, or keep those of an equal setup, which then hold no weights that count."""
+        """Make the engines, unless those of an equal setup are here; a new host then asks for weights anew."""
         if self._setup != setup.tobytes():
-            self._engines, self._setup, self._refusal = {}, setup.tobytes(), None
+            self._engines, self._refusal = {}, None
+            self._setup = setup.tobytes()
             try:
                 self._engines = self._thread.submit(self._make, unpack(_tensor(setup))).result()
             except JackpotError as error:
@@ -112,44 +124,48 @@ class EngineActor:
         self._signs += 1
 
     def answer(self, message: np.ndarray, weights: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Yield an empty array for every sign of life, and at the end the answer of the host; nothing without `begin`.
+        """Have the host answer a message; before `begin` there is no host, and nothing is yielded.
 
         Args:
-            weights: the file of weights that the message names, where that is on another machine.
+            weights: bytes of the file of weights that the message names, if that file is on another machine.
+
+        Yields:
+            An empty array for every sign of life, and at the end the answer.
         """
         if self._refusal is not None:
             yield self._refusal.numpy()
         if self._host is None:
             return
 
-        asked = _tensor(message)
-        with contextlib.ExitStack() as kept:
+        request = _tensor(message)
+        with contextlib.ExitStack() as undo:
             if weights is not None:
-                file = kept.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
+                file = undo.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
                 file.write(weights.data)
-                asked = pack(unpack(asked) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
+                request = pack(unpack(request) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
 
-            seen = self._signs  # before the host can give one
-            done: Future[Tensor] = self._thread.submit(self._host.answer, asked)
-            while not done.done():
-                wait([done], timeout=SIGN_SECONDS)
-                if self._signs > seen:
-                    seen = self._signs
+            signs = self._signs  # read before the host can give a sign
+            answer: Future[Tensor] = self._thread.submit(self._host.answer, request)
+            while not answer.done():
+                wait([answer], timeout=SIGN_SECONDS)
+                if self._signs > signs:
+                    signs = self._signs
                     yield np.empty(0, np.uint8)
-            yield done.result().numpy()
+            yield answer.result().numpy()
 
 
 class RayLink(Link):
-    """Connects a peer of the pool with an actor that the driver has placed.
+    """A connection from a peer of the pool to an actor that the driver has placed.
 
     Args:
-        actor: the handle of an `EngineActor`.
-        setup: from which it makes its engines.
-        silence: seconds without any sign of life after which it counts as lost.
+        actor: handle of an `EngineActor`.
+        setup: what the actor makes its engines from.
+        silence: seconds without a sign of life after which the actor counts as lost.
     """
 
     def __init__(self, actor: Any, setup: Any, silence: float) -> None:
-        self._actor, self._setup, self.silence = actor, pack(setup).numpy(), silence
+        self._actor, self._setup = actor, pack(setup).numpy()
+        self.silence = silence
         self._node = ""
         self._hangs = False
 
@@ -174,18 +190,19 @@ class RayLink(Link):
         if self._hangs:
             _ray().kill(self._actor, no_restart=False)
             self._hangs = False
-        # else the driver ends its actors
+        # An actor that does not hang ends with the driver.
 
     def _weights(self, message: Tensor) -> Any:
-        """Return the weights that a message names, where the actor cannot read them from this machine's memory."""
+        """Return a reference to the weights that a message names; None where the actor can read this node's memory."""
         ray = _ray()
         if self._node == ray.get_runtime_context().get_node_id():
             return None
-        asked = unpack(message)
-        return ray.put(np.fromfile(asked["path"], np.uint8)) if "path" in asked else None
+        request = unpack(message)
+        return ray.put(np.fromfile(request["path"], np.uint8)) if "path" in request else None
 
     @contextlib.contextmanager
     def _lost_named(self) -> Iterator[None]:
+        """Raise PeerLost, with the reason, for every way in which the actor can be lost during the block."""
         ray = _ray()
         try:
             yield
@@ -201,24 +218,23 @@ class RayLink(Link):
 
 
 def check_started_by_ray(config: Config) -> None:
-    """Refuse launcher ray in a process that Ray has not placed.
+    """Refuse the launcher ray in a process that Ray has not started.
 
     Raises:
-        ConfigError: the settings have it, and this is none.
+        ConfigError: placement.launcher is ray, and Ray has not started this process.
     """
     if config.placement.launcher == "ray" and not _ray().is_initialized():
         raise ConfigError("placement.launcher is 'ray', and only jackpot train has Ray place a run; leave it out here")
 
 
 def ray_links(config: Config, setup: dict[str, Any]) -> dict[str, Link]:
-    """Return connections to the engines that the driver of this process has placed, by name."""
+    """Return connections to the engine actors that the driver of this process has placed, by name."""
     ray = _ray()
-    names = [_engine_name(number) for number in range(1, config.placement.engine_processes + 1)]
-    return {name: RayLink(ray.get_actor(name), setup, config.placement.timeout) for name in names}
+    return {name: RayLink(ray.get_actor(name), setup, config.placement.timeout) for name in _engine_names(config)}
 
 
-def _engine_name(number: int) -> str:
-    return f"engine actor {number}"
+def _engine_names(config: Config) -> list[str]:
+    return [f"engine actor {index + 1}" for index in range(config.placement.engine_processes)]
 
 
 def train_on_ray(
@@ -233,13 +249,14 @@ def train_on_ray(
     Args:
         run: the run folder, on a disk that the driver and all nodes see.
         on_metrics: called with every line of metrics.jsonl.
-        work: what every rank does, given the settings as JSON and the run folder.
+        work: called in every rank with the settings as JSON and the path of the run folder.
         make: makes the engines of a host from its setup.
 
     Raises:
-        ConfigError: Ray is not installed, its cluster asks for no token, or has no room, or torchrun started this.
+        ConfigError: Ray is not installed, its cluster asks for no token or has no room, or torchrun started this
+            process.
         RankError: ranks were lost more often than `placement.restarts`.
-        JackpotError: rank 0's own, or its nearest class in `core.errors`.
+        JackpotError: the error of rank 0, or of its nearest class in `core.errors`.
     """
     if (ranks := process_rank().size) > 1:
         raise ConfigError(
@@ -250,27 +267,27 @@ def train_on_ray(
     with _cluster(config) as ray, StopSignal() as stop:
         config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
         group = _placement_group(ray, config)
-        engines = _engines(ray, config, group, make)  # alive for as long as this refers to them
+        engines = _start_engines(ray, config, group, make)  # they live for as long as this name refers to them
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
-        left = config.placement.restarts
-        name, result = _Group(ray, config, group).run(task, lines, stop)
 
-        while name == RankError.__name__ and left and not stop.requested:
-            left -= 1
-            _log.warning("%s; all ranks start again, and may %d more times", result, left)
-            name, result = _Group(ray, config, group).run(task, lines, stop)
+        restarts = config.placement.restarts
+        outcome, result = _RankGroup(ray, config, group).run(task, lines, stop)
+        while outcome == RankError.__name__ and restarts and not stop.requested:
+            restarts -= 1
+            _log.warning("%s; all ranks start again, and may %d more times", result, restarts)
+            outcome, result = _RankGroup(ray, config, group).run(task, lines, stop)
         del engines
 
-    if name == "done":
+    if outcome == "done":
         return result
-    raise getattr(errors, name)(result)
+    raise getattr(errors, outcome)(result)
 
 
 def _ray() -> Any:
     """Return the module ray.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         import ray
@@ -303,7 +320,7 @@ def _cluster(config: Config) -> Iterator[Any]:
         os.environ[_LOOPBACK] = "0"
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: any other process goes first
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15, behind all other processes
         os.environ.setdefault(_MODE, "token")
 
     ray = _ray()
@@ -321,9 +338,15 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 
 def _placement_group(ray: Any, config: Config) -> Any:
-    """Reserve a bundle for every rank, and every engine that shares none of these, on as few nodes as there is room."""
+    """Reserve the bundles of all ranks and engines, on as few nodes as have room.
+
+    Raises:
+        ConfigError: the cluster has no room.
+    """
+    placement = config.placement
     gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
-    placement, tenants = config.placement, Counter(bundles(config))
+    tenants = Counter(bundles(config))  # actors of each bundle
+
     bundle = {"CPU": max(tenants.values())} | gpu
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")
     if not group.wait(placement.timeout):
@@ -340,16 +363,21 @@ def _has_gpus(ray: Any, config: Config) -> bool:
 
 
 def bundles(config: Config) -> list[int]:
-    """Return the index of the bundle of every rank, then of every engine: one GPU, where there are GPUs.
+    """Return the index of the bundle of every rank, then of every engine. A bundle has one GPU, if there are GPUs.
 
-    Engines that share GPUs are in the bundles of the ranks, in turn, all others in bundles of their own.
+    Engines that share GPUs are in the bundles of the ranks, in turn; all others are in bundles of their own.
     """
-    ranks, engines = range(config.placement.ranks), range(config.placement.engine_processes)
-    return [*ranks, *(engine % len(ranks) if config.shares_gpus else engine + len(ranks) for engine in engines)]
+    ranks, engines = config.placement.ranks, range(config.placement.engine_processes)
+    of_engines = [engine % ranks if config.shares_gpus else engine + ranks for engine in engines]
+    return [*range(ranks), *of_engines]
 
 
 def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]:
-    """Return the options of an actor: a CPU, and as much of the GPU of its bundle as each other one there has."""
+    """Return the options of an actor: a CPU, and an equal share of the GPU of its bundle.
+
+    Args:
+        actor: its index among all ranks, then all engines.
+    """
     indices = bundles(config)
     index = indices[actor]
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
@@ -357,19 +385,18 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
     return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
-def _engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
-    """Start the engine actors, which live as long as this process and the list."""
-    actor, first = ray.remote(EngineActor), config.placement.ranks
-    return [
-        actor.options(
-            name=_engine_name(number + 1), max_restarts=-1, **_options(ray, group, config, first + number)
-        ).remote(os.getcwd(), make)
-        for number in range(config.placement.engine_processes)
-    ]
+def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
+    """Start the engine actors, which live for as long as this process and the list do."""
+    actor = ray.remote(EngineActor)
+    engines = []
+    for index, name in enumerate(_engine_names(config), config.placement.ranks):
+        options = _options(ray, group, config, index)
+        engines.append(actor.options(name=name, max_restarts=-1, **options).remote(os.getcwd(), make))
+    return engines
 
 
-class _Group:
-    """Holds the actors of all ranks, which live and end together."""
+class _RankGroup:
+    """The actors of all ranks, which live and end together."""
 
     def __init__(self, ray: Any, config: Config, group: Any) -> None:
         self._ray = ray
@@ -380,7 +407,14 @@ class _Group:
         ]
 
     def run(self, task: Sequence[Any], lines: "_Lines", stop: StopSignal) -> tuple[str, Any]:
-        """Have every rank work until rank 0 ends or one is lost; return what rank 0 returned, or a RankError's text."""
+        """Have every rank work until rank 0 ends, another rank fails, or one is lost.
+
+        Args:
+            task: the arguments of `RankActor.work` behind the environment.
+
+        Returns:
+            As `RankActor.work`, of the rank that ended first; RankError and its text where a rank was lost.
+        """
         ray = self._ray
         try:
             spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in self._actors])]
@@ -394,14 +428,14 @@ class _Group:
                 ended, _ = ray.wait(list(calls), timeout=_POLL)
                 lines.show()
                 if stop.requested and not has_signal:
-                    self._terminate(spots[0])
+                    self._terminate(spots[0])  # only rank 0 acts on signals
                     has_signal = True
 
                 for call in sorted(ended, key=calls.__getitem__):
                     rank = calls.pop(call)
-                    name, result = ray.get(call)
-                    if rank == 0 or name != "done":
-                        return name, result
+                    outcome, result = ray.get(call)
+                    if rank == 0 or outcome != "done":
+                        return outcome, result
         except ray.exceptions.RayActorError as error:
             return RankError.__name__, f"a rank was lost: {str(error).strip().splitlines()[0]}"
         finally:
@@ -410,8 +444,8 @@ class _Group:
 
     def _terminate(self, spot: Spot) -> None:
         """Send rank 0 SIGTERM, on its node."""
-        at = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
-        self._ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=at).remote(spot.pid)
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
+        self._ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=strategy).remote(spot.pid)
 
 
 def _terminate(pid: int) -> None:
@@ -424,40 +458,44 @@ def environments(spots: Sequence[Spot]) -> list[dict[str, str]]:
     for rank, spot in enumerate(spots):
         nodes.setdefault(spot.node, []).append(rank)
 
-    variables = []
+    environments = []
     for rank, spot in enumerate(spots):
-        here = nodes[spot.node]
-
-        numbers = {"RANK": rank, "WORLD_SIZE": len(spots)}
-        numbers |= {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
-        of_rank = {name: str(number) for name, number in numbers.items()}
-        of_rank["MASTER_ADDR"] = "127.0.0.1" if len(nodes) == 1 else spots[0].address
-        of_rank["MASTER_PORT"] = str(spots[0].port)
-
-        if gpus := [gpu for neighbour in here for gpu in spots[neighbour].gpus]:
-            of_rank["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        variables.append(of_rank)
-
-    return variables
+        neighbours = nodes[spot.node]  # ranks of this rank's node, in order
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(spots)),
+            "LOCAL_RANK": str(neighbours.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(neighbours)),
+            "MASTER_ADDR": "127.0.0.1" if len(nodes) == 1 else spots[0].address,
+            "MASTER_PORT": str(spots[0].port),
+        }
+        if gpus := [gpu for neighbour in neighbours for gpu in spots[neighbour].gpus]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        environments.append(environment)
+    return environments
 
 
 class _Lines:
-    """Shows every new line of metrics.jsonl once, also where ranks that started again write it a second time."""
+    """The lines of metrics.jsonl, each shown once, even if ranks that started again write it a second time."""
 
     def __init__(self, path: Path, show: Callable[[dict[str, Any]], None]) -> None:
-        self._path, self._show, self._offset, self._newest = path, show, 0, -1
+        self._path, self._show = path, show
+        self._offset = 0  # bytes that were read
+        self._newest = -1  # iteration of the newest line
         for line in self._read():
             self._newest = line["iteration"]
 
     def show(self) -> None:
+        """Show the lines that are new since the last call."""
         for line in self._read():
             if line["iteration"] > self._newest:
                 self._newest = line["iteration"]
                 self._show(line)
 
     def _read(self) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines that were written since the last call."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:  # a start has moved lines to superseded/
+            if file.seek(0, os.SEEK_END) < self._offset:  # shorter: a start has moved lines to superseded/
                 self._offset = 0
             file.seek(self._offset)
             for line in file:
@@ -467,7 +505,7 @@ class _Lines:
 
 
 def _enter(folder: str) -> None:
-    """Make relative paths of the settings mean what they mean to the driver, where this machine has its folder."""
+    """Go to the driver's working folder, if this machine has it, so that relative paths mean the same."""
     with contextlib.suppress(OSError):
         os.chdir(folder)
 

@@ -1,4 +1,4 @@
-"""Writes the batch script of `jackpot launch --slurm`, which starts torchrun on every node of a job. No torch.
+"""Writes the batch script of `jackpot launch --slurm`, which starts torchrun on every node of a job.
 
 Status: never run on its target (a SLURM cluster).
 """
@@ -6,22 +6,22 @@ Status: never run on its target (a SLURM cluster).
 import shlex
 from dataclasses import dataclass
 
-NOTICE = 300  # seconds before the end of a job's time at which SLURM says so, for a last checkpoint
+NOTICE = 300  # seconds before the job's time limit at which SLURM signals the run, for a last checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Holds the machines of a batch job."""
+    """The machines and the time limit of a batch job."""
 
     name: str
     nodes: int
-    gpus: int  # of every node; 0: the job has none
-    ranks: int  # on every node
-    time: str  # limit of the job, as SLURM takes it: hours:minutes:seconds
+    gpus: int  # on each node; 0: the job has none
+    ranks: int  # on each node
+    time: str  # limit of the job, hours:minutes:seconds
 
 
 def script(job: Job, command: list[str], run: str) -> str:
-    """Return the text of a bash script for `sbatch`, which trains a run, or continues it.
+    """Return the text of a bash script for `sbatch` that trains a run, or continues it.
 
     Args:
         command: the words of `jackpot train`, without the run folder.

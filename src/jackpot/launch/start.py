@@ -1,6 +1,5 @@
-"""Starts a run in its folder: a new one, or one that stands there, from its newest checkpoint."""
+"""Starts a new run in a folder, or continues the run in it from its newest checkpoint."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -20,8 +19,6 @@ from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.folder import RunFolder
 from jackpot.training.trainer import OnMetrics, Trainer
 
-_log = logging.getLogger(__name__)
-
 
 def train_run(
     config: Config,
@@ -30,15 +27,16 @@ def train_run(
     on_start: Callable[[int], None] = lambda iteration: None,
     build: BuildLearner | None = None,
 ) -> bool:
-    """Train a new run in `path`, or the one that stands there.
+    """Train a new run in the folder `path`, or continue the run in it.
 
     Args:
+        path: the run folder.
         on_metrics: called with every line of metrics.jsonl once it is written.
-        on_start: called with the iteration that a start continues after, -1 for a new run.
-        build: as in `make_components`.
+        on_start: called once with the iteration that the run continues after, -1 for a new run.
+        build: makes the learner; None: `build_learner`.
 
     Returns:
-        Whether the run has reached its last iteration; False where a signal ended it early.
+        True if the run has reached its last iteration; False if a signal ended it early.
 
     Raises:
         JackpotError: as `launch` and `Trainer.train`.
@@ -49,14 +47,13 @@ def train_run(
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
-    """Build the trainer of a new run in `path`, or of the run that stands there, from its newest intact checkpoint.
+    """Build the trainer of a new run in the folder `path`, or of the run in it, from its newest intact checkpoint.
 
     Args:
-        on_metrics: called with every line of metrics.jsonl once it is written.
-        build: as in `make_components`.
+        path, on_metrics, build: as in `train_run`.
 
     Raises:
-        CheckpointError: the folder is in use, is damaged, or holds a run with other settings or without an intact
+        CheckpointError: the folder is in use or damaged, or holds a run with other settings, or one without an intact
             checkpoint.
         ModelError, DataError, ConfigError: models, tokenizers or settings do not fit each other.
     """
@@ -76,22 +73,26 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         components = make_components(config, newest, build)
         undo.callback(components.close)
 
+        # A start that was refused above has changed nothing of the run.
         iteration = newest.state["iteration"] if newest else -1
         torch.set_num_threads(folder.start(config, pick_threads(config.threads), iteration))
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
-        for event in _ways_of_computing(config):
+        for event in _events_of_computing(config):
             folder.event(max(iteration, 0), event)
+
         for damage in corrupt:
             facts = {"checkpoint": damage.folder.name, "file": damage.file, "why": damage.why}
             folder.warn(iteration, {"event": "corrupt_checkpoint"} | facts)
             checkpoints.set_aside(damage.folder)
+
         trainer = Trainer(components, folder, newest.state if newest else None, on_metrics)
-        undo.pop_all()
+        undo.pop_all()  # the trainer closes them from here on
     return trainer
 
 
-def _ways_of_computing(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield an event for each thing that the settings leave to the machine, or that differs from what engines do."""
+def _events_of_computing(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield the events that record how this machine computes: kernels, products of quantized numbers, and layers that
+    engines compute in other number formats than training."""
     if (kernel := head_options(config).reader.name) != "eager":
         yield {"event": "head_kernel", "kernel": kernel}
     if config.trained_quantization:

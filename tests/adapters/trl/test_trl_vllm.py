@@ -45,14 +45,14 @@ def test_minus_infinity_of_a_server_is_not_of_the_support(adapter: ModuleType):
     """JSON has no infinity, and vLLM's server writes -9999 for a token that top-k left out."""
     listener = SimpleNamespace()
     answer = [[3]], [[5]], [[[-0.2, -1.7, -9999.0]]], [[[5, 6, 7]]]
-    adapter.CorrectedGRPOTrainer._listen_to_vllm(listener, lambda **_: answer, 3)
+    adapter.CorrectedGRPOTrainer._generate_by_vllm(listener, lambda **_: answer, 3)
     _, log_probs = listener._lists.padded(1)
     assert log_probs.tolist() == [[[pytest.approx(-0.2), pytest.approx(-1.7), -math.inf]]]
 
 
 def test_trl_gets_the_sampled_token_and_we_keep_the_top_k(adapter: ModuleType):
     listener = SimpleNamespace()
-    wrapped = adapter.CorrectedGRPOTrainer._listen_to_vllm
+    wrapped = adapter.CorrectedGRPOTrainer._generate_by_vllm
     _, completions, sampled, _ = wrapped(listener, generate, TOP, prompts=[], images=None, num_generations=1)
     width = max(map(len, completions)) + 2
     ids, log_probs = listener._lists.padded(width)

@@ -78,7 +78,7 @@ def columns_of_z(plugin: ModuleType) -> dict[str, Tensor]:
 )
 def test_weights_are_verls_where_it_has_the_same_correction(plugin, tensors, named, level, threshold):
     found, mask, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=named)
-    theirs, _, _ = plugin._verls(**tensors, rollout_is=level, rollout_is_threshold=threshold)
+    theirs, _, _ = plugin._verl_correction(**tensors, rollout_is=level, rollout_is_threshold=threshold)
     torch.testing.assert_close(of_verl(found), of_verl(theirs), atol=0.0, rtol=1e-5)
     assert torch.equal(mask, tensors["response_mask"])
 
@@ -109,7 +109,7 @@ def test_metrics_stand_before_and_after_masking(plugin, tensors):
             **tensors, rollout_is=rollout_is, **threshold, **rejection
         )
         assert (proto is None) == (rollout_is is None) and torch.equal(mask.bool(), left)
-        own = plugin._verls(**tensors, **rejection)[2]
+        own = plugin._verl_correction(**tensors, **rejection)[2]
         assert {name: metrics[name] for name in own} == own
         kept = left & accepted
         factor = (weight * left)[every]

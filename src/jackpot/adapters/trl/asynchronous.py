@@ -1,16 +1,16 @@
-"""TRL's experimental `AsyncGRPOTrainer` with a correction of this package; it has none of its own (docs/trl.md).
+"""TRL's experimental `AsyncGRPOTrainer`, which has no correction of its own, with one of ours (docs/trl.md).
 
-TRL takes PPO's ratio from the log-probs of whoever sampled, some weights ago. What the policy learned since, and what
-the engine rounds, use up the clip, and where A < 0 the ratio has no bound. Here the correction makes a weight of that
-ratio, and PPO's is taken from the policy of now. A sample trains once, so the policy before an update is that of now:
-`target` and `proximal` mean the same by `old` and by `new`.
+TRL takes PPO's ratio from the log-probs of the engine, whose weights are some steps old. So what the policy has learned
+since then, and the engine's rounding, use up the clip, and for A < 0 the ratio has no bound. Here the correction turns
+that ratio into a weight, and PPO's ratio is taken from the current policy. A sample trains once, so `target` and
+`proximal` mean the same with `old` and `new`.
 
 Status: never run on its target (a GPU).
 
 Shapes: `M` trained tokens of a row of packed samples, `B` its samples, `T` tokens of a sample, `K` top-k; nats.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -36,42 +36,45 @@ from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 from jackpot.training.components import send_weights
 
 _trainer, _worker = asynchronous()
-_APART = 0.1  # nats: a mean difference of log-probs above all rounding
+_MAX_GAP = 0.1  # nats: a larger mean difference of log-probs is not rounding
 
 
 class ServerWeights:
-    """The weights that TRL's trainer sends to its vLLM server, as a file and without NCCL: a `weight_transfer` of it.
+    """A `weight_transfer` of TRL's trainer that sends weights to a vLLM server as a file, without NCCL.
 
-    The server reads the file, answers what it began by the old weights first, and its checksums are compared with the
-    file's, as those of the engine `vllm_server` (docs/vllm.md).
+    The server finishes what it began with the old weights, and then reads the file. Its checksums are compared with the
+    file's, as those of the engine `vllm_server` are (docs/vllm.md).
 
     Args:
-        settings: of the engine `vllm_server` (docs/settings.md), such as `weights_folder`, which both sides see under
-            the same path, and `dtype`, that of the server; without a folder, shared memory of this machine.
+        settings: settings of the engine `vllm_server` (docs/settings.md), such as `weights_folder`, which both sides
+            see under the same path, and `dtype`, which must be the server's. Without a folder the file is in shared
+            memory of this machine.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._given, self._sent = settings, 0
+        self._changes = settings
+        self._sent = 0  # times that weights were sent
         self._engine: Any = None
 
-    def of(self, model: PreTrainedModel, url: str) -> None:
-        """Set whose weights go where.
+    def connect(self, model: PreTrainedModel, url: str) -> None:
+        """Set the model whose weights are sent, and the address of the server.
 
         Raises:
-            ConfigError: unknown settings, or a policy with an adapter of peft.
+            ConfigError: settings are unknown, or the policy has an adapter of peft.
         """
         if hasattr(model, "peft_config"):
             raise ConfigError(
                 "the policy has an adapter of peft, which ServerWeights does not merge; leave weight_transfer out, so "
                 "that TRL sends the adapter alone"
             )
-        self._model, self._settings = model, validated(VLLMServerEngineConfig, {"urls": [url]} | self._given)
+        self._model = model
+        self._settings = validated(VLLMServerEngineConfig, {"urls": [url]} | self._changes)
 
     def init_weight_transfer(self) -> None:
         """Send the first weights.
 
         Raises:
-            EngineError: the server cannot be reached, serves another model or in another way.
+            EngineError: the server cannot be reached, or serves another model or with other settings.
         """
         self._engine = VLLMServerEngine(self._model, self._settings, eos_token_ids=(), version=Version(0, 0))
 
@@ -85,7 +88,7 @@ class ServerWeights:
         """Send all weights.
 
         Raises:
-            EngineError, WeightsError: the server holds others afterwards.
+            EngineError, WeightsError: the server does not hold these weights afterwards.
         """
         self._sent += 1
         send_weights(self._engine, iterator, Version(self._sent, self._sent))
@@ -97,52 +100,56 @@ class ServerWeights:
 
 
 class ListingLoop(_worker._AsyncRolloutLoop):
-    """The loop of TRL's rollout worker, which asks the server for the top-k too.
+    """The loop of TRL's rollout worker, which asks the server for the top-k lists too.
 
-    TRL carries the sampled token's log-prob from here to the loss, in `old_log_probs`. In its place comes a row of 1 +
-    2K numbers: that, K ids and their K log-probs.
+    TRL carries the sampled token's log-prob from here to the loss, in `old_log_probs`. This loop puts a row of 1 + 2K
+    numbers in its place: the same log-prob, K ids and their K log-probs.
     """
 
     def __init__(self, *, num_top_log_probs: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self._top = num_top_log_probs
+        self._num_top = num_top_log_probs
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
-        payload |= {"logprobs": self._top, "return_tokens_as_token_ids": True}
+        payload |= {"logprobs": self._num_top, "return_tokens_as_token_ids": True}
         output = await super()._post(path, payload, timeout, max_retries)
         for choice in output["choices"]:
-            choice["logprobs"]["token_logprobs"] = [
-                [row[0][1], *(token for token, _ in row[1:]), *(value for _, value in row[1:])]
-                for row in choice_rows(choice, self._top, "a completion")
-            ]
+            rows = choice_rows(choice, self._num_top, "a completion")
+            choice["logprobs"]["token_logprobs"] = list(map(_numbers, rows))
         return output
 
     async def _score_group(self, group: Any) -> list[Any]:
-        blank = [0.0] * (1 + 2 * self._top)  # of context, for which TRL puts 0
+        blank = [0.0] * (1 + 2 * self._num_top)  # for tokens of the context, which have the number 0 in TRL
         for sequence in chain.from_iterable(group.completions_sequences):
             sequence.old_log_probs = [row if isinstance(row, list) else blank for row in sequence.old_log_probs]
         return await super()._score_group(group)
 
 
+def _numbers(row: Sequence[tuple[int, float]]) -> list[float]:
+    """Return the row of a token in `ListingLoop` from (id, log-prob) of the sampled token, then of the top k."""
+    (_, sampled), *top = row
+    return [sampled, *(token for token, _ in top), *(log_prob for _, log_prob in top)]
+
+
 class _Forwarded(Exception):
-    """What ends TRL's loss behind the model's forward pass, and carries its output."""
+    """The end of TRL's loss right after the model's forward pass, whose output it carries."""
 
 
 class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
-    """Is TRL's `AsyncGRPOTrainer` with one of our corrections, which its loss has none of.
+    """TRL's `AsyncGRPOTrainer` with one of our corrections; TRL's own loss has no correction.
 
-    kappa, where a correction has it, is that of a micro-batch of all processes. The weights are those of the current
-    policy, read in TRL's own forward pass. With `correction="none"` the loss is TRL's, to the bit.
+    kappa, where a correction has it, is taken over a micro-batch of all processes. The log-probs of the current policy
+    are read in TRL's own forward pass. With `correction="none"` the loss is TRL's, to the bit.
 
     Args:
-        args, kwargs: of TRL's trainer. With a `rollout_worker` of yours and a correction that reads Z, the
-            `old_log_probs` of its samples are [T, 1 + 2K], as those of `ListingLoop`.
-        correction: settings of the correction, as of `CorrectedGRPOTrainer`.
+        args, kwargs: arguments of TRL's trainer. If you give a `rollout_worker` of your own and the correction reads Z,
+            the `old_log_probs` of its samples must be [T, 1 + 2K], as those of `ListingLoop` are.
+        correction: settings of the correction, as in `CorrectedGRPOTrainer`.
         num_top_log_probs: K that the vLLM server is asked for, where the correction reads Z.
 
     Raises:
-        ConfigError: settings or features of TRL that the correction cannot be combined with; docs/trl.md lists them.
-        ModelError: a model whose output layer is not supported.
+        ConfigError: settings or features of TRL cannot be combined with the correction (docs/trl.md lists them).
+        ModelError: the model's output layer is not supported.
     """
 
     _tag_names = (*_trainer.AsyncGRPOTrainer._tag_names, "jackpot")
@@ -163,8 +170,8 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         super().__init__(*args, rollout_worker=rollout_worker, weight_transfer=weight_transfer, **kwargs)
         self._policy = plain_model(self.accelerator.unwrap_model(self.model))
         if isinstance(weight_transfer, ServerWeights):
-            refuse_placement(self)  # one process alone writes the file
-            weight_transfer.of(self.accelerator.unwrap_model(self.model), self.args.vllm_server_base_url)
+            refuse_placement(self)  # the process that writes the file needs whole weights
+            weight_transfer.connect(self.accelerator.unwrap_model(self.model), self.args.vllm_server_base_url)
 
         if self._reads_z:
             refuse_placement(self)
@@ -186,20 +193,20 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute TRL's loss of a micro-batch, by corrected advantages and from the proximal point."""
+        """Compute TRL's loss of a micro-batch with corrected advantages and the log-probs of the proximal point."""
         outputs, states = self._forward(model, inputs)
         corrected = inputs | self._corrected(inputs, outputs.log_probs.detach().flatten(), states)
         return super().compute_loss(lambda **_: outputs, corrected, return_outputs, num_items_in_batch)
 
     def _forward(self, model: Any, inputs: Batch) -> Any:
-        """Run the forward pass that TRL's loss makes; return its output, and the last hidden states [1, N, H].
+        """Run the forward pass of TRL's loss; return its output, and the last hidden states, [1, N, H].
 
-        TRL prepares what the model gets and computes the loss in one function, so that is called twice: it ends at the
-        model first, and gets the output of this very pass then.
+        TRL prepares the model's inputs and computes the loss in one function. So that function is called twice: the
+        first call ends at the model, and the second (`compute_loss`) gets the output of that pass.
         """
 
-        def run(**given: Any) -> None:
-            raise _Forwarded(model(**given))
+        def run(**inputs_of_model: Any) -> None:
+            raise _Forwarded(model(**inputs_of_model))
 
         try:
             with caught_states(self._policy) as states:
@@ -209,29 +216,31 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
 
     @torch.no_grad()
     def _corrected(self, inputs: Batch, log_probs: Tensor, states: Tensor) -> Batch:
-        """Return the advantages and proximal log-probs of a micro-batch, where TRL's loss looks for them."""
+        """Return the advantages and proximal log-probs of a micro-batch, by the names that TRL's loss reads."""
         selected = inputs["token_index"] >= 0
-        index, rollout = inputs["token_index"][selected], inputs["old_log_probs"][selected]
-        rollout = rollout.reshape(len(index), -1)  # [M, 1 + 2K]
-        labels, top = inputs["shift_labels"][inputs["attention_mask"].bool()][index], rollout.shape[1] // 2
-        if self._reads_z and not top:
+        index = inputs["token_index"][selected]
+        labels = inputs["shift_labels"][inputs["attention_mask"].bool()][index]
+        rollout = inputs["old_log_probs"][selected].reshape(len(index), -1)  # [M, 1 + 2K]
+        k = rollout.shape[1] // 2
+        if self._reads_z and not k:
             raise ConfigError(
                 f"correction {self._correction_name} needs the top-k of every token, and the old_log_probs of the "
                 f"rollout worker's samples are [T]; make them [T, 1 + 2K] as `ListingLoop` does, or use correction tis"
             )
 
-        lengths = inputs["segment_id"][selected].bincount().tolist()  # TRL has one sample behind another
+        # TRL has one sample behind another; the correction reads one a row.
+        lengths = inputs["segment_id"][selected].bincount().tolist()
         columns = {
             "completion_ids": labels,
             "completion_mask": torch.ones_like(labels, dtype=torch.bool),
             "sampling_per_token_logps": rollout[:, 0],
             "jackpot_advantages": inputs["advantages"][selected],
-            "jackpot_top_ids": rollout[:, 1 : 1 + top].long(),
-            "jackpot_top_log_probs": rollout[:, 1 + top :],
+            "jackpot_top_ids": rollout[:, 1 : 1 + k].long(),
+            "jackpot_top_log_probs": rollout[:, 1 + k :],
         }
-
         batch = {name: pad_sequence(column.split(lengths), batch_first=True) for name, column in columns.items()}
-        mask, no_prompt = batch["completion_mask"], labels.new_zeros(len(lengths), 0)
+        mask = batch["completion_mask"]
+        no_prompt = labels.new_zeros(len(lengths), 0)
         batch |= {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "jackpot_uniforms": self._uniforms(mask)}
         batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]
 
@@ -240,14 +249,19 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         self._correct([(batch, measured, overlap)])
 
         blank = torch.zeros_like(inputs["advantages"])
-        columns = {"advantages": batch["advantages"], "old_log_probs": measured.proximal_log_probs}
-        return {name: blank.masked_scatter(selected, column[mask]) for name, column in columns.items()}
+        corrected = {"advantages": batch["advantages"], "old_log_probs": measured.proximal_log_probs}
+        return {name: blank.masked_scatter(selected, column[mask]) for name, column in corrected.items()}
 
     def _score(self, batch: Batch, log_probs: Tensor, labels: Tensor, states: Tensor) -> OldLogProbs:
-        """Return the policy's log-probs [M] of TRL, and Z by our head where the correction reads it.
+        """Return the scores of the policy: TRL's log-probs, and Z by our head where the correction reads it.
+
+        Args:
+            log_probs: TRL's, [M].
+            labels: ids of the tokens, [M].
+            states: hidden states that predict them, [M, H].
 
         Raises:
-            ModelError: the model computes more than its output layer, so that both have different log-probs.
+            ModelError: the model computes logits by more than its output layer, so our log-probs differ from TRL's.
         """
         tokens = token_batch(batch, loss_mask(batch), with_lists=True)
         empty = log_probs.new_zeros(len(log_probs), 0)
@@ -263,9 +277,9 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
             gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
-        if (apart := float((head.log_probs - log_probs).abs().mean())) > _APART:
+        if (gap := float((head.log_probs - log_probs).abs().mean())) > _MAX_GAP:
             raise ModelError(
-                f"TRL's log-probs of the policy are {apart:.3g} nats from those of its output layer: "
+                f"TRL's log-probs of the policy are {gap:.3g} nats from those of its output layer: "
                 f"{type(self._policy).__name__} computes more; use a correction that reads the ratio alone, such as tis"
             )
         return self._scores(HeadOutput(log_probs, None, head.top_ids, head.top_log_probs, head.gathered), tokens, True)

@@ -1,4 +1,4 @@
-"""TRL, and what every adapter of its trainer reads of its tensors: the only file that imports trl."""
+"""Imports TRL, as no other file does, and reads what all adapters need from the tensors of TRL's trainers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,36 +16,38 @@ from jackpot.core.types import TokenBatch
 from jackpot.models.forward import backbone
 
 try:
-    import trl.trainer as trl  # without TRL a type checker takes the name `trl` for this very folder
+    import trl.trainer as trl  # where TRL is not installed, a type checker would take the name `trl` for this folder
 except ModuleNotFoundError as error:
     raise ImportError(f"jackpot.adapters.trl needs the extra `trl`: {install('trl')}. {error}") from error
 
-Batch = dict[str, Any]  # TRL's tensors of a generation batch or of a micro-batch, [B, ...]
+Batch = dict[str, Any]  # TRL's tensors of a generation batch or a micro-batch, [B, ...], by name
 
 
 class TRLTrainer(trl.GRPOTrainer):
-    """TRL's trainer of a text model, whose attributes have the types of a trainer that has been set up."""
+    """TRL's trainer of a text model, with the types that its attributes have after its set-up."""
 
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
-    args: Any  # GRPOConfig, whose set-up fills in what it types as optional
+    args: Any  # GRPOConfig; it types as optional what its set-up fills in
     max_completion_length: int
     vllm_generation: Any  # TRL's client of vLLM, of which an adapter wraps `generate`
     _buffered_inputs: list[Batch]
 
 
-RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # of TRL: (prompts, trainer) -> lists
+RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # TRL's type: (prompts, trainer) -> lists
 
 
 def asynchronous() -> tuple[ModuleType, ModuleType]:
-    """Import TRL's modules of the asynchronous trainer and of its rollout worker, which warn of being experimental.
+    """Import TRL's modules of the asynchronous trainer and of its rollout worker, in this order.
+
+    TRL warns that they are experimental, so only the adapter that needs them imports them.
 
     Raises:
-        ImportError: this TRL has another trainer of that name, or none.
+        ImportError: the installed TRL has no such trainer, or another one of this name.
     """
     folder = "trl.experimental.async_grpo."
     try:
-        import_module(f"{folder}packing")  # of the trainer whose loss is that of packed tokens
+        import_module(f"{folder}packing")  # only the trainer whose loss is over packed tokens has this module
     except ModuleNotFoundError as error:
         raise ImportError(
             f"TRL {version('trl')} has no AsyncGRPOTrainer with packed rows and a weight_transfer, of which the "
@@ -55,14 +57,14 @@ def asynchronous() -> tuple[ModuleType, ModuleType]:
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model of transformers inside an adapter of peft; its layers apply the adapter."""
+    """Return the model of transformers inside a model of peft; its layers apply the adapter."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if unwrap else model
 
 
 @contextmanager
 def without_dropout(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model in eval mode for a while."""
+    """Put a model in eval mode for the block."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -74,7 +76,7 @@ def without_dropout(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collect the last hidden states, [B, S, H], of every forward pass of a model, also inside an adapter of peft."""
+    """Yield a list that collects the last hidden states, [B, S, H], of every forward pass of a model in the block."""
     caught: list[Tensor] = []
     hook = backbone(plain_model(model)).register_forward_hook(lambda *call: caught.append(call[-1].last_hidden_state))
     try:
@@ -90,13 +92,13 @@ def completion_states(batch: Batch, states: Tensor) -> Tensor:
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """Return where the loss has tokens that were sampled: [B, T] bool."""
+    """Return a mask of the sampled tokens that the loss has: [B, T] bool."""
     mask = batch["completion_mask"].bool()
     return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
 
 def usable_mask(batch: Batch) -> Tensor:
-    """Return where the loss has tokens with log-probs of whoever sampled them, which vLLM may lack: [B, T] bool."""
+    """Return a mask of the sampled tokens that have log-probs of the sampler, which vLLM may lack: [B, T] bool."""
     usable = loss_mask(batch) & batch["sampling_per_token_logps"].isfinite()
     if "jackpot_top_log_probs" in batch:
         usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)
@@ -104,13 +106,13 @@ def usable_mask(batch: Batch) -> Tensor:
 
 
 def token_batch(batch: Batch, mask: Tensor, with_lists: bool) -> TokenBatch:
-    """Return TRL's tensors, and the columns that the adapters add to them, as the learner's: [B, T, ...].
+    """Return TRL's tensors and the columns that the adapters add to them as a batch of our learner, [B, T, ...].
 
-    The advantages are those from before the correction.
+    The advantages are those before the correction.
 
     Args:
         mask: the tokens that are read, [B, T] bool: `loss_mask` or `usable_mask`.
-        with_lists: with the top-k of whoever sampled; else K is 0.
+        with_lists: whether the sampler's top-k lists come along; else K is 0.
     """
     ids = batch["completion_ids"]
     blank = torch.zeros(*ids.shape, 0, device=ids.device)

@@ -1,8 +1,8 @@
 """TRL's `GRPOTrainer` with a correction of this package in the place of TRL's own (docs/trl.md).
 
-A weight w >= 0 of a token commutes with the minimum of PPO's surrogate, min(r wA, clip(r) wA) = w min(r A, clip(r) A),
-and every other loss of TRL is linear in the size of A too. TRL takes advantages as [B, T], so the weights ride on them:
-data, generation, rewards, advantages, loss, optimizer, checkpoints and logs all stay TRL's.
+A weight w >= 0 of a token can be multiplied into its advantage A, as min(r wA, clip(r) wA) = w min(r A, clip(r) A) and
+every other loss of TRL is linear in the size of A too. So we change TRL's advantages, [B, T], and all else stays TRL's:
+data, generation, rewards, loss, optimizer, checkpoints and logs.
 
 Shapes: `B` sequences of a generation batch or of a micro-batch, `T` completion tokens, `K` top-k; nats.
 """
@@ -58,14 +58,17 @@ from jackpot.training.objectives import policy_objective
 
 
 class _Lists(NamedTuple):
-    """The top-k of whoever sampled, as a rollout returned them for each completion."""
+    """The top-k lists of a generation batch, as vLLM or a rollout function returns them for each completion."""
 
     completion_ids: Sequence[Sequence[int]]
     ids: Sequence[Any]  # [T, K] each, most probable first
     log_probs: Sequence[Any]  # [T, K] each
 
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return both as tensors [B, T, K], zeros behind the end of a completion.
+        """Return ids and log-probs as tensors [B, T, K], with zeros behind the end of a completion.
+
+        Args:
+            width: T, the length of the longest completion.
 
         Raises:
             DataError: a list is not [T, K] with one K for all.
@@ -74,40 +77,43 @@ class _Lists(NamedTuple):
         ids = [torch.as_tensor(rows, dtype=torch.int64) for rows in self.ids]
         log_probs = [torch.as_tensor(rows, dtype=torch.float32) for rows in self.log_probs]
 
-        top = ids[0].shape[-1]
-        wanted = [(length, top) for length in lengths]
-        if [tuple(rows.shape) for rows in ids] != wanted or [tuple(rows.shape) for rows in log_probs] != wanted:
+        k = ids[0].shape[-1]
+        expected = [(length, k) for length in lengths]
+        id_shapes = [tuple(rows.shape) for rows in ids]
+        log_prob_shapes = [tuple(rows.shape) for rows in log_probs]
+        if not id_shapes == log_prob_shapes == expected:
             raise DataError(
-                f"top_ids and top_log_probs of completions with {lengths[:3]} tokens have the shapes "
-                f"{[tuple(rows.shape) for rows in ids[:3]]} and {[tuple(rows.shape) for rows in log_probs[:3]]}; each "
-                f"must be [T, K], a row for every token of the completion, with one K for all"
+                f"top_ids and top_log_probs of completions with {lengths[:3]} tokens have the shapes {id_shapes[:3]} "
+                f"and {log_prob_shapes[:3]}; each must be [T, K], a row for every token of the completion, with one K "
+                f"for all"
             )
 
         log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
-        blank = torch.zeros(width, top)  # a row that all others are padded to
+        blank = torch.zeros(width, k)  # the longest, so that all others are padded to its length
         ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
         return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
 
 
-def _joined(parts: Sequence[OldLogProbs]) -> OldLogProbs:
-    """Join the rows of several parts."""
+def _concatenated(scores: Sequence[OldLogProbs]) -> OldLogProbs:
+    """Return the scores of several batches as those of one batch, behind each other."""
     return OldLogProbs(
-        old_log_probs=torch.cat([part.old_log_probs for part in parts]),
-        rollout_model_old_log_probs=torch.cat([part.rollout_model_old_log_probs for part in parts]),
-        z=ZEstimate(*map(torch.cat, zip(*(part.z for part in parts), strict=True))),
+        old_log_probs=torch.cat([score.old_log_probs for score in scores]),
+        rollout_model_old_log_probs=torch.cat([score.rollout_model_old_log_probs for score in scores]),
+        z=ZEstimate(*map(torch.cat, zip(*(score.z for score in scores), strict=True))),
     )
 
 
-_OfTRL: Any = object  # any trainer of TRL
+_AnyTRLTrainer: Any = object  # for the type checker: has the attributes of any trainer of TRL
 
 
-class Correcting(_OfTRL):
-    """The correction of a trainer of TRL: what it draws, measures, puts onto advantages and logs."""
+class Correcting(_AnyTRLTrainer):
+    """The part of a trainer that corrects advantages and logs metrics, for any trainer of TRL."""
 
     def _choose(self, correction: str | Mapping[str, Any]) -> None:
-        """Set the correction by its settings, before anything else is done."""
-        chosen = validated(ObjectiveConfig, {"correction": correction})
-        self._correction_name, self._objective = chosen.correction.name, policy_objective(chosen)
+        """Set the correction by its settings; a trainer calls this before anything else."""
+        settings = validated(ObjectiveConfig, {"correction": correction})
+        self._correction_name = settings.correction.name
+        self._objective = policy_objective(settings)
         self._names = BatchNames()
 
     @property
@@ -115,76 +121,105 @@ class Correcting(_OfTRL):
         return "z" in self._objective.correction.reads
 
     def _uniforms(self, mask: Tensor) -> Tensor:
-        """Draw the uniforms of a batch's tokens, [B, T] float32, by its number since the last optimizer step."""
+        """Draw the random numbers by which the tokens of a batch are rejected, [B, T] float32.
+
+        Their seeds are the batch's name, the process and the row.
+        """
         name = self._names.next(self)[0].removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
 
     def _scores(self, head: HeadOutput | JointOutput, tokens: TokenBatch, with_z: bool) -> OldLogProbs:
-        """Arrange what the correction reads of the head; Z is 1 where it does not read it."""
+        """Return what the correction reads of the output layer's numbers.
+
+        Args:
+            with_z: whether Z is estimated; else it is 1.
+        """
         lam = self._objective.correction.lam
         scores = OldLogProbs.of(token_scores(head, tokens, self._is_current(tokens), lam, "topk", None))
         return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Mark the tokens that were sampled from the distribution that their model still has: [B, T] bool."""
+        """Return a mask of the tokens whose model still has the distribution that it sampled them from: [B, T] bool."""
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
-        """Arrange and measure what the correction reads. A token of which vLLM has no log-prob (NaN) is left out."""
+        """Return the inputs of the correction and its sums. A token without a log-prob of vLLM's (NaN) is left out.
+
+        Args:
+            old: the scores of the policy before the update.
+            now: the scores of the current policy.
+        """
         tokens = token_batch(batch, usable_mask(batch), with_lists=False)
         rollout = torch.where(tokens.response_mask, tokens.rollout_log_probs, old.old_log_probs)
         return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
 
-    def _correct(self, parts: Sequence[tuple[Batch, CorrectionInputs, Sums]]) -> None:
-        """Put the weights of batches onto their advantages, by sums over all of them and over all processes."""
-        objective, has_z, sums = self._objective, self._reads_z, []
-        totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in parts)))
-        for batch, inputs, overlap in parts:
-            done = objective.correction.apply(inputs, totals)
-            batch["advantages"] = inputs.advantages * done.weights * done.accept_mask
+    def _correct(self, measured: Sequence[tuple[Batch, CorrectionInputs, Sums]]) -> None:
+        """Multiply the weights of batches into their advantages, and log the correction's metrics.
+
+        Args:
+            measured: batches, which are changed in place, with the inputs and sums of `_measured`. kappa is that of
+                all of them and of all processes.
+        """
+        objective, has_z = self._objective, self._reads_z
+        totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in measured)))
+        summaries: list[Sums] = []
+        for batch, inputs, overlap in measured:
+            correction = objective.correction.apply(inputs, totals)
+            batch["advantages"] = inputs.advantages * correction.weights * correction.accept_mask
             if objective.proximal == "rollout":
                 batch["old_per_token_logps"] = inputs.proximal_log_probs
             elif objective.proximal == "new":
                 batch.pop("old_per_token_logps", None)  # TRL then takes the detached current log-probs
+
             mask = loss_mask(batch)
             unusable: Sums = {"unusable_tokens": Mean.of(mask & ~inputs.response_mask, mask)}
-            sums.append(correction_summary(done, inputs, overlap, has_z) | unusable)
+            summaries.append(correction_summary(correction, inputs, overlap, has_z) | unusable)
 
-        metrics = {name: entry.value for name, entry in to_host(all_reduce_sums(add_sums(*sums))).items()}
-        self._log_metrics(metrics | ({"obrs/kappa": done.kappa} if has_z else {}))
+        sums = to_host(all_reduce_sums(add_sums(*summaries)))
+        metrics = {name: metric.value for name, metric in sums.items()}
+        self._log_metrics(metrics | ({"obrs/kappa": correction.kappa} if has_z else {}))
 
     def _log_metrics(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add numbers to TRL's log, which averages those of several steps; leave out what counted nothing, which is NaN
-        or -inf."""
+        """Add values to TRL's log, which averages those of several steps.
+
+        NaN and -inf are left out: the values of metrics that counted no token.
+        """
         for name, value in values.items():
-            if (number := float(value)) > -math.inf:
-                self._metrics["train"][f"jackpot/{name}"].append(number)
+            if float(value) > -math.inf:
+                self._metrics["train"][f"jackpot/{name}"].append(float(value))
+
+
+def _first_entries(rows: Sequence[Sequence[Any]], k: int) -> list[list[Any]]:
+    """Return the first k entries for each token of a completion, NaN in place of a log-prob that vLLM has not."""
+    first = []
+    for entries in rows:
+        first.append([math.nan if entry is None else entry for entry in entries[:k]])
+    return first
 
 
 class CorrectedGRPOTrainer(Correcting, TRLTrainer):
-    """Is TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
+    """TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
 
-    Whoever samples must say how probable what it sampled was: TRL's vLLM (`use_vllm=True`), or a `rollout_func`. For
-    corrections by Z (OBRS) it must return its top-k too. TRL's vLLM is asked for them; a `rollout_func` returns
-    `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
+    The sampler, TRL's vLLM (`use_vllm=True`) or a `rollout_func`, must report the log-probs of the sampled tokens. For
+    corrections that read Z (OBRS) it must return its top-k lists too: TRL's vLLM is asked for them; a `rollout_func`
+    returns `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
 
-    kappa, where a correction has it, is that of the generation batch of all processes. A correction that follows the
-    current policy (`target: new`, `proximal: new`) reads the micro-batches of every optimizer step again once the
-    policy has moved since they were generated, and its kappa is that of these. An evaluation's loss is not corrected.
+    kappa, where a correction has it, is taken over the generation batch of all processes. A correction that follows the
+    current policy (`target: new`, `proximal: new`) reads the micro-batches of an optimizer step again once the policy
+    has moved since they were generated; kappa is then taken over those. An evaluation's loss is not corrected.
 
     Args:
-        args, kwargs: of TRL's trainer.
+        args, kwargs: arguments of TRL's trainer.
         correction: settings of the correction: its name, or a mapping with the name and settings, such as
             `{"name": "obrs", "lam": 1.0, "c1": 3.0}` (docs/corrections.md).
-        num_top_log_probs: K that TRL's vLLM is asked for, by default 20, the most that vLLM allows unless told
-            otherwise.
+        num_top_log_probs: K that TRL's vLLM is asked for, by default 20, the largest that vLLM allows by default.
 
     Raises:
-        ConfigError: TRL's own correction is on too, nobody reports log-probs, or a feature of TRL that a correction of
-            single tokens cannot be combined with; docs/trl.md lists them.
-        ModelError: a model whose output layer is not supported.
+        ConfigError: TRL's own correction is on too, no sampler reports log-probs, or a feature of TRL is used that a
+            correction of single tokens cannot be combined with (docs/trl.md lists them).
+        ModelError: the model's output layer is not supported.
     """
 
     _tag_names = (*TRLTrainer._tag_names, "jackpot")
@@ -201,7 +236,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         self._choose(correction)
         refuse(arguments, self._correction_name, self._objective)
 
-        top = NUM_TOP if num_top_log_probs is None else num_top_log_probs
+        num_top = NUM_TOP if num_top_log_probs is None else num_top_log_probs
         is_cut = (arguments["args"].top_k or 0) > 1
         if num_top_log_probs is not None and (arguments.get("rollout_func") or not (self._reads_z or is_cut)):
             raise ConfigError(
@@ -210,13 +245,13 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             )
 
         self._lists: _Lists | None = None  # of the generation batch in progress
-        self._in_loss: Batch = {}  # the micro-batch whose loss TRL computes
-        self._corrected_at = 0  # optimizer steps at which the policy was read last
+        self._loss_batch: Batch = {}  # the micro-batch whose loss TRL is computing
+        self._corrected_at = 0  # optimizer steps of the policy that advantages were last corrected by
 
         if rollout_func := arguments.get("rollout_func"):
             if isinstance(rollout_func, EngineRollouts):
-                sampling_of(arguments["args"], NUM_TOP)
-            arguments["rollout_func"] = partial(self._listen, rollout_func)
+                sampling_of(arguments["args"], NUM_TOP)  # raises where our engines do not have TRL's sampling
+            arguments["rollout_func"] = partial(self._call_rollout_func, rollout_func)
 
         super().__init__(**arguments)
         refuse_placement(self)
@@ -230,40 +265,38 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
         if self.use_vllm:
             check_server(getattr(self.vllm_generation, "vllm_client", None))
-            if self._reads_z or (is_cut and self.args.top_k <= top and not has_turns(arguments)):
+            if self._reads_z or (is_cut and self.args.top_k <= num_top and not has_turns(arguments)):
                 generation = self.vllm_generation
-                generation.logprobs = top
-                generation.generate = partial(self._listen_to_vllm, generation.generate, generation.logprobs)
+                generation.logprobs = num_top
+                generation.generate = partial(self._generate_by_vllm, generation.generate, num_top)
 
     @property
     def _follows(self) -> bool:
         """Whether the weights depend on the current policy."""
         return "new" in (self._objective.target, self._objective.proximal)
 
-    def _listen(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
-        """Call the rollout function, and keep from TRL the lists that it has no place for."""
+    def _call_rollout_func(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
+        """Call the rollout function, and keep the lists that it returns, for which TRL has no place."""
         output = dict(rollout_func(prompts, trainer))
         ids, log_probs = output.pop("top_ids", None), output.pop("top_log_probs", None)
         if ids is not None and log_probs is not None:
             self._lists = _Lists(output["completion_ids"], ids, log_probs)
         return output
 
-    def _listen_to_vllm(self, generate: Callable[..., tuple], top: int, **arguments: Any) -> tuple:
-        """Have TRL's vLLM generate, and keep the top-k.
+    def _generate_by_vllm(self, generate: Callable[..., tuple], k: int, **arguments: Any) -> tuple:
+        """Have TRL's vLLM generate, keep the top-k lists, and return the sampled tokens' log-probs to TRL.
 
-        vLLM's entries come by rank, with the sampled token behind the k first where it is not one of them. TRL takes
-        the first entry as the sampled token's, so it gets that one alone.
+        vLLM orders the entries of a position by rank, and puts the sampled token behind the first k if it is not among
+        them. TRL takes the first entry as that of the sampled token, so it gets this entry alone.
         """
         prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
-        sampled = [
-            [[entry[names.index(token)]] for token, names, entry in zip(*columns, strict=True)]
-            for columns in zip(completion_ids, ids, log_probs, strict=True)
-        ]
-        self._lists = _Lists(
-            completion_ids,
-            [[names[:top] for names in row] for row in ids],
-            [[[math.nan if one is None else one for one in entry[:top]] for entry in row] for row in log_probs],
-        )
+        top_ids = [_first_entries(rows, k) for rows in ids]
+        self._lists = _Lists(completion_ids, top_ids, [_first_entries(rows, k) for rows in log_probs])
+
+        sampled = []
+        for columns in zip(completion_ids, ids, log_probs, strict=True):
+            tokens = zip(*columns, strict=True)
+            sampled.append([[entries[names.index(token)]] for token, names, entries in tokens])
         return prompt_ids, completion_ids, sampled, ids
 
     def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
@@ -279,10 +312,12 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
         batch |= self._columns(batch, lists)
         scores = self._read(batch, self._reads_z)
-        batch |= self._kept(scores)
+        batch |= self._columns_of_scores(scores)
         if self._lists_support(batch):
             refuse_reference(batch, self.args)
-            batch |= {"old_per_token_logps": scores.old_log_probs} if "old_per_token_logps" in batch else {}
+            if "old_per_token_logps" in batch:
+                batch["old_per_token_logps"] = scores.old_log_probs
+
         self._corrected_at = self.state.global_step
         self._correct([(batch, *self._measured(batch, scores, scores))])
         return batch
@@ -296,87 +331,86 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
         first = self._step % self.args.steps_per_generation
         needs_z = self._reads_z and self._objective.target == "new"
-        scored = []
+        measured = []
         for batch in self._buffered_inputs[first : first + self.args.gradient_accumulation_steps]:
             old = OldLogProbs(
                 old_log_probs=batch["jackpot_old"],
                 rollout_model_old_log_probs=batch["jackpot_old"],  # no correction reads them
                 z=ZEstimate(*batch["jackpot_old_z"].unbind(-1)),
             )
-            scored.append((batch, *self._measured(batch, old, self._read(batch, needs_z))))
-        self._correct(scored)
+            measured.append((batch, *self._measured(batch, old, self._read(batch, needs_z))))
+        self._correct(measured)
         return inputs
 
     def _columns(self, batch: Batch, lists: _Lists | None) -> dict[str, Tensor]:
-        """Return what the correction reads beside TRL's own tensors, as columns that TRL shuffles and splits too."""
-        made = {
+        """Return what the correction reads beside TRL's tensors, as columns that TRL shuffles and splits too."""
+        columns = {
             "jackpot_advantages": batch["advantages"],
             "jackpot_uniforms": self._uniforms(batch["completion_mask"]),
         }
-
         if not self._reads_z and (lists is None or not self.args.top_k):
-            return made
-
+            return columns
         if lists is None:
             raise ConfigError(
                 f"correction {self._correction_name} needs the top-k of the distribution that the tokens were sampled "
                 f"from, and the rollout function did not return it; return top_ids and top_log_probs, [T, K] for each "
                 f"completion, or use correction tis"
             )
+
         device = batch["completion_ids"].device
         ids, log_probs = lists.padded(batch["completion_ids"].shape[1])
-        return made | {"jackpot_top_ids": ids.to(device), "jackpot_top_log_probs": log_probs.to(device)}
+        return columns | {"jackpot_top_ids": ids.to(device), "jackpot_top_log_probs": log_probs.to(device)}
 
     def _lists_support(self, batch: Batch) -> bool:
-        """Return whether the lists of a batch name all tokens of a position that could have been sampled, several."""
+        """Return whether a batch's lists have all tokens that could have been sampled, and more than one a position."""
         return "jackpot_top_ids" in batch and 1 < (self.args.top_k or 0) <= batch["jackpot_top_ids"].shape[-1]
 
     def _on_support(self, output: Any, heads: Sequence[Head], batch: Batch, tokens: TokenBatch) -> Any:
-        """Renormalize the outputs of heads on what the sampler kept, where the lists of a batch name that."""
+        """Renormalize the outputs of heads on the tokens that the sampler's top_k left, if the lists have them all."""
         return on_support(output, heads, tokens, self.temperature) if self._lists_support(batch) else output
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        self._in_loss = inputs
+        self._loss_batch = inputs
         try:
             return super()._compute_loss(model, inputs)
         finally:
-            self._in_loss = {}
+            self._loss_batch = {}
 
     def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute what TRL's loss reads, with log-probs on what the sampler kept where the lists name that."""
-        batch = self._in_loss
+        """Compute log-probs and entropies as TRL does, with log-probs renormalized as in `_on_support`."""
+        batch = self._loss_batch
         if not self._lists_support(batch):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
         with caught_states(self.accelerator.unwrap_model(model)) as caught:
-            _, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            _, *entropies = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
         tokens = token_batch(batch, loss_mask(batch), with_lists=True)
         states = tokens.at_sampled(completion_states(batch, caught[0]))
         with self.accelerator.autocast():
             log_probs, _ = scores_on_support(self._head.heads(states, None)[0], tokens, self.temperature)
-        return tokens.spread(log_probs), *others
+        return tokens.spread(log_probs), *entropies
 
-    def _kept(self, scores: OldLogProbs) -> dict[str, Tensor]:
-        """Return what is needed of a generation batch's scores once the policy has moved, as columns."""
+    def _columns_of_scores(self, scores: OldLogProbs) -> dict[str, Tensor]:
+        """Return the scores that are needed once the policy has moved, as columns of a generation batch."""
         if not self._follows:
             return {}
         return {"jackpot_old": scores.old_log_probs, "jackpot_old_z": torch.stack(scores.z, dim=-1)}
 
     @torch.no_grad()
     def _read(self, batch: Batch, with_z: bool) -> OldLogProbs:
-        """Read a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
+        """Score a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
         model = plain_model(self.accelerator.unwrap_model(self.model))
         rows = self.args.per_device_train_batch_size
-        columns = {
-            name: value.split(rows) for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0
-        }
-        parts = [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+        splits = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
         with without_dropout(model), self.accelerator.autocast():
-            return _joined([self._read_rows(model, part, with_z) for part in parts])
+            return _concatenated(
+                [self._read_rows(model, dict(zip(tensors, split, strict=True)), with_z) for split in splits]
+            )
 
     def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> OldLogProbs:
-        """Read some rows of a batch; Z is 1 where the correction does not read it."""
+        """Score some rows of a batch; Z is 1 unless `with_z`."""
         tokens = token_batch(batch, loss_mask(batch), with_lists=with_z or self._lists_support(batch))
         hidden = response_hidden(model, tokens), self._rollout_model_hidden(tokens)
         head = self._head(
@@ -390,5 +424,5 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         return self._scores(self._on_support(head, self._head.heads(*hidden), batch, tokens), tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
-        """Return the states of a rollout model that is trained along, [N, H]; there is none here."""
+        """Return the hidden states of a rollout model that is trained along, [N, H]; here there is no such model."""
         return None

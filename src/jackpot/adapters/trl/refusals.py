@@ -1,4 +1,4 @@
-"""What TRL's trainer can do and a correction of single tokens cannot be combined with: an error that names it."""
+"""Refuses features of TRL's trainers that our corrections, or two models, cannot be combined with."""
 
 import sys
 from collections.abc import Mapping
@@ -12,23 +12,23 @@ from jackpot.objectives.joint import PolicyObjective
 
 _UNMERGED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")  # settings of peft's LoRA
 _IMAGES = "models that read images are not supported; give a model of text and its tokenizer"
-_OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weigh all tokens of a response alike
+_OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weight all tokens of a response alike
 
 
 def _refuse(reasons: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first of some texts that holds."""
+    """Raise ConfigError with the first text whose value is true."""
     for why, holds in reasons.items():
         if holds:
             raise ConfigError(why)
 
 
 def has_turns(arguments: Mapping[str, Any]) -> bool:
-    """Return whether tools or environments write between a model's turns, of which TRL drops the top-k."""
+    """Return whether tools or environments write between the turns of a model; TRL drops the top-k lists of turns."""
     return bool(arguments.get("tools") or arguments.get("environment_factory"))
 
 
 def refuse_reference(batch: Batch, args: Any) -> None:
-    """Raise ConfigError where TRL compares a policy on what the sampler kept with a reference on everything."""
+    """Raise ConfigError where TRL compares a policy on the tokens of top_k with a reference on all tokens."""
     if "ref_per_token_logps" in batch:
         raise ConfigError(
             f"beta is {args.beta} with top_k {args.top_k}: the policy is renormalized on the {args.top_k} tokens that "
@@ -38,7 +38,7 @@ def refuse_reference(batch: Batch, args: Any) -> None:
 
 
 def refuse_anywhere(name: str, objective: PolicyObjective) -> None:
-    """Raise ConfigError for what goes with no trainer of TRL: a correction that reads too much, and Unsloth."""
+    """Raise ConfigError for what no trainer of TRL supports: corrections that read whole distributions, and Unsloth."""
     of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in TRLTrainer.__mro__)
     _refuse(
         {
@@ -50,7 +50,12 @@ def refuse_anywhere(name: str, objective: PolicyObjective) -> None:
 
 
 def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) -> None:
-    """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with the correction of this name."""
+    """Raise ConfigError for arguments of TRL's trainer that the correction cannot be combined with.
+
+    Args:
+        arguments: of TRL's trainer, by name.
+        name: of the correction.
+    """
     args, rollout_func = arguments.get("args"), arguments.get("rollout_func")
     if args is None or not (args.use_vllm or rollout_func):
         raise ConfigError(
@@ -83,9 +88,9 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
 
 
 def refuse_placement(trainer: TRLTrainer) -> None:
-    """Raise ConfigError where the output layer's weight is not whole in this process, or is not that of a text model.
+    """Raise ConfigError where this process does not hold the whole output layer of a text model.
 
-    The names of TRL's and accelerate's settings decide, as these are known after their set-up alone.
+    A trainer calls this after TRL's set-up, which alone decides how the model is placed.
     """
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     sharded = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed ZeRO-3" if plugin and plugin.zero_stage == 3 else None
@@ -98,7 +103,7 @@ def refuse_placement(trainer: TRLTrainer) -> None:
 
 
 def refuse_prompts(model: PreTrainedModel) -> None:
-    """Raise ConfigError where an adapter of peft learns a prompt, which stands outside of the layers that are read."""
+    """Raise ConfigError where an adapter of peft learns a prompt, which the correction's forward pass leaves out."""
     for name, settings in getattr(model, "peft_config", {}).items():
         if settings.is_prompt_learning:
             raise ConfigError(
@@ -108,23 +113,25 @@ def refuse_prompts(model: PreTrainedModel) -> None:
 
 
 def refuse_unmerged(model: PreTrainedModel) -> None:
-    """Raise ConfigError where the policy's engine cannot get the weights of peft's adapters merged."""
+    """Raise ConfigError where peft's adapters cannot be merged into the weights that the policy's engine gets."""
     adapters = getattr(model, "peft_config", {})
-    more = [name for settings in adapters.values() for name in _UNMERGED if getattr(settings, name, None)]
-    more += ["an embedding in target_modules"] if any("lora_embedding" in name for name in model.state_dict()) else []
+    features = [name for settings in adapters.values() for name in _UNMERGED if getattr(settings, name, None)]
+    if any("lora_embedding" in name for name in model.state_dict()):
+        features.append("an embedding in target_modules")
+
     kinds = {name: settings.peft_type.value for name, settings in adapters.items()}
-    if adapters and (kinds != {"default": "LORA"} or more):
+    if adapters and (kinds != {"default": "LORA"} or features):
         raise ConfigError(
-            f"the policy has the adapters {kinds}{' with ' if more else ''}{', '.join(more)}, which cannot be merged "
-            f"into what its engine gets; where the policy writes, as its share or in evaluations, give it one adapter "
-            f"of plain LoRA on linear layers"
+            f"the policy has the adapters {kinds}{' with ' if features else ''}{', '.join(features)}, which cannot be "
+            f"merged into what its engine gets; where the policy writes, as its share or in evaluations, give it one "
+            f"adapter of plain LoRA on linear layers"
         )
 
 
 def check_server(client: Any) -> None:
-    """Raise ConfigError where a vLLM server reports other log-probs than of what it samples from.
+    """Raise ConfigError where a vLLM server does not report the log-probs of the distribution that it samples from.
 
-    TRL looks for that only where its own correction is on; servers of TRL's before 1.16 do not tell.
+    TRL checks this only where its own correction is on. Servers of TRL before 1.16 do not tell, and pass.
 
     Args:
         client: TRL's client of the server; None in all processes but the first.
@@ -140,9 +147,11 @@ def check_server(client: Any) -> None:
 
 
 def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of TRL's trainer, by name, that do not go with a rollout model that is trained.
+    """Raise ConfigError for arguments of TRL's trainer that a rollout model cannot be combined with, beside those of
+    `refuse`.
 
-    `refuse` has refused none of them.
+    Args:
+        arguments: of TRL's trainer, by name.
     """
     args = arguments.get("args")
     if args is None:
@@ -168,8 +177,10 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_processes(trainer: TRLTrainer) -> None:
-    """Raise ConfigError where accelerate has set up what a second model beside TRL's optimizer cannot be trained with:
-    DeepSpeed, another number format than TRL's settings name, several GPUs in one process."""
+    """Raise ConfigError where a second model cannot be trained in what accelerate has set up.
+
+    That is DeepSpeed, another number format than TRL's settings name, or several GPUs in one process.
+    """
     used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"
     _refuse(
         {

@@ -1,4 +1,4 @@
-"""One of our engines as the rollout function of TRL's trainer."""
+"""Lets one of our engines generate the rollouts of TRL's trainer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +20,18 @@ NUM_TOP = Sampling().num_top_log_probs
 
 
 class EngineRollouts:
-    """Is a rollout function of TRL: one of our engines generates, with another model than the one in training.
+    """A rollout function of TRL by which one of our engines generates, with another model than the one in training.
 
-    The sampling is that of TRL's settings. Seeds are hashed from TRL's seed, the optimizer step, the process and the
-    row of the batch, so a resumed run generates the same again.
+    TRL's settings decide the sampling. Seeds are hashed from TRL's seed, the optimizer step, the process and the row of
+    the batch, so a resumed run generates the same again.
 
     Args:
-        model: folder, hub name or starter:NAME of the model that generates, in this process; or an engine.
-        dtype: of its weights, fp32 or bf16, where `model` is a path; by default fp32. An engine has its own.
-        num_top_log_probs: K of the top-k that it returns.
+        model: an engine; or folder, hub name or starter:NAME of the model that generates in this process.
+        dtype: number format of the weights, fp32 or bf16, by default fp32; only where `model` is not an engine.
+        num_top_log_probs: K of the top-k lists that are returned.
 
     Raises:
-        ConfigError: an unknown dtype, or one for an engine.
+        ConfigError: `dtype` is unknown, or was given for an engine.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class EngineRollouts:
         if is_engine and dtype:
             raise ConfigError(f"dtype is {dtype!r}, but an engine was given, which has its own; leave it out")
         settings = validated(TransformersEngineConfig, {"dtype": dtype} if dtype else {})
+        # A model becomes an engine when TRL first calls for rollouts, as it then knows the device.
         self._engine: Engine | tuple[str | Path, TransformersEngineConfig] = model if is_engine else (model, settings)
-        self._top = num_top_log_probs
+        self._num_top = num_top_log_probs
         self._names = BatchNames()
 
     def __call__(self, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
@@ -50,31 +51,34 @@ class EngineRollouts:
 
         Raises:
             EngineError: the engine gave up a response.
-            ConfigError: settings of TRL's sampling that our engines do not have.
+            ConfigError: TRL's settings of sampling have some that our engines do not have.
         """
         if not isinstance(self._engine, Engine):
             self._engine = make_engine(*self._engine, trainer)
         name, _ = self._names.next(trainer)
-        return completions(self._engine.generate(requests(prompts, trainer, name, self._top)))
+        return completions(self._engine.generate(requests(prompts, trainer, name, self._num_top)))
 
 
 class BatchNames:
-    """Names the generation batches of a run, so that a resumed run has the same names, evaluations or not."""
+    """The names of a run's generation batches. They are the same in a resumed run, with or without evaluations."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[int, int]] = {}  # optimizer steps, and batches since the last of them
+        # By kind of batch: optimizer steps before the newest batch, and its index among those since the last step.
+        self._newest: dict[str, tuple[int, int]] = {}
 
     def next(self, trainer: TRLTrainer) -> tuple[str, int]:
-        """Return the name of the next batch, and how many came before it since the last optimizer step."""
-        kind, step = "train" if trainer.model.training else "eval", trainer.state.global_step
-        before, number = self._last.get(kind, (step, -1))
-        number = number + 1 if before == step else 0
-        self._last[kind] = (step, number)
-        return f"{kind}/{step}/{number}", number
+        """Return the name of the next batch, and its index among the batches since the last optimizer step."""
+        kind = "train" if trainer.model.training else "eval"
+        step = trainer.state.global_step
+        last_step, last_index = self._newest.get(kind, (step, -1))
+
+        index = last_index + 1 if last_step == step else 0
+        self._newest[kind] = (step, index)
+        return f"{kind}/{step}/{index}", index
 
 
 def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return rollouts as a rollout function returns them to `CorrectedGRPOTrainer`.
+    """Return rollouts in the form that `CorrectedGRPOTrainer` takes from a rollout function.
 
     Raises:
         EngineError: the engine gave up a response.
@@ -93,8 +97,11 @@ def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
     """Return TRL's settings of sampling as ours.
 
+    Args:
+        args: TRL's GRPOConfig.
+
     Raises:
-        ConfigError: settings of TRL's sampling that our engines do not have.
+        ConfigError: some settings are not supported by our engines.
     """
     unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
     unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
@@ -113,18 +120,19 @@ def requests(prompts: list[Any], trainer: TRLTrainer, name: str, num_top_log_pro
     """Make a request for each of TRL's prompts, with the sampling of TRL's settings.
 
     Args:
-        name: of the generation batch, unique within a run.
+        name: name of the generation batch, unique within a run.
 
     Raises:
         ConfigError: as `sampling_of`.
     """
     args, rank = trainer.args, trainer.accelerator.process_index
-    sampling, made = sampling_of(args, num_top_log_probs), []
+    sampling = sampling_of(args, num_top_log_probs)
+    requests = []
     for row, ids in enumerate(trainer._tokenize_prompts(prompts)[0]):
         uid = f"{name}/{rank}/{row}"
         prompt = Prompt(uid=uid, text=str(prompts[row]), answer="", token_ids=tuple(ids))
-        made.append(Request(uid=uid, prompt=prompt, seed=fold_in(args.seed, "sample", uid), sampling=sampling))
-    return made
+        requests.append(Request(uid=uid, prompt=prompt, seed=fold_in(args.seed, "sample", uid), sampling=sampling))
+    return requests
 
 
 def make_engine(
@@ -133,10 +141,14 @@ def make_engine(
     trainer: TRLTrainer,
     drafter: TransformersEngine | None = None,
 ) -> TransformersEngine:
-    """Make the engine of a model that shares the tokenizer of TRL's.
+    """Make an engine of transformers with a model that has the tokenizer of TRL's model.
 
     Args:
-        drafter: as of `TransformersEngine`.
+        path: folder, hub name or starter:NAME of the model.
+        drafter: engine of the model that drafts for this one; None: no model drafts.
+
+    Raises:
+        DataError, ModelError: the tokenizers differ, or the model cannot be loaded.
     """
     tokenizer = trainer.processing_class
     check_same_tokenizer(tokenizer, load_tokenizer(path))

@@ -1,10 +1,11 @@
 """The engines of policy and rollout model as one rollout function of TRL's trainer.
 
-Each generates with the weights that training holds: they are sent before, the digest of what arrived is compared, and
-what the engine reports is checked as in a run of ours (`training.guards`).
+Before each generation batch the engines get the current weights, and the digests of what arrived are compared. What an
+engine reports is checked as in a run of ours (`training.guards`).
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,7 @@ class TwoModelTrainer(TRLTrainer):
 
 
 class TwoModels:
-    """Gives engines and checks the models that a trainer of TRL's trains, as a learner of ours does (`Scorer`)."""
+    """The two models of a trainer of TRL's, with what engines and checks ask of a learner (`Scorer`)."""
 
     def __init__(self, trainer: TwoModelTrainer) -> None:
         self._trainer = trainer
@@ -63,18 +64,18 @@ class TwoModels:
         return trainer.rollout_model if role == "rollout_model" else plain_model(_unwrapped(trainer))
 
     def weights(self, role: Role, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a model, those of an adapter merged in."""
+        """Yield the weights of a model by name, with the weights of its adapter merged in."""
         return merged_weights(self[role], dtype)
 
     def keep_weights(self, role: Role) -> None:
-        """Raises NotImplementedError: nothing is generated ahead."""
+        """Raise NotImplementedError: with TRL nothing is generated ahead, so no weights need to be kept."""
         raise NotImplementedError
 
     @torch.no_grad()
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        """Compute log-probs as `Learner.score`, without dropout."""
+        """Compute log-probs as `Learner.score` does, without dropout."""
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
             on_device = (batch_to(batch, accelerator.device) for batch in batches)
@@ -83,65 +84,79 @@ class TwoModels:
 
 
 class Writers:
-    """Has the rollout model generate, and the policy its share of the rollouts and all evaluations.
+    """A rollout function of TRL: the rollout model generates, and the policy its share of rollouts and all evaluations.
 
-    An engine that is not given is made from the settings when it is first needed. One that sleeps does so whenever it
-    has generated.
+    An engine that the user has not given is made from the settings when it is first needed. An engine that can sleep
+    does so after each generation batch.
 
     Args:
-        config: the settings of the run, as of ours.
-        engines: those that were given.
+        config: settings of the run, in our terms.
+        engines: the engines that the user has given, by model.
     """
 
     def __init__(self, config: Config, engines: Mapping[Role, Engine]) -> None:
-        self._config, self._engines = config, dict(engines)
-        self._may_draft = config.draft is not None or len(engines) == 2  # of those that were given nobody knows
-        self._held: dict[Role, int] = {}  # optimizer steps of the weights in each engine
+        self._config = config
+        self._engines = dict(engines)
+        self._may_draft = config.draft is not None or len(engines) == 2  # two engines of the user's may draft or not
+        self._held_steps: dict[Role, int] = {}  # optimizer steps of the weights in each engine
         self._checks: dict[Role, EngineCheck] = {}
         self._names = BatchNames()
-        self.iteration = 0  # of the newest generation batch for training, from 1
-        self.by_policy: list[bool] = []  # of each completion of it
+        self.iteration = 0  # of the newest generation batch for training; the first is 1
+        self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 
     def is_exact(self, role: Role) -> bool:
-        """Return whether a model in training has the distribution that its engine samples from, but for rounding."""
+        """Return whether a model in training has the distribution that its engine samples from, up to rounding."""
         if role not in self._engines:
             return False
-        held, config = self._engines[role].capabilities, self._config
-        is_same = held.dtype == DTYPES[config.precision]
-        return is_same and not held.quantized and not config.sampling.truncated
+        capabilities = self._engines[role].capabilities
+        is_same = capabilities.dtype == DTYPES[self._config.precision]
+        return is_same and not capabilities.quantized and not self._config.sampling.truncated
 
     def forget(self) -> None:
-        """Have every engine get its weights again, as these changed without an optimizer step."""
-        self._held.clear()
+        """Have every engine get its weights anew, as the weights changed without an optimizer step."""
+        self._held_steps.clear()
 
     def __call__(self, prompts: list[Any], trainer: TwoModelTrainer) -> dict[str, Any]:
-        """Return a completion for each prompt: a rollout function of TRL.
+        """Return a completion for each prompt.
 
         Raises:
             EngineError: an engine holds other weights than it was sent, returns fewer top log-probs than it is asked
-                for, reports what it does not sample from, or gave up a response.
+                for, reports log-probs that it does not sample from, or gave up a response.
         """
-        size, (name, number) = len(prompts), self._names.next(trainer)
-        roles: list[Role] = ["policy"] * size
+        name, index = self._names.next(trainer)
+        roles: list[Role] = ["policy"] * len(prompts)
         if trainer.model.training:
-            args = trainer.args
-            micro_batches = trainer.state.global_step * args.gradient_accumulation_steps
-            self.iteration = -(-micro_batches // args.steps_per_generation) + number + 1
-            roles = self._assign(name, size, trainer)
+            micro_batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
+            batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # before the last optimizer step
+            self.iteration = batches + index + 1
+            roles = self._assign(name, len(prompts), trainer)
             self.by_policy = [role == "policy" for role in roles]
-        wanted = requests(prompts, trainer, name, self._config.sampling.num_top_log_probs)
-        return completions(self._generate(wanted, roles, trainer))
+
+        num_top = self._config.sampling.num_top_log_probs
+        return completions(self._generate(requests(prompts, trainer, name, num_top), roles, trainer))
 
     def _assign(self, name: str, size: int, trainer: TwoModelTrainer) -> list[Role]:
-        """Return the model of each completion of this process. The groups are those of the batch of all processes."""
+        """Return the model that generates each completion of this process.
+
+        Groups are counted in the batch of all processes, so that they agree about a group that two of them share.
+
+        Args:
+            name: of the generation batch.
+            size: number of completions of this process.
+        """
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-        group = self._config.batch.group_size
-        uids = [f"{name}/{index // group}" for index in range(processes * size)]
+        group_size = self._config.batch.group_size
+        uids = [f"{name}/{index // group_size}" for index in range(processes * size)]
         return assign_models(self._config, self.iteration, uids)[rank * size : (rank + 1) * size]
 
-    def _generate(self, wanted: Sequence[Request], roles: Sequence[Role], trainer: TwoModelTrainer) -> list[Rollout]:
-        """Have the engines generate, after they got the weights of training, and check what they report."""
-        metrics, by_uid = trainer._metrics["train" if trainer.model.training else "eval"], {}
+    def _generate(self, requests: Sequence[Request], roles: Sequence[Role], trainer: TwoModelTrainer) -> list[Rollout]:
+        """Send the weights of training to the engines, have them generate, and check what they report.
+
+        Args:
+            roles: the model that generates, for each request.
+        """
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        by_uid: dict[str, Rollout] = {}
         drafts = "policy" in roles and self._may_draft
         used: list[Role] = [role for role in ("rollout_model", "policy") if role in roles or drafts]
 
@@ -149,7 +164,7 @@ class Writers:
             self._send(role, trainer)
 
         for role in used:
-            of_role = [request for request, writer in zip(wanted, roles, strict=True) if writer == role]
+            of_role = [request for request, writer in zip(requests, roles, strict=True) if writer == role]
             engine = self._engines[role]
             rollouts = [replace(rollout, sampled_by=role) for rollout in engine.generate(of_role)]
             self._check(role, trainer).check_batch(engine, rollouts, self.iteration)
@@ -163,24 +178,27 @@ class Writers:
         for role in used:
             if self._engines[role].capabilities.sleeps:
                 self._engines[role].sleep()
-                del self._held[role]
+                del self._held_steps[role]
 
-        return [by_uid[request.uid] for request in wanted]
+        return [by_uid[request.uid] for request in requests]
 
     def _send(self, role: Role, trainer: TwoModelTrainer) -> None:
-        """Have an engine hold the weights that its model has in training."""
-        engine, version = self._engine(role, trainer), trainer.version
+        """Send an engine the weights that its model has in training, unless it holds them already."""
+        engine = self._engine(role, trainer)
+        version = trainer.version
         steps = getattr(version, role)
-        if self._held.get(role) == steps:
+        if self._held_steps.get(role) == steps:
             return
+
         if role == "policy":
             refuse_unmerged(_unwrapped(trainer))
         if engine.capabilities.sleeps and trainer.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
-        self._held[role] = steps
+        self._held_steps[role] = steps
 
     def _engine(self, role: Role, trainer: TwoModelTrainer) -> Engine:
+        """Return the engine of a model; make it from the settings where there is none yet."""
         config = self._config
         if role not in self._engines:
             drafter = self._engine("rollout_model", trainer) if role == "policy" and config.draft else None
@@ -192,7 +210,7 @@ class Writers:
         return self._engines[role]
 
     def _check(self, role: Role, trainer: TwoModelTrainer) -> EngineCheck:
-        """Return the check of an engine; it logs how far its log-probs were from those of training."""
+        """Return the check of an engine, which logs how far the engine's log-probs are from those of training."""
         if role not in self._checks:
 
             def record(iteration: int, event: dict[str, Any]) -> None:

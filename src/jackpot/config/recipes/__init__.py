@@ -72,8 +72,8 @@ def _read(name: str) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
     if not isinstance(recipe, dict):
-        held = "is empty" if recipe is None else f"holds {type(recipe).__name__}"
-        raise ConfigError(f"{path} {held}; a recipe is a mapping of settings, such as `base: quickstart`")
+        content = "is empty" if recipe is None else f"holds {type(recipe).__name__}"
+        raise ConfigError(f"{path} {content}; a recipe is a mapping of settings, such as `base: quickstart`")
     return path, recipe
 
 
@@ -182,8 +182,8 @@ def parse_override(text: str) -> dict[str, Any]:
 
 def parse_overrides(text: str) -> list[dict[str, Any]]:
     """Split `a=1,b=[2,3]` into overrides; a comma in brackets is part of a value. Raises as `parse_override` does."""
-    parts = re.split(r",(?![^\[]*\])", text)
-    return [parse_override(part.strip()) for part in parts if part.strip()]
+    overrides = re.split(r",(?![^\[]*\])", text)
+    return [parse_override(override.strip()) for override in overrides if override.strip()]
 
 
 class _Loader(yaml.SafeLoader):
