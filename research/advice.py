@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
+from jackpot.analysis.advice.rule import TIE_SHARE, TIE_ERRORS, estimate, worth_of
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import read_files
@@ -156,7 +156,7 @@ def predicted(one: Judged, other: Judged) -> int:
     better = worths[0] >= worths[1]
     (first, a), (second, b) = ((one, both[0]), (other, both[1])) if better else ((other, both[1]), (one, both[0]))
     less = estimate(lambda x, y: second.worth(y) / first.worth(x), a, b)
-    if less.value >= NEARLY or (less.error is not None and 1.0 - less.value <= SURE * less.error):
+    if less.value >= TIE_SHARE or (less.error is not None and 1.0 - less.value <= TIE_ERRORS * less.error):
         return 0
     return 1 if better else -1
 

@@ -91,7 +91,7 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     config = small_config()
     bench = PairBench(config, "starter:policy", ["starter:rollout_model"], prompts=8, seed=4)
     written = bench.answers("starter:rollout_model")
-    found = bench.measure("starter:policy", "starter:rollout_model")
+    found = bench.measure("starter:rollout_model")
     models = [
         AutoModelForCausalLM.from_pretrained(starter_path(role), dtype=torch.float32)
         for role in ("policy", "rollout_model")
