@@ -18,12 +18,12 @@ from jackpot.analysis.diagnose.explained import (
 from jackpot.analysis.diagnose.learning import (
     EVALUATED,
     REWARDS,
-    behind_at_start,
-    below_start_unless_risen,
-    cut_from_start,
-    fallen_for_rewards,
-    longer,
-    never_unequal,
+    cut_limit_from_start,
+    entropy_limit,
+    equal_rewards_limit,
+    paid_length_limit,
+    swapped_models_limit,
+    unlearning_limit_if_rewards_rose,
     unless_rewards_fell,
     unless_risen,
 )
@@ -31,17 +31,17 @@ from jackpot.analysis.diagnose.limits import (
     Group,
     Rule,
     above_start,
-    clipped,
+    clip_limit,
+    if_kept_at_first,
     increase,
     is_loose,
     is_uncorrected,
     latest,
-    near_1,
-    rounding,
-    since_later,
+    lost_engines_limit,
+    only_for,
+    ratio_limit,
+    rounding_limit,
     spread,
-    unless_back,
-    where,
 )
 
 CLOSER = (
@@ -109,7 +109,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="bug",
             metric=f"events/{kind}_lost",
-            high=unless_back(kind),
+            high=lost_engines_limit(kind),
             aggregate=latest,
             source="as often as it came back, and twice",
             explanation="an engine is dead or dies again and again",
@@ -130,7 +130,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="bug",
         metric=ENGINE_GAP,
-        high=since_later(rounding(ENGINE_GAP)),
+        high=if_kept_at_first(rounding_limit(ENGINE_GAP)),
         explained_by=by_truncation,
         aggregate=latest,
         source="what rounding explains",
@@ -141,7 +141,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="bug",
             metric=metric,
-            high=rounding(metric),
+            high=rounding_limit(metric),
             explained_by=by_truncation,
             aggregate=latest,
             explanation=f"engine and training give the same tokens of the {model} different probabilities",
@@ -162,8 +162,8 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="bug",
         metric="mismatch/ratio",
-        low=near_1(-0.1),
-        high=near_1(0.1),
+        low=ratio_limit(-0.1),
+        high=ratio_limit(0.1),
         explained_by=by_truncation,
         explanation="the ratios of policy to engine do not average to 1: the engine samples from another distribution",
         suggestion="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
@@ -267,7 +267,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="response/tokens",
-        high=longer,
+        high=paid_length_limit,
         source="1.3 times the start, with a correlation of reward and length above 0.5",
         explanation="responses get longer and not better: the reward pays for length",
         suggestion="mend the reward; penalize length with objective.overlong_buffer",
@@ -295,14 +295,14 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="response/truncated",
-        high=cut_from_start,
+        high=cut_limit_from_start,
         explanation="responses are cut at the limit before they can earn anything",
         suggestion="raise sampling.max_new_tokens",
     ),
     Rule(
         group="data",
         metric="reward/mean",
-        low=never_unequal,
+        low=equal_rewards_limit,
         aggregate=spread,
         source="rewards differ where there is anything to learn",
         explanation="the run never had a reward to learn from: all responses earn the same",
@@ -311,7 +311,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="eval/rollout_model_accuracy",
-        high=behind_at_start,
+        high=swapped_models_limit,
         aggregate=latest,
         source="2 standard errors at iteration 0, of a rollout model that costs more FLOPs than the policy",
         explanation="the models may be swapped: the rollout model answers better than the policy from the start",
@@ -330,7 +330,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="policy/clip_frac",
-        low=clipped,
+        low=clip_limit,
         aggregate=max,
         explained_by=by_proximal,
         source="with an approx_kl above 0.005 some ratios are outside of any usual clip",
@@ -341,7 +341,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="policy/entropy",
-        low=unless_rewards_fell(below_start_unless_risen),
+        low=unless_rewards_fell(entropy_limit),
         explanation="the entropy of the policy has collapsed, and the reward pays for it: one answer in each state",
         suggestion=f"raise objective.entropy_coeff; {SLOWER}; mend the reward",
         look=LOOKS["models"],
@@ -350,7 +350,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="data",
             metric=EVALUATED[0],
-            low=fallen_for_rewards(EVALUATED[0], at_once=at_once),
+            low=unlearning_limit_if_rewards_rose(EVALUATED[0], at_once=at_once),
             aggregate=latest,
             source=CHANCE,
             explanation="the reward pays for something else: rewards rise, and right answers become fewer",
@@ -362,7 +362,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="data",
             metric=metric,
-            high=where(applies, above_start(0.25, 2.0)),
+            high=only_for(applies, above_start(0.25, 2.0)),
             explanation=f"the rollout model and the policy are far apart, they drift, and {what}",
             suggestion=suggestion,
             look=LOOKS["mismatch"],

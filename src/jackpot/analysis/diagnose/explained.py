@@ -36,7 +36,7 @@ def by_rejection(limit: float) -> Explained:
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
 
-        # At lam = 1 the acceptance would be at most lam times as large. If that is still too low, lam is no explanation.
+        # At lam = 1 the acceptance would be at most lam times as large. If that is too low, lam is no explanation.
         lam = getattr(correction, "lam", 1.0)
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
