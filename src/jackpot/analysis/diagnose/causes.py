@@ -1,6 +1,6 @@
-"""The first half of the table of rules: signs of what is wrong with machine, engine, prompts, rewards or settings.
+"""The first half of the table of rules: signs of a fault in machine, engine, prompts, rewards or settings.
 
-The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow these.
+The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ SLOWER = "lower policy.optimizer.learning_rate"
 EXACT = "it is exact in a sound run"
 CHANCE = "more than chance makes of it"
 CASES = "healthy runs of research/doctor keep it"
-LOOKS: Mapping[Group, str] = {  # what to look at, by the group of the finding; RUN is the run's folder
+LOOKS: Mapping[Group, str] = {  # what to look at, by the group of a finding; RUN stands for the run's folder
     "bug": "the newest events in RUN/events.jsonl, and `jackpot report RUN`, Tokens, coloured by ratio",
     "data": "prompts, answers and rewards: `jackpot sample RUN`, and the tokens of `jackpot report RUN`",
     "precision": "`jackpot mismatch RUN`",
@@ -70,18 +70,18 @@ MORE_TOP = "raise sampling.num_top_log_probs"
 FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
 ENGINE_GAP = "mismatch/engine_gap"
-GAPS = {  # metrics of the mean |p_engine - p_training|, and whose engine each is about
+GAPS = {  # metrics of the mean |p_engine - p_training|: the model that the engine holds
     ENGINE_GAP: "rollout model",
     "eval/rollout_model_engine_gap": "rollout model",
     "eval/policy_engine_gap": "policy",
 }
-WORSE = (  # metric, what a fall means, how values are aggregated, which settings explain a fall
+WORSE = (  # (metric, the meaning of a fall, the aggregate of a window, the settings that explain a fall)
     (EVALUATED[0], "the policy answers fewer held-out problems", latest, unexplained),
     (EVALUATED[1], "the policy earns less on held-out problems", latest, unexplained),
     (REWARDS, "the rollouts earn less", fmean, by_share),
 )
 NOTHING = "the run has learned nothing"
-SAME = {  # metrics that show learning, and how an explanation names each
+SAME = {  # metrics that show learning: the subject of an explanation
     EVALUATED[0]: "the policy's accuracy is",
     EVALUATED[1]: "the policy's reward is",
     REWARDS: "the rollouts' rewards are",
@@ -94,12 +94,12 @@ CAUSES: tuple[Rule, ...] = (
             metric=metric,
             high=0.0,
             aggregate=max,
-            explanation=f"{what} not finite",
+            explanation=f"{subject} not finite",
             source=EXACT,
             suggestion=f"{SLOWER}; set precision=fp32; cap the weights: {CORRECT}",
             look="policy/grad_norm and mismatch/ratio_max just before: `jackpot report RUN`",
         )
-        for metric, what in (
+        for metric, subject in (
             ("health/non_finite_tokens", "log-probs of training are"),
             ("response/non_finite", "log-probs of the engine are"),
             ("health/non_finite_steps", "gradients are"),
@@ -238,10 +238,10 @@ CAUSES: tuple[Rule, ...] = (
             group="data",
             metric=metric,
             high=0.01,
-            explanation=f"scoring {what}, and those responses count as wrong or have reward 0",
+            explanation=f"scoring {fault}, and those responses count as wrong or have reward 0",
             suggestion=f"read events.jsonl; {hint}",
         )
-        for metric, what, hint in (
+        for metric, fault, hint in (
             ("reward/timeouts", "takes longer than its limit", "raise task.reward_timeout or task.reward_workers"),
             ("reward/errors", "fails", "a reward function raises, ends its process or returns no number"),
         )
@@ -363,11 +363,11 @@ CAUSES: tuple[Rule, ...] = (
             group="data",
             metric=metric,
             high=only_for(applies, above_start(0.25, 2.0)),
-            explanation=f"the rollout model and the policy are far apart, they drift, and {what}",
+            explanation=f"the rollout model and the policy are far apart, they drift, and {reason}",
             suggestion=suggestion,
             look=LOOKS["mismatch"],
         )
-        for applies, what, suggestion in (
+        for applies, reason, suggestion in (
             (is_uncorrected, "nothing corrects it", f"{CORRECT}; {CLOSER}"),
             (is_loose, "no distillation holds them together", f"{CLOSER}; set rollout_model.optimizer"),
         )

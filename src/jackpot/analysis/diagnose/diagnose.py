@@ -80,8 +80,11 @@ def diagnose(
     explained = {name: judgement.explained for name, judgement in judged if judgement.explained}
 
     # Of the findings about a metric only the first counts, since the rules are in causal order.
-    by_metric = {name: judgement.finding for name, judgement in reversed(judged) if judgement.finding}
-    findings = tuple(by_metric[name] for name in dict.fromkeys(name for name, _ in judged) if name in by_metric)
+    by_metric: dict[str, Finding] = {}
+    for name, judgement in judged:
+        if judgement.finding:
+            by_metric.setdefault(name, judgement.finding)
+    findings = tuple(by_metric.values())
 
     summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
     if config.trained_quantization and (layers := history.computed_differently()) and layers not in summary:
@@ -186,16 +189,24 @@ def _details(rule: Rule, history: MetricHistory) -> str:
 
 
 def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, str]) -> str:
-    named = ", ".join(f"{name} ({settings})" for name, settings in explained.items())
-    but = f" but what the settings explain: {named}" if named else ""
-    done = f"No finding: after {history.iteration} iterations {looked_at} signs were looked at, and none is there{but}."
-    early = (
-        f" It is too early to say more: {LEAST_VALUES} iterations are needed."
-        if history.iteration < LEAST_VALUES
-        else ""
-    )
-    unknown = f" Whether the policy learns is not known: {why}." if (why := why_unknown(history)) else ""
-    return done + early + unknown
+    """Say how many metrics were judged, which settings explain a value beyond its limit, and what is not known.
+
+    Args:
+        history: the run's metrics.
+        looked_at: number of metrics that a rule judged.
+        explained: settings that explain a value beyond its limit, by metric.
+    """
+    text = f"No finding: after {history.iteration} iterations {looked_at} signs were looked at, and none is there"
+    if explained:
+        names = (f"{name} ({settings})" for name, settings in explained.items())
+        text += f" but what the settings explain: {', '.join(names)}"
+    text += "."
+
+    if history.iteration < LEAST_VALUES:
+        text += f" It is too early to say more: {LEAST_VALUES} iterations are needed."
+    if why := why_unknown(history):
+        text += f" Whether the policy learns is not known: {why}."
+    return text
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:

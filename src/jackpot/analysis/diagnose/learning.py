@@ -80,7 +80,8 @@ def unlearning_limit(metric: str, *, at_once: bool) -> OfRun:
         if len(levels) < 2:
             return None
 
-        first, last, best = levels[0], levels[-1], max(levels[:-1])
+        first, last = levels[0], levels[-1]
+        best = max(levels[:-1])
         if metric == REWARDS and best.mean <= 0.0:  # half of a negative reward is no limit
             return None
         errors = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))

@@ -1,4 +1,4 @@
-"""The whole table of rules: when a metric is unhealthy, why, and what to do. docs/metrics.md has the limits.
+"""The whole table of rules: when a metric is unhealthy, why, and how to mend it. docs/metrics.md lists the limits.
 
 The rules are in causal order, so that an earlier finding can cause a later one.
 """
@@ -180,10 +180,10 @@ RULES: tuple[Rule, ...] = (
             metric=metric,
             high=0.1,
             explained_by=by_cap(*caps),
-            explanation=f"the cap decides the correction: {what}",
+            explanation=f"the cap decides the correction: {reason}",
             suggestion=suggestion,
         )
-        for metric, caps, what, suggestion in (
+        for metric, caps, reason, suggestion in (
             (
                 "correction/clip_frac",
                 ("c1", "cap"),
@@ -282,10 +282,10 @@ RULES: tuple[Rule, ...] = (
             source=CHANCE,
             explained_by=by_frozen_rollouts if metric == REWARDS else unexplained,
             aggregate=fmean if metric == REWARDS else latest,
-            explanation=f"{NOTHING}: {what} not measurably above the start",
+            explanation=f"{NOTHING}: {subject} not measurably above the start",
             suggestion=f"raise policy.optimizer.learning_rate; {ANSWERS}; raise evaluation.problems to see more",
         )
-        for metric, what in SAME.items()
+        for metric, subject in SAME.items()
     ),
     Rule(
         group="models",

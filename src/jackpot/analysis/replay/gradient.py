@@ -19,12 +19,11 @@ from jackpot.analysis.replay.factors import GradientFactors
 from jackpot.core.metrics import Mean, Sum, Sums
 
 _MEANS = ("state", "state square", "state variation")  # names of the means of `state_sums`
-_PRODUCTS = ("estimator", "both", "exact", "noise", "ideal noise", "drift")  # names of its sums
-EXACT = ("exact_effective", "tv_after_correction", "bias", "variance", "drift", "state_spread")
+_PRODUCTS = ("estimator", "product", "exact", "noise", "ideal noise", "drift")  # names of the sums of `state_sums`
 
 
 class StateValues(NamedTuple):
-    """The effect of one correction in each of N states."""
+    """The effect of one correction in each of N states, on M tokens."""
 
     trained: Tensor  # [N, M] f, the weight of each token in the corrected gradient
     second: Tensor  # [N, M] p_inf E F^2
@@ -38,6 +37,7 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
     trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)
     of_state = trained.sum(-1)
+
     return StateValues(
         trained=trained,
         second=torch.where(can_be_sampled, rollout * factors.square, 0.0),
@@ -54,7 +54,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
     """
     target = states.new.exp()
     trained, second, of_state, variation = values
-    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x
+    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x of each token
 
     products = (
         trained.square() * norms,
@@ -65,39 +65,41 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         (trained - of_state.unsqueeze(-1) * target).square(),
     )
 
-    everywhere = torch.ones_like(of_state, dtype=torch.bool)
-    means = (Mean.of(column, everywhere) for column in (of_state, second.sum(-1), variation))
-
     squares = states.advantages.square()
-    totals = (Sum((squares * product.sum(-1)).sum()) for product in products)
+    totals = [Sum((squares * product.sum(-1)).sum()) for product in products]
+
+    everywhere = torch.ones_like(of_state, dtype=torch.bool)
+    means = [Mean.of(column, everywhere) for column in (of_state, second.sum(-1), variation)]
     return dict(zip((*_MEANS, *_PRODUCTS), (*means, *totals), strict=True))
 
 
-def exact_numbers(sums: Sums) -> dict[str, float | None]:
-    """Compute the numbers named EXACT from the sums over states; all are None without a state.
+def exact_numbers(sums: Sums) -> dict[str, float]:
+    """Compute the fields of `CorrectionResult` that are exact sums over states; empty without a state.
 
-    `exact_effective` is the effective sample size as a share, and `tv_after_correction` the total variation that is
-    left. `bias` is 0 for the exact direction and 1 for an orthogonal one; a common factor, which a learning rate
-    offsets, is no bias. `variance` is a multiple of the variance of responses which the updated policy itself has
-    sampled, and `drift` is over the exact gradient's size. `state_spread` is the standard deviation of F_s over its
-    mean.
+    - `exact_effective` is the effective sample size as a share.
+    - `tv_after_correction` is the total variation that the correction leaves.
+    - `bias` is 0 for the exact direction and 1 for an orthogonal one. A common factor, which a learning rate offsets,
+      is no bias.
+    - `variance` is a multiple of the variance of responses that the updated policy samples itself.
+    - `drift` is a multiple of the exact gradient's size.
+    - `state_spread` is the standard deviation of F_s over the mean of F_s.
     """
     if _MEANS[0] not in sums:
-        return dict.fromkeys(EXACT)
+        return {}
 
     weight, square, variation = (Mean.named(sums, name) for name in _MEANS)
-    estimator, both, exact, noise, ideal_noise, drift = (sums[name].value for name in _PRODUCTS)
-    numbers = (
-        weight.value.square() / square.value,
-        variation.total / weight.total,
-        (1.0 - both.square() / (estimator * exact)).clamp(min=0.0).sqrt(),
-        noise / (both / exact).square() / ideal_noise,
-        (drift * exact).sqrt() / both,
-        weight.variance.sqrt() / weight.value,
-    )
-    return dict(zip(EXACT, map(float, numbers), strict=True))
+    estimator, product, exact, noise, ideal_noise, drift = (sums[name].value for name in _PRODUCTS)
+
+    return {
+        "exact_effective": float(weight.value.square() / square.value),
+        "tv_after_correction": float(variation.total / weight.total),
+        "bias": float((1.0 - product.square() / (estimator * exact)).clamp(min=0.0).sqrt()),
+        "variance": float(noise / (product / exact).square() / ideal_noise),
+        "drift": float((drift * exact).sqrt() / product),
+        "state_spread": float(weight.variance.sqrt() / weight.value),
+    }
 
 
 def known_states(sums: Sums) -> int:
-    """Return the number of tokens whose whole distributions were summed over."""
+    """Return the number of tokens over whose whole distributions the sums were taken."""
     return int(Mean.named(sums, _MEANS[0]).count) if _MEANS[0] in sums else 0

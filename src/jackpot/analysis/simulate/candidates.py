@@ -139,7 +139,9 @@ class PairBench:
             scores = engine.score(sampled.rollouts, temperature)
 
         # Whole distributions of both models, at the tokens of the first responses.
-        policy, writer = (self._load(path) for path in (self._policy, rollout_model))
+        policy, writer = (load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model))
+        for model in (policy, writer):
+            cut_head(model, self._rows)
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         chunks, columns = [], []
         for states in pair_states(policy, writer, chosen, temperature):
@@ -177,11 +179,6 @@ class PairBench:
     def _engine(self, path: str) -> Engine:
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
         return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
-
-    def _load(self, path: str) -> PreTrainedModel:
-        model = load_model(path, torch.float32, self._device)
-        cut_head(model, self._rows)
-        return model
 
 
 def simulate_candidates(

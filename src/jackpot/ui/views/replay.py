@@ -142,7 +142,7 @@ def _together(results: Sequence[CorrectionResult]) -> list[tuple[str, Correction
     """Group corrections with equal results on this data into one row, in their order."""
     groups: dict[tuple, list[CorrectionResult]] = {}
     for one in results:
-        groups.setdefault(one.same, []).append(one)
+        groups.setdefault(one.fingerprint, []).append(one)
     rows = []
     for members in groups.values():
         names = [one.label + (OWN if one.is_own else "") for one in members]
