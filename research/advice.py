@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jackpot.analysis.advice.rule import TIE_SHARE, TIE_ERRORS, estimate, worth_of
+from jackpot.analysis.advice.rule import TIE_ERRORS, TIE_SHARE, estimate, worth_of
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import read_files

@@ -15,9 +15,9 @@ from jackpot.analysis.advice.rule import (
     JudgedCorrection,
     Recommendation,
     choose,
+    drafted_generation,
     estimate,
     judge,
-    drafted_generation,
     mixed_generation,
     worth_of,
 )

@@ -191,17 +191,15 @@ def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:
     A correction is eligible if it is advisable and leaves a share LEAST_WORTH of the tokens effective. The best
     correction must be worth LEAST_WORTH by its tokens alone.
     """
-    eligible = [candidate for candidate in candidates if candidate.advisable and _leaves_enough(candidate)]
+    eligible = [
+        candidate for candidate in candidates if candidate.advisable and candidate.effective.value >= LEAST_WORTH
+    ]
     best = max(eligible, key=lambda candidate: candidate.worth.value, default=None)
     if best is None or best.of_tokens.value < LEAST_WORTH:
         return None
 
     tied = [candidate for candidate in eligible if ties(candidate, best)]
     return min(tied, key=lambda candidate: candidate.simplicity)
-
-
-def _leaves_enough(candidate: JudgedCorrection) -> bool:
-    return candidate.effective.value >= LEAST_WORTH
 
 
 class Costs(NamedTuple):
@@ -405,7 +403,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     text = f"{advice}; a rollout is then worth {interval_text(chosen.worth)} of the policy's own"
 
     # For comparison: `none`, and the best of the corrections that might have been recommended.
-    rivals = [rival for rival in candidates if rival.kind != chosen.kind and _leaves_enough(rival)]
+    rivals = [rival for rival in candidates if rival.kind != chosen.kind and rival.effective.value >= LEAST_WORTH]
     none = [rival for rival in rivals if rival.advisable and rival.kind == "none"][:1]
     corrected = [rival for rival in rivals if rival.advisable and rival.kind != "none"]
     best = sorted(corrected, key=lambda rival: rival.worth.value, reverse=True)[:1]

@@ -209,16 +209,16 @@ def rounding_limit(metric: str) -> OfRun:
     The limit does not apply if engine and training are quantized differently.
     """
 
-    def computes_alike(engine: EngineConfig, config: Config) -> bool:
-        if not config.trained_quantization:
-            return not is_quantized(engine)
-        formats = unified_formats(config.engine)
-        return bool(formats) and unified_formats(engine) == formats
-
     def limit(history: MetricHistory, values: Values) -> float | None:
-        engines = _engines_of(metric, history.config)
-        if not all(computes_alike(engine, history.config) for engine in engines.values()):
+        config, engines = history.config, _engines_of(metric, history.config)
+        formats = {unified_formats(engine) for engine in (config.engine, *engines.values())}
+        if config.trained_quantization:
+            is_alike = len(formats) == 1 and None not in formats
+        else:
+            is_alike = not any(map(is_quantized, engines.values()))
+        if not is_alike:
             return None
+
         return max(history.largest_gap(metric, model, engine) for model, engine in engines.items())
 
     return limit

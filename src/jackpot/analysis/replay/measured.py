@@ -73,7 +73,7 @@ class Measured:
 
     @property
     def left_out(self) -> list[str]:
-        """Say what could not be computed at all, and which corrections only on some tokens, so that no rule judges them."""
+        """Say what could not be computed at all, and which corrections were replayed on some tokens only."""
         by_tokens: dict[int, list[str]] = {}
         for correction in self.corrections:
             if correction.tokens < self.tokens:
@@ -82,8 +82,8 @@ class Measured:
         return [
             *(f"{', '.join(labels)}: {why}" for why, labels in self._left_out.items()),
             *(
-                f"{', '.join(labels)}: replayed on only {tokens:,} of {self.tokens:,} tokens, so the rule leaves them out"
-                for tokens, labels in by_tokens.items()
+                f"{', '.join(some)}: replayed on only {tokens:,} of {self.tokens:,} tokens, so the rule leaves them out"
+                for tokens, some in by_tokens.items()
             ),
         ]
 

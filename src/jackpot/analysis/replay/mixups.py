@@ -101,13 +101,13 @@ class ColumnPairs:
 
         if self._one_model and abs(unshifted) < UNRELATED_CORRELATION and (before[:2].std(-1) > 0.0).all():
             return (
-                f"{self._engine} and {self._policy} have nothing to do with each other (correlation {unshifted:.2f}): they "
-                f"are of other tokens or weights, or logits were taken one position too late"
+                f"{self._engine} and {self._policy} have nothing to do with each other (correlation {unshifted:.2f}): "
+                f"they are of other tokens or weights, or logits were taken one position too late"
             )
         return None
 
     def _padded(self) -> str | None:
-        """Return the column with one number at the first, or last, token of all responses, if only one column has it."""
+        """Return the column that is constant at the first, or last, token of all responses, if only one column is."""
         edges = torch.stack([row[:2, [0, -1]] for row in self._rows])
         engine, policy = edges.eq(edges[0]).all(0).any(-1).tolist()
         if engine == policy:

@@ -286,14 +286,8 @@ def pair_states(
 
 
 def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
-    """Return the first rollouts with at most `most` sampled tokens in all, but at least one rollout."""
-    total, chosen = 0, []
-    for rollout in rollouts:
-        total += int(rollout.sampled_mask.sum())
-        if chosen and total > most:
-            break
-        chosen.append(rollout)
-    return chosen
+    """Return the first rollouts with at most `most` sampled tokens in all, but at least one rollout if there is one."""
+    return next(pack(rollouts, most, lambda rollout: (0, int(rollout.sampled_mask.sum())), pads=False), [])
 
 
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
