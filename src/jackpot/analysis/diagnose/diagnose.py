@@ -118,11 +118,11 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]
     least = LEAST_VALUES if rule.needs_many else 1
+
     if rule.metric.startswith("events/") and not values:
         return _Judgement()
     if len(values) < least:
         return _Judgement(unseen="for want of iterations" if values else "without a value in this run")
-
     low, high = rule.limits(history, values)
     if low == -math.inf and high == math.inf:
         return _Judgement(unseen="for its limit does not apply")

@@ -71,15 +71,18 @@ def factors(
             with an advantage of 0, and at all tokens with None, both signs count half.
         totals: sums over the step, for kappa.
     """
-    ones = torch.ones_like(inputs.rollout_log_probs)
-    signed = [replace(inputs, advantages=sign * ones) for sign in (1.0, -1.0)]
+    positive, negative = (
+        replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
+    )
     reads_sign = "advantages" in setting.objective.correction.reads
-    averages = [_averaged_over_mask(setting, inputs, totals) for inputs in signed[: 2 if reads_sign else 1]]
+    average = _averaged_over_mask(setting, positive, totals)
+    up = _factors_of_sign(setting, positive, new, average)
+    down = _factors_of_sign(
+        setting, negative, new, _averaged_over_mask(setting, negative, totals) if reads_sign else average
+    )
 
-    # Factors at positive and at negative advantages, mixed by the share of the positive ones: 0, 1/2 or 1.
-    up = _factors_of_sign(setting, signed[0], new, averages[0])
-    down = _factors_of_sign(setting, signed[1], new, averages[-1])
-    share = 0.5 * ones if advantages is None else (advantages.sign() + 1.0) / 2.0
+    # Mixed by the share of positive advantages: 0, 1/2 or 1.
+    share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
 
     def mixed(name: str) -> Tensor:
         return share * getattr(up, name) + (1.0 - share) * getattr(down, name)

@@ -48,8 +48,7 @@ def replay(
         path: a run folder, or a file or folder of saved rollouts.
         name: name of a format, or `auto`.
         names: names of corrections; empty: all.
-        model: path of a model that scores the responses, or a run folder with a best policy; None: saved log-probs
-            count.
+        model: model, or run folder of a best policy, that scores the responses; None: saved log-probs count.
         temperature: temperature of `model`; None: that of the run, or 1.
         every: one of `every` responses is replayed, which suffices for a run with many tokens.
         listen: takes the number of responses read so far.
@@ -61,15 +60,10 @@ def replay(
     """
     dump, files = find_format(path, name)
     config = ours.config_of(path) if dump.name == "jackpot" else None
-    measured, ends = Measured(settings_of(config, names)), EndGaps()
-
-    if temperature is None:
-        temperature = config.sampling.temperature if config else 1.0
-    scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
+    scorer = _make_scorer(model, temperature, config)
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
-    columns = dump.columns or OURS
-    policy_column = "what --model gives" if scorer else columns.old_log_probs or columns.log_probs
-    pairs = ColumnPairs(columns.rollout_log_probs, policy_column, one_model=not (config and config.rollout_model))
+    measured, ends = Measured(settings_of(config, names)), EndGaps()
+    pairs = _column_pairs(dump, config, scorer)
 
     for responses in response_batches(reading.responses(every)):
         batch = scorer.score(responses) if scorer else responses
@@ -79,10 +73,8 @@ def replay(
         listen(reading.read)
     reading.check()
 
-    # Texts that say whose weights generated and scored the tokens.
-    first, last = ends.gaps[0][0], ends.gaps[-1][0]
-    weights = f"{first} to {last}" if first != last else first
     policy = "as training scored it when it saved the batch" if config else "as the file has it"
+    weights = " to ".join(dict.fromkeys(name for name, _ in ends.gaps))
     if scorer:
         policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
         weights += f" under {policy}"
@@ -102,6 +94,20 @@ def replay(
         problems=reading.problems,
         answer=measured.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
     )
+
+
+def _make_scorer(model: str | None, temperature: float | None, config: Config | None) -> PolicyScorer | None:
+    if not model:
+        return None
+    if temperature is None:
+        temperature = config.sampling.temperature if config else 1.0
+    return PolicyScorer(resolve_model_path(model), temperature)
+
+
+def _column_pairs(dump: DumpFormat, config: Config | None, scorer: PolicyScorer | None) -> ColumnPairs:
+    columns = dump.columns or OURS
+    policy = "what --model gives" if scorer else columns.old_log_probs or columns.log_probs
+    return ColumnPairs(columns.rollout_log_probs, policy, one_model=not (config and config.rollout_model))
 
 
 class _Reading:
@@ -127,7 +133,9 @@ class _Reading:
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
         """Yield one of `every` responses, without those that cannot be replayed or are not the rollout model's."""
-        for response in islice(read_files(self._dump, self._files, self._warn), 0, None, every):
+        responses = read_files(self._dump, self._files, self._warn)
+
+        for response in islice(responses, 0, None, every):
             if not response.sampled_mask.any():
                 self._left_out[_FULLY_MASKED] += 1
             elif self._is_mixed and response.sampled_by == "policy":

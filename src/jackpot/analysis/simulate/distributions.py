@@ -4,8 +4,8 @@ All tensors are float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ LAMS = (0.5, 1.0, 2.0)
 RECIPE_LAM = LAMS.index(1.0)  # index of the paper's lam, which is our default
 CAP = 3.0  # cap of TIS's weights, and c1 of OBRS
 _CACHED_ELEMENTS = 2**16  # size of a tensor that stays in a processor's cache
+
+
+class _Columns(Protocol):
+    """A dataclass whose fields are all tensors [n, ...]."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Rows = TypeVar("Rows", bound=_Columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +57,6 @@ class StateNumbers:
     acceptance: Tensor  # [N, L] Z, the expected acceptance
     kl_after: Tensor  # [N, L] KL(target || p~), p~ the distribution of accepted tokens; inf where none is accepted
     weights: Tensor  # [N, 6] `weight_moments`
-
-
-Rows = TypeVar("Rows", StatePairs, StateNumbers)
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
@@ -106,9 +112,9 @@ def weight_moments(states: StatePairs) -> Tensor:
 
 
 def joined(chunks: Sequence[Rows]) -> Rows:
-    """Concatenate the tensors [n, ...] of one or more chunks, in their order."""
+    """Concatenate one or more instances of a dataclass whose fields are all tensors [n, ...], in their order."""
 
     def column(name: str) -> Tensor:
         return torch.cat([getattr(chunk, name) for chunk in chunks])
 
-    return type(chunks[0])(**{field.name: column(field.name) for field in fields(chunks[0])})
+    return type(chunks[0])(**{name: column(name) for name in chunks[0].__dataclass_fields__})
