@@ -60,9 +60,10 @@ def replay(
     """
     dump, files = find_format(path, name)
     config = ours.config_of(path) if dump.name == "jackpot" else None
-    scorer = _make_scorer(model, temperature, config)
-    reading = _Reading(dump, files, config, needs_policy=scorer is None)
     measured, ends = Measured(settings_of(config, names)), EndGaps()
+    default = config.sampling.temperature if config else 1.0
+    scorer = PolicyScorer(resolve_model_path(model), temperature or default) if model else None
+    reading = _Reading(dump, files, config, needs_policy=scorer is None)
     pairs = _column_pairs(dump, config, scorer)
 
     for responses in response_batches(reading.responses(every)):
@@ -94,14 +95,6 @@ def replay(
         problems=reading.problems,
         answer=measured.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
     )
-
-
-def _make_scorer(model: str | None, temperature: float | None, config: Config | None) -> PolicyScorer | None:
-    if not model:
-        return None
-    if temperature is None:
-        temperature = config.sampling.temperature if config else 1.0
-    return PolicyScorer(resolve_model_path(model), temperature)
 
 
 def _column_pairs(dump: DumpFormat, config: Config | None, scorer: PolicyScorer | None) -> ColumnPairs:

@@ -73,11 +73,6 @@ class Candidate:
     sequence_ess: float  # effective share of the responses, weighted by that ratio
     answer: dict[str, Any]  # the rule's advice, `Recommendation.numbers`
 
-    @property
-    def size_share(self) -> float:
-        """Divide the candidate's number of parameters by the policy's."""
-        return self.parameters / self.policy_parameters
-
 
 class PairBench:
     """A bench that measures a policy and candidate rollout models on the same task, tokenizer and prompts.

@@ -19,7 +19,7 @@ _REWARDS: tuple[_Row, ...] = (
     ("mean reward of the policy's", lambda one: format_number(one.policy_reward, ".3f")),
 )
 _ROWS: tuple[_Row, ...] = (
-    ("parameters, of the policy's", lambda one: f"{one.size_share:.0%}"),
+    ("parameters, of the policy's", lambda one: f"{one.parameters / one.policy_parameters:.0%}"),
     (
         "KL(rollout model || policy), nats per token",
         lambda one: format_number(one.kl_rollout_policy, ".4f"),

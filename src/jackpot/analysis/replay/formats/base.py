@@ -19,14 +19,6 @@ from jackpot.core.foreign import check_foreign
 RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # yields (index, record) of a file
 
 
-class IncompleteDump(DataError):
-    """The error of a file without a column that every correction needs."""
-
-    def __init__(self, lack: str, how: str) -> None:
-        super().__init__(f"{lack}. No correction can be replayed without them.\n{how}")
-        self.lack = lack
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpWriter:
     """A way to write our rollouts as a library saves its own, one JSON object a line."""
@@ -63,15 +55,13 @@ class DumpFormat:
             present = set(next(records, ()))
         return any(mark <= present for mark in self.marks)
 
-    def read(self, path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    def read(self, path: Path, warn: Warn, incomplete: list[str]) -> Iterator[SavedResponse]:
         """Yield the responses of one file, and warn of records that are damaged, too large or lack a needed column.
 
         Args:
             path: the file.
-            warn: function that receives a sentence about each record that is left out.
-
-        Raises:
-            IncompleteDump: no record has all needed columns; the message says how to log them.
+            warn: receives a sentence about each record that is left out.
+            incomplete: receives what the first record lacks, if no record has all needed columns.
         """
         where = self.where(path)
         is_whole = False  # whether any record has all needed columns
@@ -99,7 +89,8 @@ class DumpFormat:
                 yield response
 
         if lacking and not is_whole:
-            raise IncompleteDump(lacking[0], self.how)
+            incomplete.append(lacking[0])
+            return
         for text in lacking:
             warn(f"{text}; left out")
 
@@ -112,13 +103,13 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
     Args:
         dump: format of the files.
         files: files in their order.
-        warn: function that receives a sentence about everything that is left out.
+        warn: receives a sentence about everything that is left out.
 
     Raises:
-        IncompleteDump: every file lacks a needed column.
+        DataError: every file lacks a needed column; the message says how to log it.
     """
     is_whole = False  # whether any file has a response
-    lacking: list[IncompleteDump] = []
+    incomplete: list[str] = []
     last_digest = None
     for file in files:
         digest = _batch_digest(file, dump.batch) if dump.batch else None
@@ -126,17 +117,14 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
             continue
 
         last_digest = digest
-        try:
-            for response in dump.read(file, warn):
-                is_whole = True
-                yield response
-        except IncompleteDump as error:
-            lacking.append(error)
+        for response in dump.read(file, warn, incomplete):
+            is_whole = True
+            yield response
 
-    if lacking and not is_whole:
-        raise lacking[0]
-    for error in lacking:
-        warn(f"{error.lack}; the file is left out")
+    if incomplete and not is_whole:
+        raise DataError(f"{incomplete[0]}. No correction can be replayed without them.\n{dump.how}")
+    for lack in incomplete:
+        warn(f"{lack}; the file is left out")
 
 
 def _parquet_columns(path: Path, warn: Warn) -> set[str]:
