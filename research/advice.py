@@ -25,7 +25,7 @@ from jackpot.analysis.advice.rule import TIE_ERRORS, TIE_SHARE, estimate, worth_
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import response_batches
 from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
 from jackpot.config.config import Config
@@ -115,7 +115,7 @@ def judge(pair: str, run: Path) -> dict[str, object]:
     settings = {arm: own_setting(config) for arm, config in arms.items() if config.rollout_model}
     by_label = {setting.label: setting for setting in settings.values()}
     dump, files = find_format(run, "jackpot")
-    measured = Measured(list(by_label.values()))
+    measured = ReplaySums(list(by_label.values()))
     for part in response_batches(read_files(dump, files, print)):
         measured.add([response for response in part if response.sampled_mask.any()])
     judged = {one.setting.label: one for one in measured.corrections if one.tokens == measured.tokens}

@@ -50,8 +50,8 @@ class Worth(NamedTuple):
 
     Why: the best step along an estimate g of the gradient G gains <E g, G>^2 / E|g|^2. Noise of single rollouts makes
     up nearly all of E|g|^2, which is then proportional to E F^2. Of E g, the share 1 - elsewhere is in states that the
-    policy visits. There the share 1 - gap is on the policy's tokens; the share gap is on others and pushes
-    the other way.
+    policy visits. There the share 1 - gap is on the policy's tokens; the share gap is on others and
+    pushes the other way.
     """
 
     effective: Tensor  # (E F)^2 / E F^2, the effective sample size as a share

@@ -57,7 +57,7 @@ class MetricHistory:
         self.iteration: int = lines[-1]["iteration"] if lines else 0  # newest iteration
         self._events = events
 
-        self._lines = [dict(line) | _prefix_ess(line) for line in lines]
+        self._lines: list[dict[str, Any]] = [dict(line) | _prefix_ess(line) for line in lines]
         _add_acceptance_error(self._lines)
         _add_slowest(self._lines, events)
         self._lines += map(dict, saved)

@@ -28,7 +28,7 @@ _ROWS = 64  # responses in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class Export:
     """The result of an export: what was written, and what was left out."""
 
     files: tuple[Path, ...]
@@ -46,7 +46,7 @@ def export_rollouts(
     *,
     iteration: int | None = None,
     sample: str | None = None,
-) -> Exported:
+) -> Export:
     """Write every saved iteration of a run as a file of another format, or of our own with all columns and settings.
 
     Args:
@@ -90,7 +90,7 @@ def export_rollouts(
         why = "; ".join(problems) or "rollouts.every and rollouts.keep decide what a run saves"
         raise DataError(f"{run} has no saved rollouts to export: {why}")
 
-    return Exported(
+    return Export(
         files=tuple(file.path for file in written),
         responses=sum(file.responses for file in written),
         tokens=sum(file.tokens for file in written),

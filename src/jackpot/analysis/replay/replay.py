@@ -15,8 +15,8 @@ from jackpot.analysis.replay.formats import AUTO, find_format
 from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.analysis.replay.formats.base import DumpFormat, read_files
 from jackpot.analysis.replay.formats.columns import OURS
-from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.mixups import ColumnPairs
+from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import SavedResponse, response_batches
 from jackpot.analysis.replay.results import ReplayResult
 from jackpot.analysis.replay.scoring import PolicyScorer
@@ -60,7 +60,8 @@ def replay(
     """
     dump, files = find_format(path, name)
     config = ours.config_of(path) if dump.name == "jackpot" else None
-    measured, ends = Measured(settings_of(config, names)), EndGaps()
+    sums, ends = ReplaySums(settings_of(config, names)), EndGaps()
+
     default = config.sampling.temperature if config else 1.0
     scorer = PolicyScorer(resolve_model_path(model), temperature or default) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
@@ -70,30 +71,31 @@ def replay(
         batch = scorer.score(responses) if scorer else responses
         ends.add(batch)
         pairs.add(batch)
-        measured.add(batch)
+        sums.add(batch)
         listen(reading.read)
     reading.check()
 
+    # Whose weights scored the tokens, and whose generated them.
     policy = "as training scored it when it saved the batch" if config else "as the file has it"
-    weights = " to ".join(dict.fromkeys(name for name, _ in ends.gaps))
+    weights = " to ".join(dict.fromkeys(where for where, _ in ends.gaps))
     if scorer:
         policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
         weights += f" under {policy}"
 
     costs, why = _costs(config)
-    is_copied = not (config or scorer) and float(measured.run["policy_max"].value) == 0.0
+    is_copied = not (config or scorer) and float(sums.run["policy_max"].value) == 0.0
     return ReplayResult(
         path=path,
         format=dump.name,
         files=len(files),
         policy=policy,
-        run=measured.run,
+        run=sums.run,
         ends=ends.gaps,
-        corrections=measured.corrections,
-        left_out=(*measured.left_out, *reading.left_out, *why),
+        corrections=sums.corrections,
+        left_out=(*sums.left_out, *reading.left_out, *why),
         unreadable=reading.unreadable,
         problems=reading.problems,
-        answer=measured.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
+        answer=sums.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jackpot.analysis.advice.rule import Recommendation
 from jackpot.analysis.replay.gradient import exact_numbers, known_states
-from jackpot.analysis.replay.measured import ReplayedCorrection
+from jackpot.analysis.replay.replay_sums import ReplayedCorrection
 from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Histogram, Mean, Sums
 
@@ -70,7 +70,7 @@ class CorrectionResult:
             self.sampled_tv_after_correction,
             self.tv_after_correction,
         )
-        return tuple(None if number is None else round(number, 9) for number in effect)
+        return tuple(None if value is None else round(value, 9) for value in effect)
 
 
 def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.analysis.advice.costs import relative_costs
-from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
 from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
@@ -144,10 +144,10 @@ class PairBench:
             columns.append(saved_columns(states, self._config.sampling.num_top_log_probs))
 
         # The advice that `jackpot replay` would give about the same tokens.
-        measured = Measured(settings_of(self._config, ()))
-        measured.add(saved_responses(chosen, columns, rollout_model))
+        sums = ReplaySums(settings_of(self._config, ()))
+        sums.add(saved_responses(chosen, columns, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {self._policy}"
-        answer = measured.advice(weights, relative_costs(policy, writer))
+        answer = sums.advice(weights, relative_costs(policy, writer))
 
         return Candidate(
             name=rollout_model,
@@ -307,7 +307,7 @@ def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     }
 
 
-def _sequence_means(rollouts: Sequence[Rollout], scores: Sequence[Tensor]) -> dict[str, float]:
+def _sequence_means(rollouts: Sequence[Rollout], scores: Sequence[Tensor]) -> dict[str, Any]:
     """Return the fields of `Candidate` that are about whole responses, from the engines' log-probs of every response.
 
     Args:

@@ -51,7 +51,7 @@ class ReplayedCorrection:
         return int(Mean.named(self.sums, "factor").count) if self.sums else 0
 
 
-class Measured:
+class ReplaySums:
     """The sums over all responses, before any correction and for every correction."""
 
     def __init__(self, settings: Sequence[CorrectionSetting]) -> None:
