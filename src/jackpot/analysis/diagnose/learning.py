@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from jackpot.analysis.diagnose.limits import Limit, MetricHistory, OfRun, Values, at_start
+from jackpot.analysis.diagnose.limits import Limit, MetricHistory, RunLimit, Values, at_start
 from jackpot.training.limits import COLLAPSED_BELOW
 
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second for a task without a verdict
@@ -62,7 +62,7 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
     return [first, *levels[1:]] if falls_at_once else levels
 
 
-def unlearning_limit(metric: str, *, at_once: bool) -> OfRun:
+def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
     """Return the limit of a level below which a policy has lost what it had learned.
 
     The limit is below the first level, or below the best one, by more than chance. The best of several levels is the
@@ -97,7 +97,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> OfRun:
     return limit
 
 
-def learning_limit(metric: str) -> OfRun:
+def learning_limit(metric: str) -> RunLimit:
     """Return the limit of the newest level below which a policy has learned nothing: the first plus a standard error.
 
     Chance alone exceeds that limit in 1 case of 6, and a policy that learns a little stays above it. The limit does not
@@ -138,7 +138,7 @@ def entropy_limit(history: MetricHistory, values: Values) -> float:
     return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
 
 
-def sparse_limit(largest: float) -> OfRun:
+def sparse_limit(largest: float) -> RunLimit:
     """Return the limit of the share of groups that teach nothing: `largest`, or RARE_REWARDS if more do at the start.
 
     RARE_REWARDS applies only if the mean over all iterations exceeds it, since in a small batch most groups are without
@@ -154,12 +154,12 @@ def sparse_limit(largest: float) -> OfRun:
     return limit
 
 
-def unless_risen(limit: float) -> OfRun:
+def unless_risen(limit: float) -> RunLimit:
     """Return a limit that does not apply if the policy has become better."""
     return lambda history, values: None if _has_risen(history) else limit
 
 
-def unless_rewards_fell(limit: Limit) -> OfRun:
+def unless_rewards_fell(limit: Limit) -> RunLimit:
     """Return a limit that applies only if the training rewards are at least those of the start."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
@@ -172,7 +172,7 @@ def unless_rewards_fell(limit: Limit) -> OfRun:
     return limit_of_run
 
 
-def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> OfRun:
+def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> RunLimit:
     """Return the limit of `unlearning_limit`, which applies only if the training rewards have risen meanwhile."""
     limit = unlearning_limit(metric, at_once=at_once)
     return lambda history, values: limit(history, values) if _rewards_rise(history) else None

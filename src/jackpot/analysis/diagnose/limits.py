@@ -73,7 +73,7 @@ class MetricHistory:
         if metric.startswith("events/"):
             # The running count of such events in the newest tenth of the iterations.
             begin = self.iteration - max(LEAST_VALUES, self.iteration // 10)
-            recent = [event["iteration"] for event in self._named(metric.removeprefix("events/"))]
+            recent = [event["iteration"] for event in self._events_named(metric.removeprefix("events/"))]
             recent = [iteration for iteration in recent if iteration >= begin]
             return [(iteration, float(count)) for count, iteration in enumerate(recent, start=1)]
 
@@ -113,16 +113,16 @@ class MetricHistory:
 
         The layers are those of the newest start of the run; the sentence is "" if there are none.
         """
-        newest = [[], *(event["layers"] for event in self._named("computed_differently"))][-1]
+        newest = [[], *(event["layers"] for event in self._events_named("computed_differently"))][-1]
         texts = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in newest]
         return f". They compute differently: {'; '.join(texts)}" if texts else ""
 
     def newest(self, name: str, key: str) -> str:
         """Return what the newest event of a name says under a key, as ": text" to follow a sentence; "" without one."""
-        texts = [event[key] for event in self._named(name) if key in event]
+        texts = [event[key] for event in self._events_named(name) if key in event]
         return f": {texts[-1]}" if texts else ""
 
-    def _named(self, name: str) -> list[Mapping[str, Any]]:
+    def _events_named(self, name: str) -> list[Mapping[str, Any]]:
         return [event for event in self._events if event["event"] == name]
 
     def recent(self, metric: str) -> float:
@@ -184,8 +184,8 @@ def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]
 
 Group = Literal["bug", "data", "precision", "learning", "signal", "mismatch", "correction", "models", "length", "disk"]
 Values = Sequence[float]
-OfRun = Callable[[MetricHistory, Values], float | None]  # a limit that depends on the run; None: it does not apply
-Limit = float | OfRun
+RunLimit = Callable[[MetricHistory, Values], float | None]  # the limit for a given run; None: the limit does not apply
+Limit = float | RunLimit
 
 
 def latest(values: Values) -> float:
@@ -203,7 +203,7 @@ def spread(values: Values) -> float:
     return max(values) - min(values)
 
 
-def rounding_limit(metric: str) -> OfRun:
+def rounding_limit(metric: str) -> RunLimit:
     """Return the largest gap, mean |p_engine - p_training|, that rounding explains.
 
     The limit does not apply if engine and training are quantized differently.
@@ -224,7 +224,7 @@ def rounding_limit(metric: str) -> OfRun:
     return limit
 
 
-def if_kept_at_first(limit: OfRun) -> OfRun:
+def if_kept_at_first(limit: RunLimit) -> RunLimit:
     """Return a limit that applies only if the first value kept the limit, so that what is wrong began later."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
@@ -234,7 +234,7 @@ def if_kept_at_first(limit: OfRun) -> OfRun:
     return limit_of_run
 
 
-def lost_engines_limit(kind: str) -> OfRun:
+def lost_engines_limit(kind: str) -> RunLimit:
     """Return the limit of how often an engine may be lost: as often as engines came back, and at most twice."""
     return lambda history, values: min(2.0, float(len(history.series(f"events/{kind}_back"))))
 
@@ -250,7 +250,7 @@ def is_loose(config: Config) -> bool:
     return model is not None and (model.optimizer is None or model.distill_weight == 0.0)
 
 
-def only_for(applies: Callable[[Config], bool], limit: OfRun) -> OfRun:
+def only_for(applies: Callable[[Config], bool], limit: RunLimit) -> RunLimit:
     """Return a limit that applies only to runs with certain settings."""
     return lambda history, values: limit(history, values) if applies(history.config) else None
 
@@ -262,7 +262,7 @@ def clip_limit(history: MetricHistory, values: Values) -> float | None:
     return math.ulp(1.0) if has_clip and history.recent("policy/approx_kl_k3") > LARGE_STEP_KL else None
 
 
-def quantization_limit(metric: str) -> OfRun:
+def quantization_limit(metric: str) -> RunLimit:
     """Return the gap, mean |p_engine - p_training|, above which a quantized engine needs a correction."""
     return lambda history, values: (
         QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config).values())) else None
@@ -284,7 +284,7 @@ def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
     return {model: evaluated[model] for model in config.writers(1, config.iterations)}
 
 
-def ratio_limit(distance: float) -> OfRun:
+def ratio_limit(distance: float) -> RunLimit:
     """Return a limit of the mean ratio of policy to engine: 1 plus `distance`, or CHANCE_ERRORS if these are more.
 
     The limit applies if the models are close (SMALL_KL). Else much of the policy's probability can be on tokens that
@@ -299,12 +299,12 @@ def ratio_limit(distance: float) -> OfRun:
     return limit
 
 
-def above_start(least: float, factor: float) -> OfRun:
+def above_start(least: float, factor: float) -> RunLimit:
     """Return a limit for a metric: `factor` times the metric at the start, but at least `least`."""
     return lambda history, values: max(least, factor * at_start(history, values))
 
 
-def below_start(most: float, factor: float) -> OfRun:
+def below_start(most: float, factor: float) -> RunLimit:
     """Return a limit for a metric: `factor` times the metric at the start, but at most `most`."""
     return lambda history, values: min(most, factor * at_start(history, values))
 
