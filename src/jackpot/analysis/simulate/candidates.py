@@ -21,7 +21,7 @@ from jackpot.analysis.advice.costs import relative_costs
 from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
-from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, concatenate, measure_states
 from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
@@ -137,6 +137,7 @@ class PairBench:
         policy, writer = (load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model))
         for model in (policy, writer):
             cut_head(model, self._rows)
+
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         chunks, columns = [], []
         for states in pair_states(policy, writer, chosen, temperature):
@@ -159,7 +160,7 @@ class PairBench:
             reward=sampled.reward,
             policy_reward=of_policy.reward,
             answer=answer.numbers(),
-            **_state_means(joined(chunks)),
+            **_state_means(concatenate(chunks)),
             **_sequence_means(sampled.rollouts, scores),
         )
 

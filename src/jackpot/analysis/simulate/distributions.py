@@ -80,7 +80,7 @@ def rejected_divergence(states: StatePairs, lam: float | Tensor) -> Tensor:
 def measure_states(states: StatePairs) -> StateNumbers:
     """Compute the numbers of all states, a few states at a time so that tensors stay in the processor's cache."""
     size = max(1, _CACHED_ELEMENTS // states.rollout.shape[1])
-    return joined([_measure_chunk(states.pick(rows)) for rows in torch.arange(len(states)).split(size)])
+    return concatenate([_measure_chunk(states.pick(rows)) for rows in torch.arange(len(states)).split(size)])
 
 
 def _measure_chunk(states: StatePairs) -> StateNumbers:
@@ -111,7 +111,7 @@ def weight_moments(states: StatePairs) -> Tensor:
     return torch.stack([(p_inf * moment).sum(-1) for moment in moments], dim=-1)
 
 
-def joined(chunks: Sequence[Rows]) -> Rows:
+def concatenate(chunks: Sequence[Rows]) -> Rows:
     """Concatenate one or more instances of a dataclass whose fields are all tensors [n, ...], in their order."""
 
     def column(name: str) -> Tensor:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from jackpot.analysis.replay.formats.columns import Columns, arranged
+from jackpot.analysis.replay.formats.columns import Columns, translate
 from jackpot.analysis.replay.formats.records import DumpRecord, Warn, check_size, parquet_rows
 from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, response_of
 from jackpot.core.errors import DataError, first_line
@@ -80,7 +80,7 @@ class DumpFormat:
             is_whole = True
             try:
                 _check_sizes(record)
-                response = response_of(arranged(record, self.columns) if self.columns else record, where, index)
+                response = response_of(translate(record, self.columns) if self.columns else record, where, index)
             except DamagedRecord as error:
                 warn(f"{error if str(error).startswith(where) else f'{name}: {error}'}; left out")
             except Exception as error:  # a stranger's file may hold anything in place of lists of numbers

@@ -37,7 +37,7 @@ class Columns:
 OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names that `response_of` takes
 
 
-def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
+def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
     """Translate a library's record to our columns, as `response_of` takes them: prompt and response apart, no padding.
 
     Args:
