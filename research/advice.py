@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jackpot.analysis.advice.rule import NEARLY, SURE, estimate, worth_of
+from jackpot.analysis.advice.rule import TIE_ERRORS, TIE_SHARE, estimate, worth_of
 from jackpot.analysis.compare.summary import RunSummary
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import response_batches
 from jackpot.analysis.replay.settings import CorrectionSetting, settings_of
 from jackpot.config.config import Config
@@ -115,7 +115,7 @@ def judge(pair: str, run: Path) -> dict[str, object]:
     settings = {arm: own_setting(config) for arm, config in arms.items() if config.rollout_model}
     by_label = {setting.label: setting for setting in settings.values()}
     dump, files = find_format(run, "jackpot")
-    measured = Measured(list(by_label.values()))
+    measured = ReplaySums(list(by_label.values()))
     for part in response_batches(read_files(dump, files, print)):
         measured.add([response for response in part if response.sampled_mask.any()])
     judged = {one.setting.label: one for one in measured.corrections if one.tokens == measured.tokens}
@@ -156,7 +156,7 @@ def predicted(one: Judged, other: Judged) -> int:
     better = worths[0] >= worths[1]
     (first, a), (second, b) = ((one, both[0]), (other, both[1])) if better else ((other, both[1]), (one, both[0]))
     less = estimate(lambda x, y: second.worth(y) / first.worth(x), a, b)
-    if less.value >= NEARLY or (less.error is not None and 1.0 - less.value <= SURE * less.error):
+    if less.value >= TIE_SHARE or (less.error is not None and 1.0 - less.value <= TIE_ERRORS * less.error):
         return 0
     return 1 if better else -1
 

@@ -15,7 +15,7 @@ from jackpot.analysis.simulate.distributions import (
     RECIPE_LAM,
     StateNumbers,
     StatePairs,
-    joined,
+    concatenate,
     measure_states,
 )
 from jackpot.objectives import obrs
@@ -106,7 +106,7 @@ def measure_pair(name: str, chunks: Iterable[StatePairs], total: int) -> PairMea
         rows = torch.arange(seen, seen + len(states))
         kept.append(states.pick(rows % stride == 0))
         seen += len(states)
-    return PairMeasurement(name=name, numbers=joined(parts), kept=joined(kept))
+    return PairMeasurement(name=name, numbers=concatenate(parts), kept=concatenate(kept))
 
 
 def mean_point(numbers: StateNumbers) -> GapPoint:

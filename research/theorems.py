@@ -31,8 +31,8 @@ from torch import Generator, Tensor
 
 from jackpot.analysis.simulate.distributions import (
     StatePairs,
+    concatenate,
     divergence,
-    joined,
     measure_states,
     rejected_divergence,
 )
@@ -177,14 +177,14 @@ def check_theorems(pairs: Sequence[PairMeasurement], seed: int) -> tuple[Theorem
     middles = [_middle(one) for one in pairs]
     small = [shortened(one.kept) for one in pairs]
     searched = [part.pick(torch.arange(0, len(part), SEARCHED_EVERY)) for part in small]
-    best, budgets = optimality([one.name for one in pairs], joined([*map(shortened, middles), *searched]), seed)
+    best, budgets = optimality([one.name for one in pairs], concatenate([*map(shortened, middles), *searched]), seed)
     theorems = Theorems(
         contractions=tuple(contraction(one.name, middle) for one, middle in zip(pairs, middles, strict=True)),
-        derivative=check_derivative(joined(small)),
+        derivative=check_derivative(concatenate(small)),
         budgets=budgets,
         optimality=best,
     )
-    return theorems, identity(joined([*middles, *(one.kept for one in pairs)]), drawn_state=0)
+    return theorems, identity(concatenate([*middles, *(one.kept for one in pairs)]), drawn_state=0)
 
 
 def _middle(one: PairMeasurement) -> StatePairs:

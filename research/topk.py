@@ -14,7 +14,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from jackpot.analysis.simulate.distributions import LAMS, RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
+from jackpot.analysis.simulate.distributions import (
+    LAMS,
+    RECIPE_LAM,
+    StateNumbers,
+    StatePairs,
+    concatenate,
+    measure_states,
+)
 from jackpot.objectives import obrs
 from jackpot.ui.charts import DASHED, Chart, Section, Series, Table, finite
 from jackpot.ui.numbers import format_number
@@ -176,9 +183,11 @@ def topk_source(name: str, chunks: Iterable[StatePairs]) -> TopKSource:
             parts.append(topk_numbers(states, fill_in))
         vocabulary = states.rollout.shape[1]
 
-    drawn = (joined(exact), torch.cat(variances), torch.cat(sampled))
+    drawn = (concatenate(exact), torch.cat(variances), torch.cat(sampled))
     rows = [
-        row for fill_in, parts in estimates.items() for row in topk_summary(joined(parts), *drawn, vocabulary, fill_in)
+        row
+        for fill_in, parts in estimates.items()
+        for row in topk_summary(concatenate(parts), *drawn, vocabulary, fill_in)
     ]
     return TopKSource(name=name, vocabulary=vocabulary, rows=tuple(rows))
 

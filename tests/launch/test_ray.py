@@ -126,7 +126,7 @@ def test_a_run_that_loses_an_actor_ends_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_ray
 def test_nothing_stays_of_a_run_whose_driver_was_killed(tmp_path: Path) -> None:
-    """Ranks and engines see the end of the driver within seconds; Ray's own agents, which hold no GPU, a little later."""
+    """Ranks and engines see the end of the driver within seconds; Ray's own agents, without a GPU, a little later."""
     folder = tmp_path / "run"
     settings = ("iterations=500", "placement.launcher=ray", "placement.ranks=2", "placement.engines=2")
     with training(folder, *settings) as process:

@@ -11,7 +11,7 @@ import torch
 from helpers.engines.reference import rollout_of, tiny_prompt
 from helpers.runs import BRIEF, SHORT, assert_same_run, metrics, run, run_and_copy, small_config
 from jackpot.analysis.diagnose.causes import ENGINE_GAP
-from jackpot.analysis.diagnose.limits import MetricHistory, quantizing, rounding
+from jackpot.analysis.diagnose.limits import MetricHistory, quantization_limit, rounding_limit
 from jackpot.config.engines import cache_format
 from jackpot.config.sampling import Sampling
 from jackpot.core.errors import ConfigError, EngineError
@@ -97,7 +97,7 @@ def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
     assert {line["mismatch/codes_differ"] for line in lines} <= {0, None}  # None: no weights were due
     moved = [line["policy/grad_norm"] for line in lines]
     assert lines and all(norm > 0.0 for norm in moved)
-    assert rounding(ENGINE_GAP)(MetricHistory([], told, config), [0.0]) == allowed
+    assert rounding_limit(ENGINE_GAP)(MetricHistory([], told, config), [0.0]) == allowed
 
 
 def test_equal_codes_in_another_dtype_have_the_quantized_limit(tmp_path):
@@ -247,8 +247,8 @@ def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
     vllm = ("precision=int8", "engine={name: vllm, quantization: int8_w8a8}")  # kernels of its own
     settings = ((), ("precision=bf16",), UNIFIED, ("engine.quantization=fp8",), ("engine.kv_cache_dtype=fp8",), vllm)
     histories = [MetricHistory([], [], small_config(*one)) for one in settings]
-    assert [rounding(ENGINE_GAP)(one, [0.0]) for one in histories] == [1e-3, 2e-2, 1e-3, None, None, None]
-    assert [quantizing(ENGINE_GAP)(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2, 2e-2, 2e-2]
+    assert [rounding_limit(ENGINE_GAP)(one, [0.0]) for one in histories] == [1e-3, 2e-2, 1e-3, None, None, None]
+    assert [quantization_limit(ENGINE_GAP)(one, [0.0]) for one in histories] == [None, None, 2e-2, 2e-2, 2e-2, 2e-2]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_usual_gap_of_a_quantized_engine_is_no_sign_of_a_bug():
 )
 def test_a_gap_in_evaluations_has_the_limit_of_its_engine(settings, of_rounding, of_correction):
     metric, history = "eval/policy_engine_gap", MetricHistory([], [], small_config(*settings))
-    found = rounding(metric)(history, [0.0]), quantizing(metric)(history, [0.0])
+    found = rounding_limit(metric)(history, [0.0]), quantization_limit(metric)(history, [0.0])
     assert found == (of_rounding, of_correction)
 
 
@@ -284,7 +284,7 @@ def test_the_gap_of_rollouts_has_the_limit_of_all_engines():
         (bf16, (2e-2, None)),
     ):
         history = MetricHistory([], [], small_config(*settings))
-        assert (rounding(ENGINE_GAP)(history, [0.0]), quantizing(ENGINE_GAP)(history, [0.0])) == expected
+        assert (rounding_limit(ENGINE_GAP)(history, [0.0]), quantization_limit(ENGINE_GAP)(history, [0.0])) == expected
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -315,7 +315,7 @@ def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Pa
     warnings: list[str] = []
     [file] = FORMAT.files(tmp_path)
     assert FORMAT.recognizes(file, warnings.append)
-    found = list(FORMAT.read(file, warnings.append))
+    found = list(FORMAT.read(file, warnings.append, []))
     assert warnings == [] and len(found) == 3
     for row, one in enumerate(found):
         mask = batch["response_mask"][row].bool()

@@ -15,10 +15,10 @@ from jackpot.analysis.advice.rule import (
     JudgedCorrection,
     Recommendation,
     choose,
+    drafted_generation,
     estimate,
     judge,
-    of_drafts,
-    of_share,
+    mixed_generation,
     worth_of,
 )
 from jackpot.analysis.replay.replay import replay
@@ -139,12 +139,12 @@ def test_a_difference_by_chance_is_a_tie():
 def test_shares_and_drafts_cost_their_tokens_over_their_worth():
     rows = sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2, overlap=0.8).expand(GROUPS, -1)
     costs = Costs(flops=0.2, weights=0.1)
-    half, own = of_share(0.5, rows, costs), of_share(0.0, rows, costs)
+    half, own = mixed_generation(0.5, rows, costs), mixed_generation(0.0, rows, costs)
     worth = float(worth_of(rows.sum(0), 0.5).value)
     assert half.worth.value == pytest.approx(worth) and half.flops.value == pytest.approx(0.6 / worth)
     assert half.weights.value == pytest.approx(0.55 / worth) and half.flops.value > half.flops_any_state.value
     assert (own.worth.value, own.flops.value, own.label) == (1.0, 1.0, "the policy alone")
-    drafts = of_drafts(rows, costs)
+    drafts = drafted_generation(rows, costs)
     tokens = {k: (1 - 0.8 ** (k + 1)) / 0.2 for k in range(1, 9)}
     assert drafts.drafts == min(tokens, key=lambda k: (1 + 0.1 * k) / tokens[k])
     assert drafts.weights.value == pytest.approx((1 + 0.1 * drafts.drafts) / tokens[drafts.drafts])

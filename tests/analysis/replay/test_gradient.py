@@ -93,7 +93,7 @@ def test_the_sums_are_those_of_training_loss_enumerated(label, states):
     within = {"rel": 0.02 if label in SAMPLED else 1e-9}  # 200 coins are not all coins
     assert float(found["exact"].value) == pytest.approx(float(exact), rel=1e-9)
     assert float(found["estimator"].value) == pytest.approx(float(estimator), **within)
-    assert float(found["both"].value) == pytest.approx(float(both), **within)
+    assert float(found["product"].value) == pytest.approx(float(both), **within)
     assert float(found["noise"].value) == pytest.approx(float(noise), **within)
     bias = float((1 - both**2 / (estimator * exact)).clamp(min=0).sqrt())
     assert exact_numbers(found)["bias"] == pytest.approx(bias, abs=0.02)
@@ -103,7 +103,7 @@ def test_importance_sampling_has_neither_bias_nor_drift(states):
     found = of_states(SETTINGS["is"], states)
     numbers = exact_numbers(found)
     assert numbers["bias"] == pytest.approx(0.0, abs=1e-7) and numbers["drift"] == pytest.approx(0.0, abs=1e-7)
-    assert float(found["both"].value) == pytest.approx(float(found["exact"].value))
+    assert float(found["product"].value) == pytest.approx(float(found["exact"].value))
     own = replace(states, rollout=states.new)
     assert exact_numbers(of_states(SETTINGS["is"], own))["variance"] == pytest.approx(1.0)
 
@@ -114,7 +114,7 @@ def test_drift_without_a_correction_is_a_pull_to_the_sampler(states):
     squares = states.advantages.square()
     pull = (squares * (states.rollout.exp() - states.new.exp()).square().sum(-1)).sum()
     exact = found["exact"].value
-    scale = found["both"].value / exact
+    scale = found["product"].value / exact
     assert exact_numbers(found)["drift"] == pytest.approx(float((pull / (scale**2 * exact)).sqrt()))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.synthetic_rollouts import discovered, noise, records, write
-from jackpot.analysis.advice.rule import choose, relative
+from jackpot.analysis.advice.rule import choose, relative_worth
 from jackpot.analysis.replay.gradient import exact_numbers
 from jackpot.analysis.replay.replay import ReplayResult, replay
 from jackpot.analysis.replay.settings import settings_of
@@ -58,7 +58,7 @@ def test_a_mild_gap_needs_tis_and_nothing_more(mild):
     assert mild.answer.settings == {"name": "tis"}
     none, tis = candidates(mild, "none"), candidates(mild, "tis")
     assert none.tv_after_correction.value > 0.05 > 100 * tis.tv_after_correction.value
-    assert relative(none, tis).value < 0.9
+    assert relative_worth(none, tis).value < 0.9
 
 
 def test_weights_of_a_heavy_tail_cost_more_than_they_correct(tmp_path):

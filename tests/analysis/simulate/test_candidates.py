@@ -91,7 +91,7 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
     config = small_config()
     bench = PairBench(config, "starter:policy", ["starter:rollout_model"], prompts=8, seed=4)
     written = bench.answers("starter:rollout_model")
-    found = bench.measure("starter:policy", "starter:rollout_model")
+    found = bench.measure("starter:rollout_model")
     models = [
         AutoModelForCausalLM.from_pretrained(starter_path(role), dtype=torch.float32)
         for role in ("policy", "rollout_model")
@@ -143,7 +143,11 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
 def test_a_closer_candidate_has_a_smaller_gap() -> None:
     same, other = simulate_candidates(small_config(), ["starter:policy", "starter:rollout_model"], prompts=4, seed=0)
     assert (same.name, other.name) == ("starter:policy", "starter:rollout_model")
-    assert same.kl_policy_rollout < 1e-9 and same.acceptance == pytest.approx(1.0) and same.size_share == 1.0
+    assert (
+        same.kl_policy_rollout < 1e-9
+        and same.acceptance == pytest.approx(1.0)
+        and same.parameters == same.policy_parameters
+    )
     assert same.sequence_ess == pytest.approx(1.0) and same.answer["verdict"] == "cannot tell"
     assert other.kl_policy_rollout > 0.01 and other.acceptance < 0.99 and other.answer["verdict"] == "cannot tell"
 

@@ -1,4 +1,4 @@
-"""What a token of the rollout model costs, as a share of a token of the policy, from the shapes of both models."""
+"""The costs of a token for the rollout model, as shares of its costs for the policy, from the shapes of both models."""
 
 from transformers import PreTrainedModel
 
@@ -9,18 +9,18 @@ from jackpot.models.cost import forward_cost
 
 
 def relative_costs(policy: PreTrainedModel, rollout_model: PreTrainedModel) -> Costs:
-    """Return what a token of the rollout model costs over a token of the policy; models may be on the meta device."""
-    models = (rollout_model, policy)
-    flops = [forward_cost(model).per_token for model in models]
-    weights = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
-    return Costs(flops[0] / flops[1], weights[0] / weights[1])
+    """Divide a token's costs for the rollout model by its costs for the policy; models may be on the meta device."""
+    return Costs(
+        flops=forward_cost(rollout_model).per_token / forward_cost(policy).per_token,
+        weights=rollout_model.num_parameters() / policy.num_parameters(),
+    )
 
 
 def costs_of_run(config: Config) -> Costs | None:
-    """Return `relative_costs` of the two models of a run; None for a run without a rollout model.
+    """Compute `relative_costs` of the two models of a run; None for a run without a rollout model.
 
     Raises:
-        ModelError: one of the run's models is not there any more.
+        ModelError: one of the run's models does not exist any more.
     """
     if config.rollout_model is None:
         return None

@@ -1,6 +1,6 @@
-"""The first half of the table of rules: signs of what is wrong with machine, engine, prompts, rewards or settings.
+"""The first half of the table of rules: signs of a fault in machine, engine, prompts, rewards or settings.
 
-The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow these.
+The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from jackpot.analysis.diagnose.explained import (
 from jackpot.analysis.diagnose.learning import (
     EVALUATED,
     REWARDS,
-    behind_at_start,
-    below_start_unless_risen,
-    cut_from_start,
-    fallen_for_rewards,
-    longer,
-    never_unequal,
+    cut_limit_from_start,
+    entropy_limit,
+    equal_rewards_limit,
+    paid_length_limit,
+    swapped_models_limit,
+    unlearning_limit_if_rewards_rose,
     unless_rewards_fell,
     unless_risen,
 )
@@ -31,17 +31,17 @@ from jackpot.analysis.diagnose.limits import (
     Group,
     Rule,
     above_start,
-    clipped,
+    clip_limit,
+    if_kept_at_first,
     increase,
     is_loose,
     is_uncorrected,
     latest,
-    near_1,
-    rounding,
-    since_later,
+    lost_engines_limit,
+    only_for,
+    ratio_limit,
+    rounding_limit,
     spread,
-    unless_back,
-    where,
 )
 
 CLOSER = (
@@ -52,7 +52,7 @@ SLOWER = "lower policy.optimizer.learning_rate"
 EXACT = "it is exact in a sound run"
 CHANCE = "more than chance makes of it"
 CASES = "healthy runs of research/doctor keep it"
-LOOKS: Mapping[Group, str] = {  # what to look at, by the group of the finding; RUN is the run's folder
+LOOKS: Mapping[Group, str] = {  # what to look at, by the group of a finding; RUN stands for the run's folder
     "bug": "the newest events in RUN/events.jsonl, and `jackpot report RUN`, Tokens, coloured by ratio",
     "data": "prompts, answers and rewards: `jackpot sample RUN`, and the tokens of `jackpot report RUN`",
     "precision": "`jackpot mismatch RUN`",
@@ -70,18 +70,18 @@ MORE_TOP = "raise sampling.num_top_log_probs"
 FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
 ENGINE_GAP = "mismatch/engine_gap"
-GAPS = {  # metrics of the mean |p_engine - p_training|, and whose engine each is about
+GAPS = {  # metrics of the mean |p_engine - p_training|: the model that the engine holds
     ENGINE_GAP: "rollout model",
     "eval/rollout_model_engine_gap": "rollout model",
     "eval/policy_engine_gap": "policy",
 }
-WORSE = (  # metric, what a fall means, how values are aggregated, which settings explain a fall
+WORSE = (  # (metric, the meaning of a fall, the aggregate of a window, the settings that explain a fall)
     (EVALUATED[0], "the policy answers fewer held-out problems", latest, unexplained),
     (EVALUATED[1], "the policy earns less on held-out problems", latest, unexplained),
     (REWARDS, "the rollouts earn less", fmean, by_share),
 )
 NOTHING = "the run has learned nothing"
-SAME = {  # metrics that show learning, and how an explanation names each
+SAME = {  # metrics that show learning: the subject of an explanation
     EVALUATED[0]: "the policy's accuracy is",
     EVALUATED[1]: "the policy's reward is",
     REWARDS: "the rollouts' rewards are",
@@ -94,12 +94,12 @@ CAUSES: tuple[Rule, ...] = (
             metric=metric,
             high=0.0,
             aggregate=max,
-            explanation=f"{what} not finite",
+            explanation=f"{subject} not finite",
             source=EXACT,
             suggestion=f"{SLOWER}; set precision=fp32; cap the weights: {CORRECT}",
             look="policy/grad_norm and mismatch/ratio_max just before: `jackpot report RUN`",
         )
-        for metric, what in (
+        for metric, subject in (
             ("health/non_finite_tokens", "log-probs of training are"),
             ("response/non_finite", "log-probs of the engine are"),
             ("health/non_finite_steps", "gradients are"),
@@ -109,7 +109,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="bug",
             metric=f"events/{kind}_lost",
-            high=unless_back(kind),
+            high=lost_engines_limit(kind),
             aggregate=latest,
             source="as often as it came back, and twice",
             explanation="an engine is dead or dies again and again",
@@ -130,7 +130,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="bug",
         metric=ENGINE_GAP,
-        high=since_later(rounding(ENGINE_GAP)),
+        high=if_kept_at_first(rounding_limit(ENGINE_GAP)),
         explained_by=by_truncation,
         aggregate=latest,
         source="what rounding explains",
@@ -141,7 +141,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="bug",
             metric=metric,
-            high=rounding(metric),
+            high=rounding_limit(metric),
             explained_by=by_truncation,
             aggregate=latest,
             explanation=f"engine and training give the same tokens of the {model} different probabilities",
@@ -162,8 +162,8 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="bug",
         metric="mismatch/ratio",
-        low=near_1(-0.1),
-        high=near_1(0.1),
+        low=ratio_limit(-0.1),
+        high=ratio_limit(0.1),
         explained_by=by_truncation,
         explanation="the ratios of policy to engine do not average to 1: the engine samples from another distribution",
         suggestion="set sampling.top_p=1 and sampling.top_k=0, and guard.check_engine=true",
@@ -238,10 +238,10 @@ CAUSES: tuple[Rule, ...] = (
             group="data",
             metric=metric,
             high=0.01,
-            explanation=f"scoring {what}, and those responses count as wrong or have reward 0",
+            explanation=f"scoring {fault}, and those responses count as wrong or have reward 0",
             suggestion=f"read events.jsonl; {hint}",
         )
-        for metric, what, hint in (
+        for metric, fault, hint in (
             ("reward/timeouts", "takes longer than its limit", "raise task.reward_timeout or task.reward_workers"),
             ("reward/errors", "fails", "a reward function raises, ends its process or returns no number"),
         )
@@ -267,7 +267,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="response/tokens",
-        high=longer,
+        high=paid_length_limit,
         source="1.3 times the start, with a correlation of reward and length above 0.5",
         explanation="responses get longer and not better: the reward pays for length",
         suggestion="mend the reward; penalize length with objective.overlong_buffer",
@@ -295,14 +295,14 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="response/truncated",
-        high=cut_from_start,
+        high=cut_limit_from_start,
         explanation="responses are cut at the limit before they can earn anything",
         suggestion="raise sampling.max_new_tokens",
     ),
     Rule(
         group="data",
         metric="reward/mean",
-        low=never_unequal,
+        low=equal_rewards_limit,
         aggregate=spread,
         source="rewards differ where there is anything to learn",
         explanation="the run never had a reward to learn from: all responses earn the same",
@@ -311,7 +311,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="eval/rollout_model_accuracy",
-        high=behind_at_start,
+        high=swapped_models_limit,
         aggregate=latest,
         source="2 standard errors at iteration 0, of a rollout model that costs more FLOPs than the policy",
         explanation="the models may be swapped: the rollout model answers better than the policy from the start",
@@ -330,7 +330,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="policy/clip_frac",
-        low=clipped,
+        low=clip_limit,
         aggregate=max,
         explained_by=by_proximal,
         source="with an approx_kl above 0.005 some ratios are outside of any usual clip",
@@ -341,7 +341,7 @@ CAUSES: tuple[Rule, ...] = (
     Rule(
         group="data",
         metric="policy/entropy",
-        low=unless_rewards_fell(below_start_unless_risen),
+        low=unless_rewards_fell(entropy_limit),
         explanation="the entropy of the policy has collapsed, and the reward pays for it: one answer in each state",
         suggestion=f"raise objective.entropy_coeff; {SLOWER}; mend the reward",
         look=LOOKS["models"],
@@ -350,7 +350,7 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="data",
             metric=EVALUATED[0],
-            low=fallen_for_rewards(EVALUATED[0], at_once=at_once),
+            low=unlearning_limit_if_rewards_rose(EVALUATED[0], at_once=at_once),
             aggregate=latest,
             source=CHANCE,
             explanation="the reward pays for something else: rewards rise, and right answers become fewer",
@@ -362,12 +362,12 @@ CAUSES: tuple[Rule, ...] = (
         Rule(
             group="data",
             metric=metric,
-            high=where(applies, above_start(0.25, 2.0)),
-            explanation=f"the rollout model and the policy are far apart, they drift, and {what}",
+            high=only_for(applies, above_start(0.25, 2.0)),
+            explanation=f"the rollout model and the policy are far apart, they drift, and {reason}",
             suggestion=suggestion,
             look=LOOKS["mismatch"],
         )
-        for applies, what, suggestion in (
+        for applies, reason, suggestion in (
             (is_uncorrected, "nothing corrects it", f"{CORRECT}; {CLOSER}"),
             (is_loose, "no distillation holds them together", f"{CLOSER}; set rollout_model.optimizer"),
         )

@@ -1,4 +1,4 @@
-"""The decision whether and when a run has collapsed."""
+"""The collapse of a run: whether, when and why it happened."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.config.config import Config
-from jackpot.training.limits import evaluations, fall_of, problems_of
+from jackpot.training.limits import Fall, evaluations, fall_of, problems_of
 
 MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
 
@@ -18,7 +18,7 @@ class Collapse:
     iteration: int  # iteration of the first low evaluation, or at which the run stopped itself
     accuracy: float  # accuracy of the policy in that evaluation
     best: float  # highest accuracy of the policy before it
-    first_sign: str  # earliest unhealthy metric and its first iteration; empty without one
+    first_sign: str  # earliest unhealthy metric and its first unhealthy iteration; empty without one
     why: str  # a phrase for tables
 
     @property
@@ -30,7 +30,7 @@ class Collapse:
 def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
     """Return when and why a run collapsed; None for a run that did not collapse.
 
-    A run has collapsed if its evaluations fell too far (`fall_of`), or if one of its guards stopped it.
+    A run has collapsed if its evaluations fell too far (`fall_of`), or if one of its guards stopped the run.
 
     Args:
         lines: records of metrics.jsonl, in their order.
@@ -38,22 +38,20 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
         config: settings of the run.
     """
     evaluated = evaluations(lines)
+    fall, why = fall_of(evaluated, problems_of(lines, config)), ""
     stopped = next((event for event in events if event["event"] == "stopped"), None)
-
-    if fall := fall_of(evaluated, problems_of(lines, config)):
-        iteration, accuracy, best, why = fall.iteration, fall.accuracy, fall.best, fall.why
-    elif stopped:
-        iteration, accuracy = stopped["iteration"], evaluated[-1][1] if evaluated else 0.0
-        best, why = max((accuracy for _, accuracy in evaluated), default=0.0), f"stopped itself: {stopped['why']}"
-    else:
+    if stopped and not fall:
+        accuracies = [accuracy for _, accuracy in evaluated] or [0.0]
+        fall, why = Fall(stopped["iteration"], accuracies[-1], max(accuracies)), f"stopped itself: {stopped['why']}"
+    if not fall:
         return None
 
-    first_sign = _first_sign(lines, events, config)
-    return Collapse(iteration=iteration, accuracy=accuracy, best=best, first_sign=first_sign, why=why)
-
-
-def _first_sign(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> str:
-    """Return the metric of the finding that began first, and since which iteration; empty without a finding."""
     findings = diagnose(lines, events, config).findings
     first = min(findings, key=lambda finding: finding.since, default=None)
-    return f"{first.metric} since {first.since}" if first else ""
+    return Collapse(
+        iteration=fall.iteration,
+        accuracy=fall.accuracy,
+        best=fall.best,
+        first_sign=f"{first.metric} since {first.since}" if first else "",
+        why=why or fall.why,
+    )

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: what is wrong, since when and by which metric. It applies all `RULES` to metrics.jsonl.
+"""The diagnosis of a run: what is wrong, since when and by which metric, from all `RULES`.
 
 Status: supported.
 """
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from jackpot.analysis.diagnose.causes import ENGINE_GAP, LOOKS, NOTHING, SAME
 from jackpot.analysis.diagnose.learning import why_nothing, why_unknown
-from jackpot.analysis.diagnose.limits import LEAST, Group, MetricHistory, Rule
+from jackpot.analysis.diagnose.limits import LEAST_VALUES, Group, MetricHistory, Rule
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config.config import Config
 
@@ -20,41 +20,43 @@ _SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A metric beyond its limit. Each value is an aggregate over a window of iterations, as the rule says."""
+    """A metric beyond its limit. Its values are aggregates over windows of iterations, as the rule says."""
 
     group: Group
     metric: str
-    since: int  # the first iteration from which the value stays beyond the limit
+    since: int  # the iteration from which on the value stays beyond the limit
     then: float  # the value at `since`
     now: float  # the newest value
     side: Literal["above", "below"]
     limit: float
     explanation: str  # what is wrong
-    suggestion: str  # what to do, the obvious first, with settings that the run has
+    suggestion: str  # what to do, the obvious first; settings in it exist in the run
     source: str  # where the limit comes from
     look: str  # what to look at; RUN stands for the run's folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The verdict on a run, with the metrics that are beyond their limits, and which signs were looked at."""
+    """The verdict on a run, with the metrics beyond their limits and the metrics that were judged."""
 
-    verdict: Literal["no finding", "unhealthy", "too early"]  # too early: no finding, fewer than LEAST iterations
+    verdict: Literal[
+        "no finding", "unhealthy", "too early"
+    ]  # too early: no finding, fewer than LEAST_VALUES iterations
     iteration: int  # the newest iteration in the metrics
     findings: tuple[Finding, ...]  # causes before their symptoms
     looked_at: tuple[str, ...]  # metrics that a rule judged
     not_looked_at: dict[str, str]  # metrics that no rule judged, each with the reason
-    explained: dict[str, str]  # metrics that are no finding although beyond a limit, and the settings that explain them
+    explained: dict[str, str]  # metrics beyond a limit that are no finding, each with the settings that explain it
     summary: str  # one paragraph
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """Say in one sentence which signs were looked at, and in one for each reason which were not."""
-        reasons = dict.fromkeys(self.not_looked_at.values())
-        unseen = (
-            f"Not looked at, {reason}: {', '.join(name for name, why in self.not_looked_at.items() if why == reason)}."
-            for reason in reasons
-        )
+        """Say in one sentence which signs were looked at, and in one sentence for each reason which were not."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.not_looked_at.items():
+            by_reason.setdefault(reason, []).append(name)
+
+        unseen = (f"Not looked at, {reason}: {', '.join(names)}." for reason, names in by_reason.items())
         return f"Looked at: {', '.join(self.looked_at) or 'nothing'}.", *unseen
 
 
@@ -74,23 +76,23 @@ def diagnose(
     """
     history = MetricHistory(lines, events, config, saved)
     judged = [(rule.name, _judge(rule, history)) for rule in RULES]
-
-    first: dict[str, Finding] = {}  # the first finding about each metric
-    for name, judgement in judged:
-        if judgement.finding:
-            first.setdefault(name, judgement.finding)
-
-    findings = tuple(first.values())
     looked_at = tuple(dict.fromkeys(name for name, judgement in judged if not judgement.unseen))
-    verdict = "unhealthy" if findings else "no finding" if history.iteration >= LEAST else "too early"
     explained = {name: judgement.explained for name, judgement in judged if judgement.explained}
 
-    summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
-    if config.trained_quantization and (apart := history.computed_differently()) and apart not in summary:
-        summary += f" Engine and training are not in one flow, as precision {config.precision} asks{apart}."
+    # Of the findings about a metric only the first counts, since the rules are in causal order.
+    by_metric: dict[str, Finding] = {}
+    for name, judgement in judged:
+        if judgement.finding:
+            by_metric.setdefault(name, judgement.finding)
+    findings = tuple(by_metric.values())
 
+    summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
+    if config.trained_quantization and (layers := history.computed_differently()) and layers not in summary:
+        summary += f" Engine and training are not in one flow, as precision {config.precision} asks{layers}."
+
+    healthy = "no finding" if history.iteration >= LEAST_VALUES else "too early"
     return Diagnosis(
-        verdict=verdict,
+        verdict="unhealthy" if findings else healthy,
         iteration=history.iteration,
         findings=findings,
         looked_at=looked_at,
@@ -101,7 +103,7 @@ def diagnose(
 
 
 class _Judgement(NamedTuple):
-    """The judgement of a rule on a run: a finding, or why there is none. All is empty where the limit is kept."""
+    """The judgement of a rule on a run: a finding, or why there is none. Without a reason the limit is kept."""
 
     finding: Finding | None = None
     explained: str = ""  # the settings that explain a value beyond the limit
@@ -109,25 +111,25 @@ class _Judgement(NamedTuple):
 
 
 def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
-    """Judge a run by one rule: find the first iteration since which the value is beyond the limit and unexplained.
+    """Judge a run by one rule: find the iteration since which the value is beyond the limit and unexplained.
 
-    A value that is beyond the limit as soon as there are enough values counts as beyond it from the first one on.
+    If the value is beyond the limit as soon as there are enough values, that iteration is the first one.
     """
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]
-    least = LEAST if rule.needs_many else 1
+    least = LEAST_VALUES if rule.needs_many else 1
+
     if rule.metric.startswith("events/") and not values:
         return _Judgement()
     if len(values) < least:
         return _Judgement(unseen="for want of iterations" if values else "without a value in this run")
-
     low, high = rule.limits(history, values)
     if low == -math.inf and high == math.inf:
         return _Judgement(unseen="for its limit does not apply")
 
     # From the newest value back to the last one within the limits: how long the rule has been broken.
     window = history.window(values)
-    beyond: list[tuple[int, float]] = []  # newest first
+    beyond: list[tuple[int, float]] = []  # (iteration, value), newest first
     explained = ""
     for end in range(len(values), least - 1, -1):
         value = rule.aggregate(values[max(0, end - window) : end])
@@ -140,7 +142,8 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
     if not beyond:
         return _Judgement(explained=explained)
 
-    (_, now), (since, then) = beyond[0], beyond[-1]
+    since, then = beyond[-1]
+    _, now = beyond[0]
 
     finding = Finding(
         group=rule.group,
@@ -159,18 +162,18 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
 
 
 def _remedies(suggestion: str, config: Config) -> str:
-    """Drop the remedies that name settings which the run does not have; if none were left, keep all."""
+    """Drop the remedies with settings that the run does not have; keep all if none would remain."""
     remedies = suggestion.split("; ")
-    left = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
-    return "; ".join(left or remedies)
+    possible = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
+    return "; ".join(possible or remedies)
 
 
 def _has(config: Config, path: str) -> bool:
-    """Return whether the run has the setting at a dotted path: no block on the way is null or of another kind."""
+    """Tell whether the run has the setting at a dotted path: no block on the way is null or of another kind."""
     *blocks, name = path.split(".")
     block: Any = config
-    for each in blocks:
-        block = getattr(block, each, None)
+    for key in blocks:
+        block = getattr(block, key, None)
     return hasattr(block, name)
 
 
@@ -186,25 +189,39 @@ def _details(rule: Rule, history: MetricHistory) -> str:
 
 
 def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, str]) -> str:
-    named = ", ".join(f"{name} ({settings})" for name, settings in explained.items())
-    but = f" but what the settings explain: {named}" if named else ""
-    done = f"No finding: after {history.iteration} iterations {looked_at} signs were looked at, and none is there{but}."
-    early = f" It is too early to say more: {LEAST} iterations are needed." if history.iteration < LEAST else ""
-    unknown = f" Whether the policy learns is not known: {why}." if (why := why_unknown(history)) else ""
-    return done + early + unknown
+    """Say how many metrics were judged, which settings explain a value beyond its limit, and what is not known.
+
+    Args:
+        history: the run's metrics.
+        looked_at: number of metrics that a rule judged.
+        explained: settings that explain a value beyond its limit, by metric.
+    """
+    text = f"No finding: after {history.iteration} iterations {looked_at} signs were looked at, and none is there"
+    if explained:
+        names = (f"{name} ({settings})" for name, settings in explained.items())
+        text += f" but what the settings explain: {', '.join(names)}"
+    text += "."
+
+    if history.iteration < LEAST_VALUES:
+        text += f" It is too early to say more: {LEAST_VALUES} iterations are needed."
+    if why := why_unknown(history):
+        text += f" Whether the policy learns is not known: {why}."
+    return text
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:
-    """Say about the first finding, in a line each: what is wrong, its sign, the remedies, and what to look at."""
-    cause, *further = findings
-    first, *others = cause.suggestion.split("; ")
-    number = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"
-    follow = f"; may follow from it: {', '.join(finding.metric for finding in further)}" if further else ""
+    """Say about the first finding, in a line each: what is wrong, its sign, the remedies, and where to look."""
+    cause, *symptoms = findings
+    remedy, _, further_remedies = cause.suggestion.partition("; ")
+    sign = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"
+    if symptoms:
+        sign += f"; may follow from it: {', '.join(finding.metric for finding in symptoms)}"
+
     lines = {
         "Unhealthy since iteration": f"{cause.since}: {cause.explanation}",
-        "Sign:": number + follow,
-        "First:": first,
-        "Then:": "; ".join(others),
+        "Sign:": sign,
+        "First:": remedy,
+        "Then:": further_remedies,
         "Look at:": cause.look,
     }
     return "\n".join(f"{label} {text}." for label, text in lines.items() if text)

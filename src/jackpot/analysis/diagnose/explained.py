@@ -1,7 +1,7 @@
-"""Settings that explain why a metric is beyond its limit, so that it is no sign of anything wrong.
+"""Settings that explain why a metric is beyond its limit, so that the metric is no sign of anything wrong.
 
-Each function takes a run's settings and the value of a metric. It returns the settings that explain such a value as
-text, or "" where no setting does.
+Each function takes a run's settings and the value of a metric, and returns the settings that explain such a value as
+text, or "" if none does.
 """
 
 import math
@@ -24,48 +24,50 @@ def unexplained(config: Config, value: float) -> str:
 
 
 def by_rejection(limit: float) -> Explained:
-    """Explain a low acceptance by `budget`, or by a `lam` above 1, which divides the acceptance by lam at most.
+    """Explain a low acceptance by `budget`, or by a `lam` above 1, which divides the acceptance by at most lam.
 
     Args:
         limit: limit of the acceptance at lam = 1.
     """
 
-    def of(config: Config, value: float) -> str:
+    def explain(config: Config, value: float) -> str:
         correction = config.objective.correction
-        budget, lam = getattr(correction, "budget", None), getattr(correction, "lam", 1.0)
+        budget = getattr(correction, "budget", None)
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
 
-        # At lam = 1 the acceptance would be at most lam times as large: still too low, and lam does not explain it.
+        # At lam = 1 the acceptance would be at most lam times as large. If that is too low, lam is no explanation.
+        lam = getattr(correction, "lam", 1.0)
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
-    return of
+    return explain
 
 
 def by_cap(*names: str) -> Explained:
     """Explain many tokens at a cap: the cap is 1 or less, or the correction is made to drop tokens.
 
     Args:
-        names: names that the cap's setting has in different corrections.
+        names: names of the cap's setting in different corrections.
     """
 
-    def of(config: Config, value: float) -> str:
+    def explain(config: Config, value: float) -> str:
         correction = config.objective.correction
         if correction.name in _DROPPING:
             return f"objective.correction={correction.name}"
+
         caps = {name: getattr(correction, name, math.inf) for name in names}
         return ", ".join(f"objective.correction.{name}={cap:g}" for name, cap in caps.items() if cap <= 1.0)
 
-    return of
+    return explain
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain a clip of the policy's ratio that acts often or never: with `proximal: rollout` it clips the mismatch."""
+    """Explain a clip of the policy's ratio that acts often or never: `proximal: rollout` makes it clip the mismatch."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain a clip of the rollout model's ratio that acts often: with `proximal: rollout` it clips the mismatch."""
+    """Explain a clip of the rollout model's ratio that acts often: `proximal: rollout` makes it clip the mismatch."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
@@ -75,19 +77,18 @@ def _by_proximal(setting: str, correction: PolicyCorrection | RolloutModelCorrec
 
 
 def by_capped_weights(config: Config, value: float) -> str:
-    """Explain large ratios of policy to engine: they do no harm where the correction caps the weights or has none.
+    """Explain large ratios of policy to engine: a correction that caps its weights, or has none, keeps them harmless.
 
-    With `proximal: rollout` they do harm, for PPO's clip does not cap a ratio above 1 at a negative advantage.
+    With `proximal: rollout` large ratios do harm, for PPO's clip does not cap a ratio above 1 at a negative advantage.
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
     has_cap = correction.name not in ("is", "custom") and correction.proximal != "rollout"
-    is_bounded = has_cap and all(map(math.isfinite, caps))
-    return f"objective.correction={correction.name}" if is_bounded else ""
+    return f"objective.correction={correction.name}" if has_cap and all(map(math.isfinite, caps)) else ""
 
 
 def by_truncation(config: Config, value: float) -> str:
-    """Explain that the engine's probabilities are above training's: top-p or top-k moved other tokens' mass to them."""
+    """Explain probabilities of the engine above those of training: top-p or top-k moved the mass of other tokens."""
     sampling = config.sampling
     return f"sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.truncated else ""
 
@@ -100,7 +101,7 @@ def by_unused_z(config: Config, value: float) -> str:
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain a mean weight of the rollout model that is not 1: by its correction, stale rollouts or truncation."""
+    """Explain a mean weight of the rollout model other than 1 by its correction, stale rollouts or truncation."""
     correction = config.rollout_model.correction if config.rollout_model else None
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"
@@ -108,17 +109,17 @@ def by_weights_of_rollout_model(config: Config, value: float) -> str:
 
 
 def by_filter(config: Config, value: float) -> str:
-    """Explain that tokens are no fair sample of the engine's distribution: groups were chosen by their rewards."""
+    """Explain tokens that are no fair sample of the engine's distribution: groups were chosen by their rewards."""
     return "batch.filter_groups" if config.batch.filter_groups else ""
 
 
 def by_single_responses(config: Config, value: float) -> str:
-    """Explain that most groups are all right or all wrong: a group has one response."""
+    """Explain groups that are all right or all wrong: each has one response."""
     return "batch.group_size=1" if config.batch.group_size == 1 and value < 1.0 else ""
 
 
 def by_one_loss(config: Config, value: float) -> str:
-    """Explain that one of the rollout model's two losses dominates: the weight of the other loss is 0."""
+    """Explain a dominant one of the rollout model's two losses: the weight of the other loss is 0."""
     model = config.rollout_model
     if model is None:
         return "rollout_model=null"
@@ -127,11 +128,11 @@ def by_one_loss(config: Config, value: float) -> str:
 
 
 def by_frozen_rollouts(config: Config, value: float) -> str:
-    """Explain that the rollouts' rewards do not rise: the model that generates the rollouts is not trained."""
+    """Explain rewards of rollouts that do not rise: the model that generates the rollouts is not trained."""
     model = config.rollout_model
     return "rollout_model.optimizer=null" if model and model.optimizer is None else by_share(config, value)
 
 
 def by_share(config: Config, value: float) -> str:
-    """Explain that the rollouts' rewards change: the share of each model in the rollouts may change."""
+    """Explain rewards of rollouts that change: the share of each model in the rollouts may change."""
     return "rollout_model.share" if config.is_mixed else ""

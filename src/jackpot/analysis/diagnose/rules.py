@@ -1,4 +1,4 @@
-"""The whole table of rules: when a metric is unhealthy, why, and what to do. docs/metrics.md has the limits.
+"""The whole table of rules: when a metric is unhealthy, why, and how to mend it. docs/metrics.md lists the limits.
 
 The rules are in causal order, so that an earlier finding can cause a later one.
 """
@@ -34,21 +34,21 @@ from jackpot.analysis.diagnose.explained import (
 )
 from jackpot.analysis.diagnose.learning import (
     REWARDS,
-    below_start_unless_risen,
-    fallen,
-    risen,
-    unless_cut_earn,
-    unless_sparse,
+    cut_limit,
+    entropy_limit,
+    learning_limit,
+    sparse_limit,
+    unlearning_limit,
 )
 from jackpot.analysis.diagnose.limits import (
     Rule,
-    above_first_alone,
     above_start,
-    all_rounds,
     below_start,
+    generation_batches_limit,
     increase,
     latest,
-    quantizing,
+    learns_alone_limit,
+    quantization_limit,
 )
 
 RULES: tuple[Rule, ...] = (
@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="precision",
             metric=metric,
-            high=quantizing(metric),
+            high=quantization_limit(metric),
             aggregate=latest,
             explanation=f"the quantized engine of the {model} is so far from training that the correction decides "
             "what the policy learns",
@@ -70,7 +70,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="learning",
             metric=metric,
-            low=fallen(metric, at_once=True),
+            low=unlearning_limit(metric, at_once=True),
             explained_by=explained,
             aggregate=aggregate,
             source=CHANCE,
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="signal",
             metric=metric,
-            high=unless_sparse(0.9),
+            high=sparse_limit(0.9),
             explained_by=explained,
             explanation=text,
             suggestion=f"{ANSWERS}; {OTHER_PROMPTS}",
@@ -105,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="signal",
         metric="sampling/gen_batches",
-        high=all_rounds,
+        high=generation_batches_limit,
         explanation="even all rounds of dynamic sampling do not find groups of unequal rewards",
         suggestion="take easier or harder prompts (task), or raise batch.group_size",
     ),
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="signal",
             metric=f"{model}/skipped_steps",
-            high=unless_sparse(0.5),
+            high=sparse_limit(0.5),
             explanation=f"most optimizer steps of the {model.replace('_', ' ')} are not taken; events.jsonl says why",
             suggestion="read the events skipped_step; for equal rewards set batch.filter_groups={}",
         )
@@ -180,10 +180,10 @@ RULES: tuple[Rule, ...] = (
             metric=metric,
             high=0.1,
             explained_by=by_cap(*caps),
-            explanation=f"the cap decides the correction: {what}",
+            explanation=f"the cap decides the correction: {reason}",
             suggestion=suggestion,
         )
-        for metric, caps, what, suggestion in (
+        for metric, caps, reason, suggestion in (
             (
                 "correction/clip_frac",
                 ("c1", "cap"),
@@ -246,7 +246,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="models",
             metric=f"{model}/entropy",
-            low=below_start_unless_risen,
+            low=entropy_limit,
             explanation=f"the entropy of the {model.replace('_', ' ')} has collapsed: one answer in each state",
             suggestion="lower policy.optimizer.learning_rate; raise objective.entropy_coeff",
         )
@@ -266,7 +266,7 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="models",
             metric=metric,
-            low=fallen(metric, at_once=False),
+            low=unlearning_limit(metric, at_once=False),
             explained_by=explained,
             aggregate=aggregate,
             explanation=f"{who} than before: what the run had learned is lost",
@@ -278,19 +278,19 @@ RULES: tuple[Rule, ...] = (
         Rule(
             group="models",
             metric=metric,
-            low=risen(metric),
+            low=learning_limit(metric),
             source=CHANCE,
             explained_by=by_frozen_rollouts if metric == REWARDS else unexplained,
             aggregate=fmean if metric == REWARDS else latest,
-            explanation=f"{NOTHING}: {what} not measurably above the start",
+            explanation=f"{NOTHING}: {subject} not measurably above the start",
             suggestion=f"raise policy.optimizer.learning_rate; {ANSWERS}; raise evaluation.problems to see more",
         )
-        for metric, what in SAME.items()
+        for metric, subject in SAME.items()
     ),
     Rule(
         group="models",
         metric="eval/rollout_model_accuracy",
-        high=above_first_alone,
+        high=learns_alone_limit,
         aggregate=latest,
         explanation="the rollout model learns and the policy unlearns",
         suggestion=f"{CORRECT}; raise rollout_model.distill_weight",
@@ -323,7 +323,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         group="length",
         metric="response/truncated",
-        high=unless_cut_earn,
+        high=cut_limit,
         explanation="many responses are cut at the limit",
         suggestion="raise sampling.max_new_tokens, or penalize length with objective.overlong_buffer",
     ),

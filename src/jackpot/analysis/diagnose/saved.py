@@ -1,4 +1,4 @@
-"""Signs from saved rollouts that no metric has: what prompts, responses and rewards show when they are compared.
+"""Signs in saved rollouts that no metric shows, from a comparison of prompts, responses and rewards with each other.
 
 Each sign is a number for an iteration, under a name that begins with `saved/`.
 """
@@ -33,10 +33,12 @@ _END = re.compile(r"<(/s>|eos|\|?(im_)?end|\|?eot)")  # beginning of a token tha
 
 
 def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
-    """Return the signs in a run's saved rollouts: for each readable file its iteration and its signs by name."""
+    """Return the signs in a run's saved rollouts: for each readable file the iteration, and the signs by name."""
     files, _ = list_rollout_files(run)
     held_out = _held_out(run)
-    answers: dict[Any, set[str]] = defaultdict(set)  # all answers to a prompt, by its text and by its token ids
+    answers: dict[Any, set[str]] = defaultdict(
+        set
+    )  # all answers to a prompt, by the prompt's text and by its token ids
     for text, answer in held_out:
         answers[text].add(answer)
 
@@ -44,8 +46,8 @@ def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
     for file in files:
         with suppress(UnreadableRollouts):
             table = read_columns(file, list(_COLUMNS))
-            lines.append({"iteration": file.iteration} | _of_prompts(table, held_out, answers))
-            lines[-1] |= _of_responses(table, config) | _of_rewards(table)
+            signs = _of_prompts(table, held_out, answers) | _of_responses(table, config) | _of_rewards(table)
+            lines.append({"iteration": file.iteration} | signs)
     return lines
 
 
@@ -60,9 +62,11 @@ def _held_out(run: Path) -> set[tuple[str, str]]:
     except (OSError, ValueError):
         return set()
 
-    asked = [(row.get("prompt"), row.get("answer")) for row in rows]
+    problems = [(row.get("prompt"), row.get("answer")) for row in rows]
     return {
-        (prompt, answer) for prompt, answer in asked if isinstance(prompt, str) and answer and isinstance(answer, str)
+        (prompt, answer)
+        for prompt, answer in problems
+        if isinstance(prompt, str) and answer and isinstance(answer, str)
     }
 
 
@@ -74,23 +78,22 @@ def _of_prompts(
     Args:
         table: one file of saved rollouts.
         held_out: (problem, answer) of the held-out problems.
-        answers: all answers to a prompt seen so far; those of this file are added.
+        answers: all answers to a prompt in the files before; the answers of this file are added.
     """
     rows = table.select(["prompt_uid", "prompt", "answer", "prompt_ids"]).to_pylist()
-    asked = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
-    if not all(answer for _, answer, _ in asked.values()):  # an environment: its state is not in the text
+    by_uid = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
+    prompts = by_uid.values()
+    if not all(answer for _, answer, _ in prompts):  # an environment, with a state that the text does not show
         return {}
 
-    for text, answer, ids in asked.values():
+    for text, answer, ids in prompts:
         answers[ids].add(answer)
         answers[text].add(answer)
 
     return {
-        "saved/ambiguous_prompts": fmean(
-            max(len(answers[ids]), len(answers[text])) > 1 for text, _, ids in asked.values()
-        ),
-        "saved/repeated_prompts": 1.0 - len({ids for _, _, ids in asked.values()}) / len(asked),
-        "saved/held_out": fmean((text, answer) in held_out for text, answer, _ in asked.values()),
+        "saved/ambiguous_prompts": fmean(max(len(answers[ids]), len(answers[text])) > 1 for text, _, ids in prompts),
+        "saved/repeated_prompts": 1.0 - len({ids for _, _, ids in prompts}) / len(prompts),
+        "saved/held_out": fmean((text, answer) in held_out for text, answer, _ in prompts),
     }
 
 
@@ -98,26 +101,30 @@ def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
     """Return the signs from how alike responses are, and from how they end."""
     rows = table.select(["response", "token_ids", "tokens"]).to_pylist()
     stops = set(config.sampling.stop_token_ids)
-    found = {
+    signs = {
         "saved/end_inside": fmean(any(map(_END.match, row["tokens"][:-1])) for row in rows),
         "saved/ended_by_stop_ids": fmean(not stops.isdisjoint(row["token_ids"][-1:]) for row in rows),
     }
     if len(set(table.column("prompt").to_pylist())) > 1:
-        found["saved/commonest"] = max(Counter(row["response"] for row in rows).values()) / len(rows)
-    return found
+        signs["saved/commonest"] = max(Counter(row["response"] for row in rows).values()) / len(rows)
+    return signs
 
 
 def _of_rewards(table: pa.Table) -> dict[str, float]:
     """Return the signs from comparing rewards with verdicts and with lengths, and from the rewards of cut responses."""
-    rewards, columns = table.column("reward").to_numpy(), table.select(["correct", "finish", "token_ids"]).to_pydict()
-    right, wrong = (np.array([one is verdict for one in columns["correct"]]) for verdict in (True, False))
-    cut, lengths = np.array(columns["finish"]) == "length", np.array([*map(len, columns["token_ids"])])
+    rewards = table.column("reward").to_numpy()
+    columns = table.select(["correct", "finish", "token_ids"]).to_pydict()
+    right = np.array([verdict is True for verdict in columns["correct"]])
+    wrong = np.array([verdict is False for verdict in columns["correct"]])
+    cut = np.array(columns["finish"]) == "length"
+    lengths = np.array([*map(len, columns["token_ids"])])
 
-    found, width = {}, float(np.ptp(rewards))
+    signs = {}
+    width = float(np.ptp(rewards))
     if width and np.ptp(lengths):
-        found["saved/length_reward"] = float(np.corrcoef(rewards, lengths)[0, 1])
+        signs["saved/length_reward"] = float(np.corrcoef(rewards, lengths)[0, 1])
     if width and right.any() and wrong.any():
-        found["saved/right_earn"] = float(rewards[right].mean() - rewards[wrong].mean()) / width
+        signs["saved/right_earn"] = float(rewards[right].mean() - rewards[wrong].mean()) / width
     if cut.any():
-        found["saved/cut_earn"] = float(rewards[cut].mean() - rewards.min())
-    return found
+        signs["saved/cut_earn"] = float(rewards[cut].mean() - rewards.min())
+    return signs

@@ -1,4 +1,4 @@
-"""Reasons against any recommendation, found in the log-probs themselves before a correction is looked at."""
+"""Reasons against any recommendation, found in the log-probs before any correction is looked at."""
 
 import math
 from collections.abc import Mapping
@@ -6,40 +6,42 @@ from collections.abc import Mapping
 from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Mean, Sums
 
-FEW_TOKENS = 1_000  # sampled tokens below which there is no recommendation
-OFF = 0.03  # largest deviation of the mean ratio from 1, unless SURE standard errors are more
-TAME = 10.0  # largest 99 % quantile of the ratios at which their mean is reliable
-SURE = 5.0  # standard errors from which on a deviation is significant
-FEW_SEQUENCES = 0.2  # share of effective responses below which weights of whole responses are of no use
+LEAST_TOKENS = 1_000  # sampled tokens below which there is no recommendation
+LARGEST_DEVIATION = 0.03  # deviation of a mean from its expected number that is reported, if it is significant too
+LARGEST_TAIL_RATIO = 10.0  # largest 99 % quantile of the ratios at which the mean ratio is reliable
+SIGNIFICANT_ERRORS = 5.0  # standard errors from which on a deviation is significant
+LEAST_EFFECTIVE_SEQUENCES = 0.2  # share of effective responses below which weights of whole responses are of no use
 
 
 def is_stale(run: Sums) -> bool:
-    """Return whether the saved policy had been updated since it received the batch."""
+    """Tell whether the saved policy had been updated since it received the batch."""
     return float(run["stale_max"].value) > 1e-3
 
 
 def few_sequences(run: Sums) -> str:
     """Return a warning of weights of whole responses, to follow a sentence; "" if enough responses stay effective."""
     effective = float(run["mismatch/sequence_ess"].value)
-    if effective >= FEW_SEQUENCES:
+    if effective >= LEAST_EFFECTIVE_SEQUENCES:
         return ""
+
     return (
         f". Do not weigh whole responses: over {float(run['length'].value):.0f} tokens their ratios leave "
         f"{effective:.1%} of them effective"
     )
 
 
-def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
+def not_finite(run: Sums, sums: Mapping[str, float]) -> str | None:
     """Return a reason against any recommendation if a number is infinite or NaN, else None.
 
     Args:
         run: sums of the run before any correction.
-        numbers: a number of each correction that may be recommended, by the correction's label.
+        sums: a sum of each correction that may be recommended, by the correction's label.
     """
-    run_numbers = {"the run's gap": float(run["total_variation"].value), "the mean of rho": float(run["ratio"].value)}
-    names = [name for name, value in (run_numbers | dict(numbers)).items() if not math.isfinite(value)]
+    of_run = {"the run's gap": float(run["total_variation"].value), "the mean of rho": float(run["ratio"].value)}
+    names = [name for name, value in (of_run | dict(sums)).items() if not math.isfinite(value)]
     if not names:
         return None
+
     return (
         f"{', '.join(names)}: the result is not a finite number. Look for log-probs of sampled tokens that are "
         f"hundreds below 0, and set sampled_mask to false there"
@@ -49,8 +51,8 @@ def not_finite(run: Sums, numbers: Mapping[str, float]) -> str | None:
 def why_not(run: Sums) -> str | None:
     """Return a reason against any recommendation, such as too few tokens; None if there is none."""
     tokens = int(Mean.named(run, "total_variation").count)
-    if tokens < FEW_TOKENS:
-        return f"there are {tokens} sampled tokens and {FEW_TOKENS:,} are needed; save more rollouts"
+    if tokens < LEAST_TOKENS:
+        return f"there are {tokens} sampled tokens and {LEAST_TOKENS:,} are needed; save more rollouts"
     if "z" in run and (problem := _lists_do_not_fit(run)):
         return problem
     return _mean_is_not_1(run)
@@ -59,19 +61,21 @@ def why_not(run: Sums) -> str | None:
 def _mean_is_not_1(run: Sums) -> str | None:
     """Return a reason if the mean ratio of policy to rollout model is not 1, at tokens without top-k lists."""
     ratio = Mean.named(run, "sampled_only_ratio")
-    is_tame = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < TAME
-    if ratio.count > 0 and is_tame and _is_off(ratio, 1.0):
-        return (
-            f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and "
-            f"must be 1. {_LOOK_FOR} Or the policy prefers tokens that the rollout model hardly ever samples; top-k "
-            f"lists of both models would show it"
-        )
-    return None
+    is_reliable = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < LARGEST_TAIL_RATIO
+    if ratio.count == 0 or not is_reliable or not _is_off(ratio, 1.0):
+        return None
+
+    return (
+        f"the mean of p_policy / p_rollout is {float(ratio.value):.3f} +- {float(ratio.standard_error):.3f} and "
+        f"must be 1. {_LOOK_FOR} Or the policy prefers tokens that the rollout model hardly ever samples; top-k "
+        f"lists of both models would show it"
+    )
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
-    # Two means that are 0 where lists and log-probs are of one distribution, and the rollout model can sample all.
-    gap, unreachable = Mean.named(run, "acceptance_minus_z"), Mean.named(run, "unreachable")
+    """Return a reason if the top-k lists do not fit the sampled tokens' log-probs, or miss the policy's tokens."""
+    # Both means are 0 if lists and log-probs are of one distribution, and the rollout model can sample every token.
+    unreachable, gap = Mean.named(run, "unreachable"), Mean.named(run, "acceptance_minus_z")
     if _is_off(unreachable, 0.0):
         return (
             f"{float(unreachable.value):.1%} of the policy's probability is on tokens that the rollout model "
@@ -86,8 +90,8 @@ def _lists_do_not_fit(run: Sums) -> str | None:
 
 
 def _is_off(mean: Mean, expected: float) -> bool:
-    """Return whether a mean differs from the expected number by more than OFF and more than chance."""
-    return abs(float(mean.value) - expected) > max(OFF, SURE * float(mean.standard_error))
+    """Tell whether a mean differs from the expected number by more than LARGEST_DEVIATION and more than chance."""
+    return abs(float(mean.value) - expected) > max(LARGEST_DEVIATION, SIGNIFICANT_ERRORS * float(mean.standard_error))
 
 
 _LOOK_FOR = (

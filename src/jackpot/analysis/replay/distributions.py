@@ -1,7 +1,7 @@
 """Both models' distributions at a token, recovered from the saved top-k lists.
 
-Where both lists hold nearly all of the mass, the effect of a correction is summed over the vocabulary instead of
-estimated from the sampled token: over the tokens in both lists, and one column for all other tokens together.
+If both lists hold nearly all of the mass, the effect of a correction is summed over the vocabulary instead of estimated
+from the sampled token: over the tokens in both lists, and one column for all other tokens together.
 
 Shapes: `B` responses of up to `T` tokens, `N` sampled tokens, `K` entries of a list, `M` = K + 1 columns.
 """
@@ -16,9 +16,9 @@ from jackpot.analysis.replay.responses import ResponseBatch
 from jackpot.objectives.obrs import ZEstimate, exact_z, known_z
 
 CAPTURED = 0.999  # least mass of each distribution in its list at which the vocabulary is summed over
-SAME = 1e-3  # largest difference between log-probs of a sampled token under two equal distributions
+EQUAL = 1e-3  # largest difference between log-probs of a sampled token under two equal distributions
 _TINY = 1e-12  # smallest mass of the column of all other tokens
-_NEGLIGIBLE = -200.0  # log-prob of an empty column, equal in both models, so that the column weighs nothing
+_NEGLIGIBLE = -200.0  # log-prob of an empty column; equal in both models, so that the column weighs nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class StateDistributions:
     held: Tensor  # [N] bool, True where both lists hold at least CAPTURED of the mass
     rollout: Tensor  # [N, M] log p_inf; the last column stands for all tokens that are not in both lists
     new: Tensor  # [N, M] log p_new
-    old: Tensor | None  # [N, M] log p_old; None where p_old is neither p_new nor p_inf, and so is not known
+    old: Tensor | None  # [N, M] log p_old; None: not known, since p_old is neither p_new nor p_inf
     advantages: Tensor  # [N]
 
     def z(self, lam: float, target: str) -> Tensor | None:
@@ -44,7 +44,7 @@ class StateDistributions:
 
     @property
     def known(self) -> "StateDistributions | None":
-        """The distributions at those tokens whose lists hold enough mass to sum over them; None without such tokens."""
+        """Return the distributions at tokens whose lists hold enough mass to sum over; None without such tokens."""
         if not self.held.any():
             return None
 
@@ -65,13 +65,13 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
 
     rollout_ids, rollout_top = _sampled_lists(batch, "rollout", -1)
     policy_ids, policy_top = _sampled_lists(batch, "policy", -2)
-    same = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
-    in_both = same.any(-1)
+    matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
+    in_both = matches.any(-1)
 
     # Columns in the order of the rollout model's list; a token that the policy's list lacks leaves an empty column.
     nothing = torch.tensor(_NEGLIGIBLE, dtype=torch.float64)
     rollout = torch.where(in_both, rollout_top, nothing)
-    new = torch.where(in_both, policy_top.gather(-1, same.int().argmax(-1)), nothing)
+    new = torch.where(in_both, policy_top.gather(-1, matches.int().argmax(-1)), nothing)
     held = torch.minimum(rollout.exp().sum(-1), new.exp().sum(-1)) >= CAPTURED
     rollout, new = _with_rest(rollout), _with_rest(new)
 
@@ -96,6 +96,7 @@ def _with_rest(log_probs: Tensor) -> Tensor:
     """Append the column of all other tokens to log-probs: [N, K] -> [N, K + 1]."""
     # Rounding of saved values may take the mass above 1.
     log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True).clamp(min=0.0)
+
     rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=_TINY)
     return torch.cat([log_probs, rest.log()], dim=-1)
 
@@ -105,9 +106,9 @@ def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
 
     It equals p_new before the first step on a batch, and p_inf where the policy itself sampled the batch.
     """
-    if (batch.old - batch.new).abs().max() < SAME:
+    if (batch.old - batch.new).abs().max() < EQUAL:
         return new
-    return rollout if (batch.old - batch.rollout).abs().max() < SAME else None
+    return rollout if (batch.old - batch.rollout).abs().max() < EQUAL else None
 
 
 def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tensor, Tensor]:
@@ -116,13 +117,12 @@ def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tens
     Args:
         batch: responses with lists of both models.
         model: rollout or policy.
-        padding: id of entries that shorter lists lack; their log-prob is -inf.
+        padding: id at the end of shorter lists; its log-prob is -inf.
     """
-    ids = [getattr(response, f"{model}_top_ids")[response.sampled_mask] for response in batch.responses]
-    log_probs = [getattr(response, f"{model}_top_log_probs")[response.sampled_mask] for response in batch.responses]
-    width = max(rows.shape[1] for rows in ids)
 
-    def padded(parts: list[Tensor], value: float) -> Tensor:
-        return torch.cat([pad(rows, (0, width - rows.shape[1]), value=value) for rows in parts])
+    def padded(column: str, value: float) -> Tensor:
+        rows = [getattr(response, f"{model}_{column}")[response.sampled_mask] for response in batch.responses]
+        width = max(lists.shape[1] for lists in rows)
+        return torch.cat([pad(lists, (0, width - lists.shape[1]), value=value) for lists in rows])
 
-    return padded(ids, padding), padded(log_probs, -torch.inf)
+    return padded("top_ids", padding), padded("top_log_probs", -torch.inf)

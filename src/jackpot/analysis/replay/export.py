@@ -28,14 +28,14 @@ _ROWS = 64  # responses in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class Export:
     """The result of an export: what was written, and what was left out."""
 
     files: tuple[Path, ...]
     responses: int  # number of responses written
     tokens: int  # number of response tokens written
-    lost: str  # our columns that the format does not have
-    problems: tuple[str, ...]  # files of the run that are left out, with the reason
+    lost: str  # names our columns that the format does not have
+    problems: tuple[str, ...]  # says which files of the run are left out, and why
 
 
 def export_rollouts(
@@ -46,16 +46,16 @@ def export_rollouts(
     *,
     iteration: int | None = None,
     sample: str | None = None,
-) -> Exported:
-    """Write every saved iteration of a run as a file of a given format; our own keeps all columns and settings.
+) -> Export:
+    """Write every saved iteration of a run as a file of another format, or of our own with all columns and settings.
 
     Args:
         run: the run folder.
         name: name of the format, OURS or one of WRITABLE.
         out: folder of the new files; it must be empty or not exist yet.
-        iteration: number of the only iteration that is written; None: all.
+        listen: takes the number of responses written so far.
+        iteration: the only iteration that is written; None: all.
         sample: uid of the only response that is written; None: all.
-        listen: function that is called with the number of responses written so far.
 
     Raises:
         CheckpointError: the folder has no run.
@@ -67,20 +67,22 @@ def export_rollouts(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --out a folder that is empty or does not exist")
 
-    run_config(run)
+    run_config(run)  # refuses a folder that has no run
     saved, problems = list_rollout_files(run)
-    if iteration is not None and iteration not in (numbers := [file.iteration for file in saved]):
-        raise DataError(f"iteration {iteration} is not saved; saved are {', '.join(map(str, numbers)) or 'none'}")
+    chosen = saved if iteration is None else [file for file in saved if file.iteration == iteration]
+    if iteration is not None and not chosen:
+        iterations = ", ".join(str(file.iteration) for file in saved)
+        raise DataError(f"iteration {iteration} is not saved; saved are {iterations or 'none'}")
 
-    written: dict[Path, RolloutFile] = {}
-    for file in saved if iteration is None else [file for file in saved if file.iteration == iteration]:
+    written: list[RolloutFile] = []
+    for file in chosen:
         try:
-            rows = None if sample is None else _numbers_of(file, sample)
+            rows = None if sample is None else _rows_of(file, sample)
             if rows is None or rows:
-                written |= _write(WRITABLE.get(name), file, out, rows)
+                written.append(_write(WRITABLE.get(name), file, out, rows))
         except UnreadableRollouts as error:
             problems.append(str(error))
-        listen(sum(done.responses for done in written.values()))
+        listen(sum(file.responses for file in written))
 
     if sample is not None and not written and not problems:
         raise DataError(f"no saved response has the uid {sample!r}; `jackpot report {run}` shows the uids of responses")
@@ -88,32 +90,29 @@ def export_rollouts(
         why = "; ".join(problems) or "rollouts.every and rollouts.keep decide what a run saves"
         raise DataError(f"{run} has no saved rollouts to export: {why}")
 
-    return Exported(
-        files=tuple(written),
-        responses=sum(file.responses for file in written.values()),
-        tokens=sum(file.tokens for file in written.values()),
+    return Export(
+        files=tuple(file.path for file in written),
+        responses=sum(file.responses for file in written),
+        tokens=sum(file.tokens for file in written),
         lost=WRITABLE[name].lost if name in WRITABLE else "nothing",
         problems=tuple(problems),
     )
 
 
-def _numbers_of(file: RolloutFile, sample: str) -> list[int]:
-    """Return the numbers of the rows of a file whose uid is `sample`."""
+def _rows_of(file: RolloutFile, sample: str) -> list[int]:
+    """Return the indices of the rows with the uid `sample`."""
     uids = read_columns(file, ["uid"])["uid"].to_pylist()
     return [row for row, uid in enumerate(uids) if uid == sample]
 
 
-def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[int] | None) -> dict[Path, RolloutFile]:
-    """Write rows of one saved iteration to a new file.
+def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[int] | None) -> RolloutFile:
+    """Write rows of one saved iteration to a new file, and return the new file.
 
     Args:
         writer: the format that is written; None: ours.
         file: the saved iteration.
         out: folder of the new file.
-        rows: numbers of the rows; None: all.
-
-    Returns:
-        The new file's path, with a description of its content.
+        rows: indices of the rows; None: all.
     """
     path = out / (writer.file_name.format(file.iteration) if writer else file.path.name)
     try:
@@ -124,11 +123,10 @@ def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[i
                 pq.write_table(table, partial, compression="zstd")  # with the schema version and the run's settings
             else:
                 with partial.open("w") as lines:
-                    for part in table.to_batches(_ROWS):
-                        records = (writer.record(file.iteration, row) for row in part.to_pylist())
+                    for batch in table.to_batches(_ROWS):
+                        records = (writer.record(file.iteration, row) for row in batch.to_pylist())
                         lines.writelines(json.dumps(record) + "\n" for record in records)
     except OSError as error:
         raise DataError(f"cannot write {path} of {file.path}: {cause_of(error)}") from error
 
-    counts = {"responses": len(table), "tokens": len(flat_column(table, "token_ids"))}
-    return {path: replace(file, **counts)}
+    return replace(file, path=path, responses=len(table), tokens=len(flat_column(table, "token_ids")))

@@ -2,10 +2,9 @@
 
 The gradient of a token's loss at the policy that is updated, p_new, is F A grad log p_new(x) with
 
-    F = accept * w * r * [PPO's clip lets the token through]      r = p_new / p_proximal, or as another surrogate has it
+    F = accept * w * r * [PPO's clip lets the token through]      r = p_new / p_proximal, or what another surrogate uses
 
-and F is rho = p_new / p_inf where nothing is capped or rejected. This module calls the corrections of `objectives` and
-averages over their masks.
+If nothing is capped or rejected, F is rho = p_new / p_inf.
 """
 
 from dataclasses import dataclass, replace
@@ -24,24 +23,22 @@ from jackpot.objectives.joint import references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFactors:
-    """A correction's factors on tokens, tensors of one shape. Means E are over the Bernoulli mask, given the token."""
+    """A correction's factors on tokens, tensors of one shape. Means E are over the Bernoulli mask of each token."""
 
     mean: Tensor  # E F
-    either: Tensor  # E F averaged over both signs of the advantage, for sums over all tokens of a state
+    either: Tensor  # E F, averaged over both signs of the advantage, for sums over all tokens of a state
     square: Tensor  # E F^2
     weight: Tensor  # E (accept w), before PPO's ratio and clip
     accepted: Tensor  # E accept
     capped: Tensor  # bool, whether a cap lowered the weight
     clipped: Tensor  # share of the gradient that the clip of PPO removes or that of another surrogate changes
-    scale: Tensor  # h, what the sum of p_inf F over a state would be without caps: kappa Z (OBRS), R_t (prefixes) or 1
+    scale: Tensor  # h, the sum of p_inf F over a state if nothing were capped: kappa Z (OBRS), R_t (prefixes) or 1
 
 
 def inputs_of(
     setting: CorrectionSetting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """Build a correction's inputs for tokens [B, T].
-
-    Uniforms and advantages are 0, for `factors` sets them itself.
+    """Build a correction's inputs for tokens [B, T], with uniforms and advantages of 0, which `factors` replaces.
 
     Args:
         setting: the correction with its settings.
@@ -49,11 +46,11 @@ def inputs_of(
         mask: [B, T] bool, True at sampled tokens.
         z: Z at the tokens, for corrections that read it.
     """
-    named = references(old, new, rollout)
+    log_probs = references(old, new, rollout)
     return CorrectionInputs(
         rollout_log_probs=rollout,
-        target_log_probs=named[setting.objective.target],
-        proximal_log_probs=named[setting.objective.proximal],
+        target_log_probs=log_probs[setting.objective.target],
+        proximal_log_probs=log_probs[setting.objective.proximal],
         response_mask=mask,
         uniforms=torch.zeros_like(rollout),
         advantages=torch.zeros_like(rollout),
@@ -70,41 +67,45 @@ def factors(
         setting: the correction with its settings.
         inputs: inputs of the correction, from `inputs_of`.
         new: [B, T] log p_new.
-        advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. Where an
-            advantage is 0, and everywhere with None, both signs count half.
+        advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. At tokens
+            with an advantage of 0, and at all tokens with None, both signs count half.
         totals: sums over the step, for kappa.
     """
-    ones = torch.ones_like(inputs.rollout_log_probs)
-    signed = [replace(inputs, advantages=sign * ones) for sign in (1.0, -1.0)]
+    positive, negative = (
+        replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
+    )
     reads_sign = "advantages" in setting.objective.correction.reads
-    averages = [_averaged_over_mask(setting, one_sign, totals) for one_sign in signed[: 2 if reads_sign else 1]]
+    average = _averaged_over_mask(setting, positive, totals)
+    up = _factors_of_sign(setting, positive, new, average)
+    down = _factors_of_sign(
+        setting, negative, new, _averaged_over_mask(setting, negative, totals) if reads_sign else average
+    )
 
-    # Factors at positive and at negative advantages, mixed by the share of the positive ones: 0, 1/2 or 1.
-    up = _of_sign(setting, signed[0], new, averages[0])
-    down = _of_sign(setting, signed[1], new, averages[-1])
-    share = 0.5 * ones if advantages is None else (advantages.sign() + 1.0) / 2.0
+    # Mixed by the share of positive advantages: 0, 1/2 or 1.
+    share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
 
-    def of(name: str) -> Tensor:
+    def mixed(name: str) -> Tensor:
         return share * getattr(up, name) + (1.0 - share) * getattr(down, name)
 
     return GradientFactors(
         either=(up.mean + down.mean) / 2.0,
         capped=(up.capped & (share > 0.0)) | (down.capped & (share < 1.0)),
-        scale=of("scale"),
-        **{name: of(name) for name in ("mean", "square", "weight", "accepted", "clipped")},
+        **{name: mixed(name) for name in ("mean", "square", "weight", "accepted", "clipped", "scale")},
     )
 
 
-def _of_sign(
+def _factors_of_sign(
     setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, average: "_MaskAveraged"
 ) -> GradientFactors:
-    """Compute the factors for one sign of the advantage, which the inputs have as 1 or -1 everywhere."""
+    """Compute the factors for one sign of the advantage; the inputs have the advantage 1 or -1 everywhere."""
     through, clipped = _through_surrogate(setting, inputs, new)
-    kept = average.value * through
+    factor = average.value * through  # of an accepted token
+    mean = average.chance * factor
+
     return GradientFactors(
-        mean=average.chance * kept,
-        either=average.chance * kept,
-        square=average.chance * kept.square(),
+        mean=mean,
+        either=mean,
+        square=average.chance * factor.square(),
         weight=average.chance * average.value,
         accepted=average.accepted,
         capped=average.correction.capped | average.correction.capped_c2,
@@ -114,19 +115,21 @@ def _of_sign(
 
 
 def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the surrogate's factor on each token's gradient, r if it does not clip, and where it clips: 0 or 1."""
+    """Return the surrogate's factor on each token's gradient, r without a clip, and 1 where it clips, else 0."""
     objective, mask = setting.objective, inputs.response_mask
+    clips = (objective.clip_low, objective.clip_high)
     proximal = torch.where(mask, inputs.proximal_log_probs, 0.0)
+
     with torch.enable_grad():
         log_probs = torch.where(mask, new, 0.0).detach().requires_grad_()
-        clips = (objective.clip_low, objective.clip_high)
         surrogate = objective.surrogate(log_probs, proximal, inputs.advantages, mask, *clips)
         (gradient,) = torch.autograd.grad(surrogate.value.sum(), log_probs)
+
     return torch.where(mask, gradient / inputs.advantages, 0.0), torch.where(mask, surrogate.clipped.double(), 0.0)
 
 
 def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Correction) -> Tensor:
-    """Return h: what the sum of p_inf F over each state, [B, T], would be if nothing were capped."""
+    """Return h, the sum of p_inf F over each state if nothing were capped: [B, T]."""
     log_ratio = inputs.log_ratio
 
     if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # a weight has Z, or the mask accepts Z
@@ -143,30 +146,30 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
 
 
 def prefix_ratio(log_ratio: Tensor) -> Tensor:
-    """Return R_t, the product of rho over the tokens before token t: [B, T], at most e^MOST."""
-    return (log_ratio.cumsum(-1) - log_ratio).clamp(max=MOST).exp()
+    """Return R_t, the product of rho over the tokens before token t: [B, T], at most e^LARGEST_LOG_RATIO."""
+    return (log_ratio.cumsum(-1) - log_ratio).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def _before(values: Tensor) -> Tensor:
-    """Shift values by one token: [B, T] with the value of the token before, and 1 at the first."""
+    """Return the value of the token before each token, [B, T], and 1 at the first."""
     return pad(values[:, :-1], (1, 0), value=1.0)
 
 
 class _MaskAveraged(NamedTuple):
-    """A correction's weight as a random variable, [B, T] each: it is `value` with probability `chance`, else 0."""
+    """A correction's weight as a random variable, [B, T] each: `value` with probability `chance`, else 0."""
 
     value: Tensor
     chance: Tensor
     accepted: Tensor  # E accept
-    correction: Correction
+    correction: Correction  # at the smallest uniform
 
 
 def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, totals: Sums) -> _MaskAveraged:
     """Average a correction over its Bernoulli mask.
 
-    A token's mask is deterministic if the smallest and the largest uniform give the same mask; else the token is
-    accepted with probability a(x). With an expected mask the weight is always a w; with a sampled one it is w with
-    probability a.
+    If the smallest and the largest uniform give the same mask, a token's mask is deterministic. Else the token is
+    accepted with probability a(x). With an expected mask the weight is always a w; with a sampled mask the weight is w
+    with probability a.
     """
     correction = setting.objective.correction
     lowest = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)
@@ -181,5 +184,5 @@ def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, to
     return _MaskAveraged(lowest.weights, chance, chance, lowest)
 
 
-MOST = 40.0  # largest log R_t, so that sums of R_t stay finite
+LARGEST_LOG_RATIO = 40.0  # largest log R_t, so that sums of R_t stay finite
 _LARGEST_UNIFORM = 1.0 - 2.0**-53

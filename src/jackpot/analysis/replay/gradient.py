@@ -1,12 +1,8 @@
-"""Bias, variance and drift of the corrected gradient against the exact one, summed over all tokens x of each state s.
+"""Bias, variance and drift of the corrected gradient against the exact one, from sums over all tokens of each state.
 
-Gradients are with respect to the logits of a state (docs/replay.md). With the advantage A_s of the response that was
-sampled, n_x = |e_x - p_new|^2, f(x) = p_inf(x) E F(x), and the factor c by which the gradients fit best:
+Gradients are with respect to the logits of a state. docs/replay.md has the formulas and their symbols.
 
-    S_ff = sum_s A_s^2 sum_x f(x)^2 n_x       S_ft = ... f(x) p_new(x) n_x        S_tt = ... p_new(x)^2 n_x
-    bias      = sqrt(1 - S_ft^2 / (S_ff S_tt))
-    variance  = sum_s A_s^2 sum_x (p_inf(x) E F(x)^2 - f(x)^2) n_x / c^2           c = S_ft / S_tt
-    drift     = sqrt( sum_s A_s^2 |f - F_s p_new|^2 / (c^2 S_tt) )                F_s = sum_x f(x)
+Shapes: `N` states, `M` tokens of each.
 """
 
 from typing import NamedTuple
@@ -18,13 +14,9 @@ from jackpot.analysis.replay.distributions import StateDistributions
 from jackpot.analysis.replay.factors import GradientFactors
 from jackpot.core.metrics import Mean, Sum, Sums
 
-_MEANS = ("state", "state square", "state variation")  # names of the means of `state_sums`
-_PRODUCTS = ("estimator", "both", "exact", "noise", "ideal noise", "drift")  # names of its sums
-EXACT = ("exact_effective", "tv_after_correction", "bias", "variance", "drift", "state_spread")
-
 
 class StateValues(NamedTuple):
-    """The effect of one correction in each of N states."""
+    """The effect of one correction in each of N states, on M tokens."""
 
     trained: Tensor  # [N, M] f, the weight of each token in the corrected gradient
     second: Tensor  # [N, M] p_inf E F^2
@@ -38,6 +30,7 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
     trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)
     of_state = trained.sum(-1)
+
     return StateValues(
         trained=trained,
         second=torch.where(can_be_sampled, rollout * factors.square, 0.0),
@@ -47,57 +40,58 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
 
 
 def state_sums(values: StateValues, states: StateDistributions) -> Sums:
-    """Sum the effect of one correction over states, under the names of `_MEANS` and `_PRODUCTS`.
-
-    The sums are S_ff, S_ft and S_tt, the variance times c^2, the variance of sampling from p_new, and the numerator of
-    the drift. The means are of F_s, of the sum of p_inf E F^2 over a state, and of F_s times the total variation.
-    """
+    """Sum the effect of one correction over states, for `exact_numbers`."""
     target = states.new.exp()
     trained, second, of_state, variation = values
-    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x
-
-    products = (
-        trained.square() * norms,
-        trained * target * norms,
-        target.square() * norms,
-        (second - trained.square()) * norms,
-        (target - target.square()) * norms,  # the variance of sampling from p_new itself
-        (trained - of_state.unsqueeze(-1) * target).square(),
-    )
+    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x of each token
 
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
-    means = (Mean.of(column, everywhere) for column in (of_state, second.sum(-1), variation))
-
     squares = states.advantages.square()
-    totals = (Sum((squares * product.sum(-1)).sum()) for product in products)
-    return dict(zip((*_MEANS, *_PRODUCTS), (*means, *totals), strict=True))
+
+    def total(products: Tensor) -> Sum:
+        return Sum((squares * products.sum(-1)).sum())
+
+    return {
+        "state": Mean.of(of_state, everywhere),
+        "state square": Mean.of(second.sum(-1), everywhere),
+        "state variation": Mean.of(variation, everywhere),
+        "estimator": total(trained.square() * norms),  # S_ff
+        "product": total(trained * target * norms),  # S_ft
+        "exact": total(target.square() * norms),  # S_tt
+        "noise": total((second - trained.square()) * norms),  # the variance times c^2
+        "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
+        "drift": total((trained - of_state.unsqueeze(-1) * target).square()),
+    }
 
 
-def exact_numbers(sums: Sums) -> dict[str, float | None]:
-    """Compute the numbers named EXACT from the sums over states; all are None without a state.
+def exact_numbers(sums: Sums) -> dict[str, float]:
+    """Compute the fields of `CorrectionResult` that are exact sums over states; empty without a state.
 
-    `exact_effective` is the effective sample size as a share, and `tv_after_correction` the total variation that is
-    left. `bias` is 0 for the exact direction and 1 for an orthogonal one; a common factor, which a learning rate
-    offsets, is no bias. `variance` is a multiple of the variance of responses which the updated policy itself has
-    sampled, and `drift` is over the exact gradient's size. `state_spread` is the standard deviation of F_s over its
-    mean.
+    - `exact_effective` is the effective sample size as a share.
+    - `tv_after_correction` is the total variation that the correction leaves.
+    - `bias` is 0 for the exact direction and 1 for an orthogonal one. A common factor, which a learning rate offsets,
+      is no bias.
+    - `variance` is a multiple of the variance of responses that the updated policy samples itself.
+    - `drift` is a multiple of the exact gradient's size.
+    - `state_spread` is the standard deviation of F_s over the mean of F_s.
     """
-    if _MEANS[0] not in sums:
-        return dict.fromkeys(EXACT)
+    if "state" not in sums:
+        return {}
 
-    weight, square, variation = (Mean.named(sums, name) for name in _MEANS)
-    estimator, both, exact, noise, ideal_noise, drift = (sums[name].value for name in _PRODUCTS)
-    numbers = (
-        weight.value.square() / square.value,
-        variation.total / weight.total,
-        (1.0 - both.square() / (estimator * exact)).clamp(min=0.0).sqrt(),
-        noise / (both / exact).square() / ideal_noise,
-        (drift * exact).sqrt() / both,
-        weight.variance.sqrt() / weight.value,
-    )
-    return dict(zip(EXACT, map(float, numbers), strict=True))
+    weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
+    estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
+    noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))
+
+    return {
+        "exact_effective": float(weight.value.square() / square.value),
+        "tv_after_correction": float(variation.total / weight.total),
+        "bias": float((1.0 - product.square() / (estimator * exact)).clamp(min=0.0).sqrt()),
+        "variance": float(noise / (product / exact).square() / ideal_noise),
+        "drift": float((drift * exact).sqrt() / product),
+        "state_spread": float(weight.variance.sqrt() / weight.value),
+    }
 
 
 def known_states(sums: Sums) -> int:
-    """Return the number of tokens whose whole distributions were summed over."""
-    return int(Mean.named(sums, _MEANS[0]).count) if _MEANS[0] in sums else 0
+    """Return the number of tokens over whose whole distributions the sums were taken."""
+    return int(Mean.named(sums, "state").count) if "state" in sums else 0

@@ -1,7 +1,6 @@
 """Mix-ups in the two columns of log-probs, the engine's and the policy's, which no correction can mend.
 
-Found are columns that are swapped, unrelated, at two temperatures, or shifted by one token against each other. The
-docstrings of `ColumnPairs`' methods say how.
+The columns may be swapped, unrelated, at two temperatures, or shifted by one token against each other.
 """
 
 import math
@@ -14,21 +13,23 @@ from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.statistics import Sample
 
 MOST_TOKENS = 100_000  # tokens that are looked at, the first of a dump
-RAREST = -20.0  # log-prob, or log-odds, that lower values count as, so that no single token decides a correlation
-FEW = 100  # tokens below which nothing is said
-ALIKE = 0.5  # least correlation of two columns after one was shifted back
-CLEARLY = 0.2  # least gain of correlation by shifting back
-TELLING = 0.05  # least difference in explained variance that says which of two columns is shifted
-UNRELATED = 0.1  # correlation below which two columns have nothing to do with each other
-COMMON = (0.02, 0.98)  # probabilities between which log-odds are reliable
-SLOPE = 1.15  # least quotient of two temperatures, or its inverse, that is reported
-LINEAR = 0.85  # least correlation of the log-odds of one model at two temperatures
-EXPLAINED = 0.4  # least share of the variance of the difference of log-odds that the slope explains
-SURE = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
-LIKELY = 3.0  # standard errors that say which of two columns is wrong if one must be
+LEAST_LOG_PROB = -20.0  # lower log-probs and log-odds count as this one, so that no single token decides a correlation
+LEAST_TOKENS = 100  # fewest tokens about which anything is said
+LEAST_CORRELATION = 0.5  # least correlation of two columns after one was shifted back
+LEAST_GAIN = 0.2  # least gain of correlation by shifting back
+LEAST_EXPLAINED_DIFFERENCE = 0.05  # least difference in explained variance that says which of two columns is shifted
+UNRELATED_CORRELATION = 0.1  # correlation below which two columns have nothing to do with each other
+RELIABLE_PROBABILITIES = (0.02, 0.98)  # probabilities between which log-odds are reliable
+LEAST_QUOTIENT = 1.15  # least quotient of two temperatures that is reported; the inverse of a smaller one counts
+LEAST_LINEARITY = 0.85  # least correlation of the log-odds of one model at two temperatures
+LEAST_EXPLAINED = 0.4  # least share of the variance of the difference of log-odds that the slope explains
+SURE_ERRORS = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
+LIKELY_ERRORS = 3.0  # standard errors that say which of two columns is wrong if one must be
 LEAST_KL = 0.005  # nats; a smaller negative mean may be rounding
-ROUNDED = 0.99  # least share of log-probs on the grid of a number format at which a column was rounded to the format
-GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # the coarser one first
+LEAST_ROUNDED = (
+    0.99  # least share of log-probs on the grid of a number format in a column that was rounded to the format
+)
+GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # the coarser grid first
 
 
 class ColumnPairs:
@@ -36,10 +37,10 @@ class ColumnPairs:
 
     Args:
         engine, policy: names of the columns in the dump.
-        one_model: whether both columns are of one model, so that they must be related and of one temperature.
+        one_model: whether both columns are of one model, so that they must be related and at one temperature.
     """
 
-    def __init__(self, engine: str, policy: str, one_model: bool = True) -> None:
+    def __init__(self, engine: str, policy: str, one_model: bool) -> None:
         self._engine, self._policy = f"{engine} (the engine's)", f"{policy} (the policy's)"
         self._one_model = one_model
         self._rows: list[Tensor] = []  # for each response [3, T]: the engine's column, the policy's, token ids
@@ -49,70 +50,69 @@ class ColumnPairs:
         """Add the next responses, which have log-probs of a policy."""
         for response in responses:
             if self._tokens < MOST_TOKENS:
-                columns = (response.rollout_log_probs, response.of_policy[0], response.token_ids.double())
+                old, _ = response.policy_log_probs
+                columns = (response.rollout_log_probs, old, response.token_ids.double())
                 self._rows.append(torch.stack(columns)[:, response.sampled_mask])
                 self._tokens += self._rows[-1].shape[1]
 
     @property
     def mixup(self) -> str | None:
-        """A sentence about what is mixed up and what to do first; None if nothing is, or too few tokens tell."""
-        if self._tokens < FEW:
+        """Say what is mixed up and what to do first; None if nothing is, or there are too few tokens to tell."""
+        if self._tokens < LEAST_TOKENS:
             return None
         return self._shifted() or self._two_temperatures() or self._swapped()
 
     @property
     def rounding(self) -> str:
-        """A text about which columns are in half precision, and the total variation of rounding alone; "": none is."""
-        rounded = []
-        for name, column in zip((self._engine, self._policy), torch.cat(self._rows, 1), strict=False):
-            values = column[column < 0.0]
-            for grid, dtype in GRIDS.items() if len(values) >= FEW else ():
-                if values.to(dtype).double().eq(values).double().mean() >= ROUNDED:
-                    # Rounding to a grid of spacing u is off by u / 4 on average; the total variation is half of that.
-                    units = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
-                    rounded.append(
-                        f"{name} is rounded to {grid}, which alone makes {float(units) / 8.0:.2%} total variation"
-                    )
-                    break
-        return "; ".join(rounded)
+        """Say which columns are in half precision, and the total variation of rounding alone; "" if none is."""
+        engine, policy, _ = torch.cat(self._rows, 1)
+        texts = (_rounding_text(self._engine, engine), _rounding_text(self._policy, policy))
+        return "; ".join(filter(None, texts))
 
     def _shifted(self) -> str | None:
         """Return a sentence if a column is shifted by one token against the other, else None.
 
-        The log-probs of a shifted column go with the other column at the next token. The token ids tell which of both
-        columns is off, since a log-prob depends on what token it is of.
+        The log-probs of a shifted column correlate with the other column at the next token. The token ids tell which of
+        the two columns is wrong, since a log-prob depends on its token.
         """
-        here = torch.cat([row[:, :-1] for row in self._rows], 1)
+        before = torch.cat([row[:, :-1] for row in self._rows], 1)
         after = torch.cat([row[:, 1:] for row in self._rows], 1)
-        same = _correlation(here[0], here[1])
-        shifts = (  # the column that would be ahead, the other one, and the values that both then have
-            (_correlation(here[0], after[1]), self._engine, self._policy, here[0] + after[1]),
-            (_correlation(here[1], after[0]), self._policy, self._engine, here[1] + after[0]),
+        unshifted = _correlation(before[0], before[1])
+        shifts = (  # the correlation shifted back, the column that is ahead, the column behind, and the sum of both
+            (_correlation(before[0], after[1]), self._engine, self._policy, before[0] + after[1]),
+            (_correlation(before[1], after[0]), self._policy, self._engine, before[1] + after[0]),
         )
 
-        alike, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
-        if alike >= max(ALIKE, same + CLEARLY):
-            by_next = _explained(values, after[2]) - _explained(values, here[2])  # above 0: they are the next token's
-            shifted = self._padded() or (abs(by_next) >= TELLING and (ahead if by_next > 0.0 else behind)) or ""
-            of = "next token" if shifted == ahead else "token before"
-            where = f"{shifted} has at each token the log-prob of the {of}"
+        correlation, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
+        if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
+            where = f"{ahead} is one token ahead of {behind}"
+            # Above 0 the values are log-probs of the next token.
+            by_next = _explained(values, after[2]) - _explained(values, before[2])
+            wrong = self._padded()
+            if not wrong and abs(by_next) >= LEAST_EXPLAINED_DIFFERENCE:
+                wrong = ahead if by_next > 0.0 else behind
+            if wrong:
+                token = "next token" if wrong == ahead else "token before"
+                where = f"{wrong} has at each token the log-prob of the {token}"
             return (
-                f"a column is shifted by one: {where if shifted else f'{ahead} is one token ahead of {behind}'} "
-                f"(correlation {same:.2f} as they are, {alike:.2f} shifted back). Shift it by one and replay again"
+                f"a column is shifted by one: {where} (correlation {unshifted:.2f} as they are, {correlation:.2f} "
+                f"shifted back). Shift it by one and replay again"
             )
 
-        if self._one_model and abs(same) < UNRELATED and (here[:2].std(-1) > 0.0).all():
+        if self._one_model and abs(unshifted) < UNRELATED_CORRELATION and (before[:2].std(-1) > 0.0).all():
             return (
-                f"{self._engine} and {self._policy} have nothing to do with each other (correlation {same:.2f}): they "
-                f"are of other tokens or weights, or logits were taken one position too late"
+                f"{self._engine} and {self._policy} have nothing to do with each other (correlation {unshifted:.2f}): "
+                f"they are of other tokens or weights, or logits were taken one position too late"
             )
         return None
 
     def _padded(self) -> str | None:
-        """Return the column that has the same number at the first, or last, token of all responses, if just one has."""
+        """Return the column that is constant at the first, or last, token of all responses, if only one column is."""
         edges = torch.stack([row[:2, [0, -1]] for row in self._rows])
-        padded = edges.eq(edges[0]).all(0).any(-1).tolist()
-        return dict(zip(padded, (self._engine, self._policy), strict=True)).get(True) if sum(padded) == 1 else None
+        engine, policy = edges.eq(edges[0]).all(0).any(-1).tolist()
+        if engine == policy:
+            return None
+        return self._engine if engine else self._policy
 
     def _two_temperatures(self) -> str | None:
         """Return a sentence if the columns are one model's at two temperatures, else None.
@@ -121,23 +121,24 @@ class ColumnPairs:
         is the quotient of the temperatures. Only tokens that are neither rare nor sure are compared.
         """
         columns = torch.cat(self._rows, 1)[:2]
-        common = columns.exp().gt(COMMON[0]) & columns.exp().lt(COMMON[1])
-        engine, policy = (column - torch.log1p(-column.exp()) for column in columns[:, common.all(0)])
-        if not self._one_model or len(engine) < FEW:
+        lowest, highest = RELIABLE_PROBABILITIES
+        is_reliable = columns.exp().gt(lowest) & columns.exp().lt(highest)
+        engine, policy = (column - torch.log1p(-column.exp()) for column in columns[:, is_reliable.all(0)])
+        if not self._one_model or len(engine) < LEAST_TOKENS:
             return None
 
         slope = float(engine.std() / policy.std())
-        left = float((engine - slope * policy).var() / (slope * (engine - policy).var()).clamp(min=1e-12))
-        is_close = _correlation(engine, policy) >= LINEAR and left <= 1.0 - EXPLAINED
-        if not is_close or 1.0 / SLOPE < slope < SLOPE:
+        unexplained = float((engine - slope * policy).var() / (slope * (engine - policy).var()).clamp(min=1e-12))
+        is_linear = _correlation(engine, policy) >= LEAST_LINEARITY and unexplained <= 1.0 - LEAST_EXPLAINED
+        if not is_linear or 1.0 / LEAST_QUOTIENT < slope < LEAST_QUOTIENT:
             return None
 
         # The sign of the KL says which column is not of the distribution that sampled the tokens.
         kl, error = self._kl()
         where = "one of them is not at the temperature that sampled the tokens"
-        if kl > LIKELY * error:
+        if kl > LIKELY_ERRORS * error:
             where = f"{self._policy} is wrong. Score the policy at about {1.0 / slope:.2g} times its temperature"
-        if kl < -LIKELY * error:
+        if kl < -LIKELY_ERRORS * error:
             where = (
                 f"{self._engine} is wrong. The tokens were sampled at about {slope:.2g} times its temperature: have "
                 f"the engine report what it sampled from (vLLM: logprobs_mode=processed_logprobs)"
@@ -145,9 +146,12 @@ class ColumnPairs:
         return f"the columns are at two temperatures (slope of their log-odds {slope:.2f}): {where}"
 
     def _swapped(self) -> str | None:
-        # If the engine's column sampled the tokens, the mean is a KL divergence, which is not negative.
+        """Return a sentence if the tokens are more probable in the policy's column, else None.
+
+        If the engine's column sampled the tokens, the mean difference is a KL divergence, which is not negative.
+        """
         kl, error = self._kl()
-        if kl > -max(LEAST_KL, SURE * error):
+        if kl > -max(LEAST_KL, SURE_ERRORS * error):
             return None
         return (
             f"the columns are swapped, or {self._engine} is not what sampled the tokens (other weights, top-p or "
@@ -158,13 +162,27 @@ class ColumnPairs:
         """Return the mean of log p_engine - log p_policy over tokens, and the standard error of the mean."""
         sums = [float((row[0] - row[1]).sum()) for row in self._rows]
         mean = sum(sums) / self._tokens
-        spread = Sample(tuple(one - mean * row.shape[1] for one, row in zip(sums, self._rows, strict=True)))
-        return mean, (spread.error or math.inf) * len(sums) / self._tokens
+        deviations = Sample(tuple(total - mean * row.shape[1] for total, row in zip(sums, self._rows, strict=True)))
+        return mean, (deviations.error or math.inf) * len(sums) / self._tokens
 
 
-def _correlation(one: Tensor, other: Tensor) -> float:
-    """Return the correlation of two columns with values below RAREST raised to it; 0 if a column is constant."""
-    return float(torch.corrcoef(torch.stack([one, other]).clamp(min=RAREST))[0, 1].nan_to_num())
+def _rounding_text(name: str, column: Tensor) -> str:
+    """Say to which number format a column is rounded, and the total variation of rounding alone; "" if to none."""
+    values = column[column < 0.0]
+    if len(values) < LEAST_TOKENS:
+        return ""
+
+    for grid, dtype in GRIDS.items():
+        if values.to(dtype).double().eq(values).double().mean() >= LEAST_ROUNDED:
+            # Rounding to a grid of spacing u is off by u / 4 on average; the total variation is half of that.
+            spacing = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
+            return f"{name} is rounded to {grid}, which alone makes {float(spacing) / 8.0:.2%} total variation"
+    return ""
+
+
+def _correlation(first: Tensor, second: Tensor) -> float:
+    """Return the correlation of two columns, after lower values are raised to LEAST_LOG_PROB; 0 if one is constant."""
+    return float(torch.corrcoef(torch.stack([first, second]).clamp(min=LEAST_LOG_PROB))[0, 1].nan_to_num())
 
 
 def _explained(values: Tensor, ids: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""`jackpot replay`: every correction applied to saved rollouts, in one pass with a few thousand tokens in memory.
+"""`jackpot replay`: every correction applied to saved rollouts, in one pass over the files.
 
 Status: supported.
 """
@@ -15,8 +15,8 @@ from jackpot.analysis.replay.formats import AUTO, find_format
 from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.analysis.replay.formats.base import DumpFormat, read_files
 from jackpot.analysis.replay.formats.columns import OURS
-from jackpot.analysis.replay.measured import Measured
 from jackpot.analysis.replay.mixups import ColumnPairs
+from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import SavedResponse, response_batches
 from jackpot.analysis.replay.results import ReplayResult
 from jackpot.analysis.replay.scoring import PolicyScorer
@@ -26,9 +26,11 @@ from jackpot.config.config import Config
 from jackpot.core.errors import DataError, JackpotError
 from jackpot.training.run_folder.checkpoint import resolve_model_path
 
-MOST_WARNINGS = 20  # kinds of warnings that are kept as text; all are counted
+MOST_WARNINGS = 20  # kinds of warnings that are shown; all are counted
 MOST_CHARACTERS = 400  # longest warning, which may quote the file
-_NUMBER = re.compile(r"[-+]?[0-9][0-9.,_]*(?:e[-+]?[0-9]+)?")
+_FULLY_MASKED = "they have no sampled token (sampled_mask is false throughout)"
+_BY_POLICY = "the policy sampled them itself, and the others are judged"
+_DIGITS = re.compile(r"[-+]?[0-9][0-9.,_]*(?:e[-+]?[0-9]+)?")
 
 
 def replay(
@@ -46,10 +48,10 @@ def replay(
         path: a run folder, or a file or folder of saved rollouts.
         name: name of a format, or `auto`.
         names: names of corrections; empty: all.
-        model: path of a model, or run folder of a best policy, that scores the responses; None: saved log-probs count.
-        temperature: temperature at which `model` scores; None: the run's, or 1.
+        model: model, or run folder of a best policy, that scores the responses; None: saved log-probs count.
+        temperature: temperature of `model`; None: that of the run, or 1.
         every: one of `every` responses is replayed, which suffices for a run with many tokens.
-        listen: function that is called with the number of responses read so far.
+        listen: takes the number of responses read so far.
 
     Raises:
         ConfigError: an unknown format or correction.
@@ -58,47 +60,53 @@ def replay(
     """
     dump, files = find_format(path, name)
     config = ours.config_of(path) if dump.name == "jackpot" else None
-    measured, ends = Measured(settings_of(config, names)), EndGaps()
+    sums, ends = ReplaySums(settings_of(config, names)), EndGaps()
 
-    if temperature is None:
-        temperature = config.sampling.temperature if config else 1.0
-    scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
+    default = config.sampling.temperature if config else 1.0
+    scorer = PolicyScorer(resolve_model_path(model), temperature or default) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
-    theirs = dump.columns or OURS
-    policy_column = "what --model gives" if scorer else theirs.old_log_probs or theirs.log_probs
-    pairs = ColumnPairs(theirs.rollout_log_probs, policy_column, one_model=not (config and config.rollout_model))
+    pairs = _column_pairs(dump, config, scorer)
 
-    for part in response_batches(reading.responses(every)):
-        batch = scorer.score(part) if scorer else part
+    for responses in response_batches(reading.responses(every)):
+        batch = scorer.score(responses) if scorer else responses
         ends.add(batch)
         pairs.add(batch)
-        measured.add(batch)
+        sums.add(batch)
         listen(reading.read)
     reading.check()
 
-    costs, why = _costs(config)
-    first, last = ends.gaps[0][0], ends.gaps[-1][0]
+    # Whose weights scored the tokens, and whose generated them.
     policy = "as training scored it when it saved the batch" if config else "as the file has it"
-    policy = f"{scorer.path}, read at temperature {scorer.temperature:g}" if scorer else policy
-    weights = (f"{first} to {last}" if first != last else first) + (f" under {policy}" if scorer else "")
-    is_copied = not (config or scorer) and float(measured.run["policy_max"].value) == 0.0
+    weights = " to ".join(dict.fromkeys(where for where, _ in ends.gaps))
+    if scorer:
+        policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
+        weights += f" under {policy}"
+
+    costs, why = _costs(config)
+    is_copied = not (config or scorer) and float(sums.run["policy_max"].value) == 0.0
     return ReplayResult(
         path=path,
         format=dump.name,
         files=len(files),
         policy=policy,
-        run=measured.run,
+        run=sums.run,
         ends=ends.gaps,
-        corrections=measured.corrections,
-        left_out=(*measured.left_out, *reading.left_out, *why),
+        corrections=sums.corrections,
+        left_out=(*sums.left_out, *reading.left_out, *why),
         unreadable=reading.unreadable,
         problems=reading.problems,
-        answer=measured.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
+        answer=sums.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
     )
 
 
+def _column_pairs(dump: DumpFormat, config: Config | None, scorer: PolicyScorer | None) -> ColumnPairs:
+    columns = dump.columns or OURS
+    policy = "what --model gives" if scorer else columns.old_log_probs or columns.log_probs
+    return ColumnPairs(columns.rollout_log_probs, policy, one_model=not (config and config.rollout_model))
+
+
 class _Reading:
-    """A reader of the responses of all files, which counts the responses that are left out.
+    """A reader of the responses of all files, with counts of the responses that are left out.
 
     Args:
         dump: format of the files.
@@ -111,19 +119,22 @@ class _Reading:
         self._dump, self._files, self._needs_policy = dump, files, needs_policy
         writers = config.writers(1, config.iterations) if config else ()
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
-        self._first: dict[str, str] = {}  # first problem of each kind, by its text without numbers
+        self.read = 0  # number of responses that can be replayed
+        self.unreadable = 0  # number of problems
+        self._first: dict[str, str] = {}  # first problem of each kind, by its text without digits
         self._alike: Counter[str] = Counter()  # number of problems of each kind
-        self.unreadable = self.read = 0
-        self._fully_masked = self._by_policy = 0
-        self._without_policy: str | None = None
+        self._left_out = {_FULLY_MASKED: 0, _BY_POLICY: 0}  # number of responses by the reason why they are left out
+        self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of `every` responses, if it can be replayed: it has a sampled token and the log-probs."""
-        for response in islice(read_files(self._dump, self._files, self._warn), 0, None, every):
+        """Yield one of `every` responses, without those that cannot be replayed or are not the rollout model's."""
+        responses = read_files(self._dump, self._files, self._warn)
+
+        for response in islice(responses, 0, None, every):
             if not response.sampled_mask.any():
-                self._fully_masked += 1
+                self._left_out[_FULLY_MASKED] += 1
             elif self._is_mixed and response.sampled_by == "policy":
-                self._by_policy += 1
+                self._left_out[_BY_POLICY] += 1
             elif self._needs_policy and response.log_probs is None:
                 lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
                 self._warn(f"{lack} for response {response.uid}; left out")
@@ -143,26 +154,23 @@ class _Reading:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """A sentence for each reason why responses were left out, with their number."""
-        counts = {
-            "they have no sampled token (sampled_mask is false throughout)": self._fully_masked,
-            "the policy sampled them itself, and the others are judged": self._by_policy,
-        }
-        return tuple(f"{count:,} responses: {why}" for why, count in counts.items() if count)
+        """Say for each reason how many responses were left out."""
+        return tuple(f"{count:,} responses: {why}" for why, count in self._left_out.items() if count)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The first problem of each kind that kept a record from being read, and how many more are like it."""
-        others = {alike: f" (and {count - 1:,} more like this)" for alike, count in self._alike.items() if count > 1}
-        return tuple(first + others.get(alike, "") for alike, first in self._first.items())
+        """Return the first problem of each kind that kept a record from being read, and how many more are like it."""
+        more = {kind: f" (and {count - 1:,} more like this)" for kind, count in self._alike.items() if count > 1}
+        return tuple(first + more.get(kind, "") for kind, first in self._first.items())
 
     def _warn(self, problem: str) -> None:
-        """Count a problem; of problems that differ in numbers alone, only the first is kept as text."""
+        """Count a problem; of problems that differ in digits alone, only the text of the first is shown."""
         self.unreadable += 1
-        alike = _NUMBER.sub("0", problem[:MOST_CHARACTERS])
-        if alike in self._first or len(self._first) < MOST_WARNINGS:
-            self._first.setdefault(alike, problem[:MOST_CHARACTERS])
-            self._alike[alike] += 1
+        text = problem[:MOST_CHARACTERS]
+        kind = _DIGITS.sub("0", text)
+        if kind in self._first or len(self._first) < MOST_WARNINGS:
+            self._first.setdefault(kind, text)
+            self._alike[kind] += 1
 
 
 _COPIED = (

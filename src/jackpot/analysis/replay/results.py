@@ -6,35 +6,35 @@ from typing import Any
 
 from jackpot.analysis.advice.rule import Recommendation
 from jackpot.analysis.replay.gradient import exact_numbers, known_states
-from jackpot.analysis.replay.measured import ReplayedCorrection
+from jackpot.analysis.replay.replay_sums import ReplayedCorrection
 from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Histogram, Mean, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
-GROWN = 3.0  # growth of the total variation, from the first file or iteration to the last, that is reported
-NOTABLE = 0.02  # total variation up to which growth does not matter
+LEAST_GROWTH = 3.0  # times that the total variation grows, from the first file or iteration to the last, if reported
+NOTABLE_GAP = 0.02  # total variation up to which growth does not matter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayResult:
-    """The result of a replay, one pass over all files."""
+    """The result of a replay: sums and numbers from one pass over all files."""
 
     path: Path
     format: str  # name of the format
     files: int  # number of files
     policy: str  # source of the policy's log-probs
     run: Sums  # sums before any correction
-    ends: tuple[tuple[str, float], ...]  # the first and the last file or iteration, each with its total variation
+    ends: tuple[tuple[str, float], ...]  # (name, total variation) of the first and the last file or iteration
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
     unreadable: int  # records and files that could not be read
-    problems: tuple[str, ...]  # the first of each kind of reason why records could not be read, at most MOST_WARNINGS
+    problems: tuple[str, ...]  # reasons why records could not be read, the first of each kind, at most MOST_WARNINGS
     answer: Recommendation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionResult:
-    """The numbers of one correction. Shares are of sampled tokens; None where a number could not be computed."""
+    """The numbers of one correction. Shares are of sampled tokens; None: the number could not be computed."""
 
     label: str
     is_own: bool  # whether the run trains with this correction
@@ -50,27 +50,35 @@ class CorrectionResult:
     effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2
     sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
     states: int  # tokens whose whole distributions are known; the next six numbers are exact sums over these tokens
-    exact_effective: float | None
-    tv_after_correction: float | None
-    bias: float | None
-    variance: float | None
-    drift: float | None
-    state_spread: float | None
-    rejected_by_band: dict[str, float]  # share rejected, by position and by entropy
+    exact_effective: float | None = None  # as `exact_numbers` defines these six
+    tv_after_correction: float | None = None
+    bias: float | None = None
+    variance: float | None = None
+    drift: float | None = None
+    state_spread: float | None = None
+    rejected_by_band: dict[str, float]  # share of rejected tokens, by position and by entropy
 
     @property
-    def same(self) -> tuple[float | None, ...]:
-        """The rounded numbers by which corrections with the same effect on this data are grouped."""
-        numbers = (self.accepted, self.capped, self.clipped, self.weight_max, self.effective)
-        numbers += (self.sampled_tv_after_correction, self.tv_after_correction)
-        return tuple(None if value is None else round(value, 9) for value in numbers)
+    def fingerprint(self) -> tuple[float | None, ...]:
+        """Return the rounded numbers that corrections with the same effect on these rollouts share."""
+        effect = (
+            self.accepted,
+            self.capped,
+            self.clipped,
+            self.weight_max,
+            self.effective,
+            self.sampled_tv_after_correction,
+            self.tv_after_correction,
+        )
+        return tuple(None if value is None else round(value, 9) for value in effect)
 
 
 def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
+
     # Rounded, since a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
-    low, middle, high = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
+    p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
 
     return CorrectionResult(
@@ -81,9 +89,9 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         clipped=float(sums["clipped"].value),
         dropped_responses=float(sums["dropped"].value / sums["responses"].value),
         weight_mean=float(sums["weight_mean"].value),
-        weight_p1=low,
-        weight_p50=middle,
-        weight_p99=high,
+        weight_p1=p1,
+        weight_p50=p50,
+        weight_p99=p99,
         weight_max=float(sums["weight_max"].value),
         effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
         sampled_tv_after_correction=replayed.sampled_tv_after_correction,
@@ -94,8 +102,10 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
 
 
 def result_numbers(result: ReplayResult) -> dict[str, Any]:
-    """Return all numbers of a replay as plain values; whoever writes JSON must turn infinite ones and NaN into null."""
+    """Return all numbers of a replay as plain values, NaN and infinite ones among them."""
     run = result.run
+    entries = {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
+    quantiles = {f"ratio_p{share * 100:g}": ratio_quantile(run, "mismatch/log_ratio", share) for share in QUANTILES}
 
     return {
         "path": str(result.path),
@@ -106,9 +116,7 @@ def result_numbers(result: ReplayResult) -> dict[str, Any]:
         "ends": dict(result.ends),
         "problems": list(result.problems),
         "left_out": list(result.left_out),
-        "run": {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
-        | {f"ratio_p{share * 100:g}": ratio_quantile(run, "mismatch/log_ratio", share) for share in QUANTILES}
-        | {"tokens": int(Mean.named(run, "total_variation").count)},
+        "run": entries | quantiles | {"tokens": int(Mean.named(run, "total_variation").count)},
         "corrections": [asdict(correction_result(correction)) for correction in result.corrections],
         "answer": result.answer.numbers(),
     }
@@ -116,17 +124,17 @@ def result_numbers(result: ReplayResult) -> dict[str, Any]:
 
 def dump_findings(result: ReplayResult) -> dict[str, str]:
     """Return what is wrong with saved rollouts whatever the correction, as sentences by label; empty if nothing is."""
-    lines, run = result.answer.lines, result.run
-    found = {"Precision": lines["Precision"]} if "Precision" in lines else {}
+    lines = result.answer.lines
+    findings = {"Precision": lines["Precision"]} if "Precision" in lines else {}
     if result.answer.verdict == "cannot tell":
-        found["Log-probs"] = lines["Fix first"]
-    if float(run["no_advantage"].value) == 1.0:
-        found["Advantages"] = (
+        findings["Log-probs"] = lines["Fix first"]
+    if float(result.run["no_advantage"].value) == 1.0:
+        findings["Advantages"] = (
             "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
         )
 
     (first, before), (last, after) = result.ends[0], result.ends[-1]
-    if after > max(NOTABLE, GROWN * before):
+    if after > max(NOTABLE_GAP, LEAST_GROWTH * before):
         grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"
-        found["Gap"] = f"total variation between engine and policy grew {grown}: does the engine get new weights?"
-    return found
+        findings["Gap"] = f"total variation between engine and policy grew {grown}: does the engine get new weights?"
+    return findings

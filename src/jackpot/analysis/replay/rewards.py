@@ -1,14 +1,16 @@
 """`jackpot replay --rewards`: the rewards of our saved rollouts, computed again by the task of the run's settings."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.core.errors import DataError
-from jackpot.core.types import Prompt
+from jackpot.core.types import DecodedResponse, Prompt
 from jackpot.models.load import load_tokenizers
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import decoded_response
@@ -16,7 +18,7 @@ from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.run_folder.saved_rollouts import open_rollout_file, read_columns
 
 _COLUMNS = ["uid", "prompt", "answer", "finish", "reward", "prompt_ids", "token_ids", "sampled_mask"]
-_SAME = 1e-6  # largest difference of two rewards that are the same
+_ROUNDING = 1e-6  # largest difference of two equal rewards
 
 
 class RewardAgain(NamedTuple):
@@ -28,8 +30,8 @@ class RewardAgain(NamedTuple):
 
     @property
     def is_same(self) -> bool:
-        """Whether both rewards are equal, up to rounding."""
-        return abs(self.saved - self.now) <= _SAME
+        """Tell whether both rewards are equal, up to rounding."""
+        return abs(self.saved - self.now) <= _ROUNDING
 
 
 def score_again(path: Path) -> list[RewardAgain]:
@@ -45,30 +47,34 @@ def score_again(path: Path) -> list[RewardAgain]:
     if not (files := ours.files(path)):
         raise DataError(f"{path} has no rollouts of Jackpot, whose settings say how to score them; leave out --rewards")
     config = ours.config_of(path)
-    tokenizer, overlong = load_tokenizers(config.model_paths()), config.objective.overlong_buffer
+    tokenizer = load_tokenizers(config.model_paths())
+    overlong = config.objective.overlong_buffer
 
-    found: list[RewardAgain] = []
+    rewards: list[RewardAgain] = []
     with closing(make_task(config.task, tokenizer)) as task:
         for file in files:
             rows = read_columns(open_rollout_file(file), _COLUMNS).to_pylist()
-            responses = []
-            for row in rows:
-                answer, *others = row["answer"].split(" or ")
-                prompt = Prompt(
-                    uid=row["uid"].rpartition("#")[0],
-                    text=row["prompt"],
-                    answer=answer,
-                    other_answers=tuple(others),
-                    token_ids=tuple(row["prompt_ids"]),
-                )
-                ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["sampled_mask"])
-                ended = (row["finish"] == "stop", task.turn_end_token_ids)
-                responses.append(decoded_response(tokenizer, prompt, ids, mask, *ended))
-
+            responses = [_response(row, tokenizer, task.turn_end_token_ids) for row in rows]
             for row, score in zip(rows, task.scores(responses), strict=True):
                 reward = score.reward
                 if overlong:
                     limit = (config.sampling.max_new_tokens, overlong.len, overlong.penalty_factor)
                     reward += overlong_penalty(len(row["token_ids"]), *limit)
-                found.append(RewardAgain(row["uid"], row["reward"], reward))
-    return found
+                rewards.append(RewardAgain(row["uid"], row["reward"], reward))
+    return rewards
+
+
+def _response(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, turn_end_token_ids: Sequence[int]
+) -> DecodedResponse:
+    """Make the response that a task scores of a row of saved rollouts."""
+    answer, *other_answers = row["answer"].split(" or ")
+    prompt = Prompt(
+        uid=row["uid"].rpartition("#")[0],
+        text=row["prompt"],
+        answer=answer,
+        other_answers=tuple(other_answers),
+        token_ids=tuple(row["prompt_ids"]),
+    )
+    ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["sampled_mask"])
+    return decoded_response(tokenizer, prompt, ids, mask, row["finish"] == "stop", turn_end_token_ids)

@@ -1,4 +1,4 @@
-"""Scores of saved responses by a model, whose log-probs take the place of the policy's in a replay."""
+"""Log-probs of saved responses by a model, in place of the policy's saved log-probs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,8 +43,8 @@ class PolicyScorer:
             DataError: a response without a prompt, or with token ids that the model does not have.
         """
         rows = [(self._prompt(response), response) for response in responses]
-        parts = pack(rows, BATCH_TOKENS, lambda row: (len(row[0]), len(row[1].token_ids)))
-        return [scored for part in parts for scored in self._score(part)]
+        batches = pack(rows, BATCH_TOKENS, lambda row: (len(row[0]), len(row[1].token_ids)))
+        return [scored for batch in batches for scored in self._score(batch)]
 
     def _prompt(self, response: SavedResponse) -> list[int]:
         """Return the token ids of a response's prompt, and refuse a response that the model cannot score."""
@@ -54,7 +54,7 @@ class PolicyScorer:
                 f"write them too, or write old_log_probs and leave out --model"
             )
 
-        ids = torch.cat([response.prompt_ids, _wanted(response).flatten()])
+        ids = torch.cat([response.prompt_ids, _ids_to_score(response).flatten()])
         outside = ids[(ids < 0) | (ids >= self._vocabulary)]
         if len(outside):
             raise DataError(
@@ -70,29 +70,31 @@ class PolicyScorer:
         tokens = [response.token_ids.tolist() for _, response in rows]
         hidden, _, mask = forward_responses(self._model, prompts, tokens)
 
-        lists = [_wanted(response) for _, response in rows]
-        width = max(wanted.shape[1] for wanted in lists)
-        padded = [pad(wanted, (0, width - wanted.shape[1])) for wanted in lists]
+        # All lists of token ids get the width of the longest.
+        lists = [_ids_to_score(response) for _, response in rows]
+        width = max(ids.shape[1] for ids in lists)
+        padded = [pad(ids, (0, width - ids.shape[1])) for ids in lists]
         ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
-        parts = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
-        log_probs = torch.cat([log_probs.gather(1, wanted) for log_probs, wanted in parts]).cpu()
 
-        each = log_probs.split([len(ids) for ids in tokens])
-        return [self._scored(response, columns) for (_, response), columns in zip(rows, each, strict=True)]
-
-    def _scored(self, response: SavedResponse, log_probs: Tensor) -> SavedResponse:
-        """Put the model's log-probs [T, 1 + K] into a response; columns beyond the response's own K are padding."""
-        top_ids = response.rollout_top_ids
-        return replace(
-            response,
-            old_log_probs=log_probs[:, 0],
-            log_probs=log_probs[:, 0],
-            policy_top_ids=top_ids,
-            policy_top_log_probs=None if top_ids is None else log_probs[:, 1 : 1 + top_ids.shape[1]],
-        )
+        chunks = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
+        log_probs = torch.cat([log_probs.gather(1, chunk_ids) for log_probs, chunk_ids in chunks]).cpu()
+        by_response = log_probs.split([len(response_tokens) for response_tokens in tokens])
+        return [_with_scores(response, scores) for (_, response), scores in zip(rows, by_response, strict=True)]
 
 
-def _wanted(response: SavedResponse) -> Tensor:
+def _with_scores(response: SavedResponse, log_probs: Tensor) -> SavedResponse:
+    """Put a model's log-probs [T, 1 + K] into a response; columns beyond the K of the response's lists are padding."""
+    top_ids = response.rollout_top_ids
+    return replace(
+        response,
+        old_log_probs=log_probs[:, 0],
+        log_probs=log_probs[:, 0],
+        policy_top_ids=top_ids,
+        policy_top_log_probs=None if top_ids is None else log_probs[:, 1 : 1 + top_ids.shape[1]],
+    )
+
+
+def _ids_to_score(response: SavedResponse) -> Tensor:
     """Return the token ids to score at each token of a response, [T, 1 + K]: the token, and the engine's top-k list."""
     lists = [] if response.rollout_top_ids is None else [response.rollout_top_ids]
     return torch.cat([response.token_ids[:, None], *lists], dim=1)

@@ -13,10 +13,10 @@ from jackpot.training.objectives import policy_objective
 CLIP = 0.2  # PPO's clip if the run sets none, or the file is not of a run
 # Corrections whose factor on a token depends on other tokens of its response.
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
-# Surrogates of which the same is true once the policy was updated after it had received the batch.
+# Surrogates whose factor depends on other tokens too, once the policy was updated after it had received the batch.
 WHOLE_SURROGATE = ("gspo", "gmpo")
-PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
-_OTHER = {  # settings replayed in addition to the defaults
+OBRS_PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
+_VARIANTS = {  # settings that are replayed in addition to the defaults
     "none": ({"proximal": "rollout"},),
     "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}),
     "icepop": ({"high": 2.0}, {"high": 10.0}),
@@ -29,7 +29,7 @@ _OTHER = {  # settings replayed in addition to the defaults
     "obrs": ({"mask": "expected"}, {"mask": "expected", "c1": 10.0}),
 }
 _TO_NEW = {"target": "new", "proximal": "new"}
-_NEW = {  # settings replayed in addition for stale rollouts: aligned to the policy now, so that PPO's ratio is 1
+_VARIANTS_TO_NEW = {  # more such settings, for stale rollouts: aligned to the policy now, so that PPO's ratio is 1
     "tis": ({"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
     "obrs": (_TO_NEW, {**_TO_NEW, "mask": "expected"}, {**_TO_NEW, "mask": "expected", "c1": 10.0}),
 }
@@ -43,17 +43,17 @@ class CorrectionSetting:
     label: str  # the name, with the settings that differ from the defaults
     objective: PolicyObjective
     surrogate: str  # name of the surrogate
-    numbers: tuple[tuple[str, object], ...]  # settings that differ from the defaults, by their names in a recipe
+    changes: tuple[tuple[str, object], ...]  # settings that differ from the defaults, by their names in a recipe
     is_own: bool  # whether the run trains with this correction
 
     @property
     def weighs_whole_responses(self) -> bool:
-        """Whether a token's factor depends on other tokens of its response."""
+        """Tell whether a token's factor depends on other tokens of the response."""
         return self.name in WHOLE_RESPONSE or (self.surrogate in WHOLE_SURROGATE and not self.aligns_to_new)
 
     @property
     def aligns_to_new(self) -> bool:
-        """Whether PPO's ratio is taken from the policy that is updated, so that the ratio is 1."""
+        """Tell whether PPO's ratio is taken from the policy that is updated, so that the ratio is 1."""
         return self.objective.proximal == "new"
 
 
@@ -61,8 +61,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
     """Return the corrections to replay, in the order of CORRECTIONS.
 
     Args:
-        config: settings of the run, whose clips are used and whose own correction is added; None for another library's
-            dump.
+        config: settings of the run; its clips are used, and its correction is added. None for another library's dump.
         names: names of the corrections to return; empty: all.
 
     Raises:
@@ -73,26 +72,26 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
             raise ConfigError(unknown_name("correction", name, CORRECTIONS))
 
     settings = [
-        _setting(name, numbers, config, False)
+        _setting(name, changes, config, False)
         for name in CORRECTIONS
-        for numbers in ({}, *_OTHER.get(name, ()), *_NEW.get(name, ()))
+        for changes in ({}, *_VARIANTS.get(name, ()), *_VARIANTS_TO_NEW.get(name, ()))
     ]
 
-    if config:  # the run's correction, without settings that say how Z is known and not what is done with it
-        trained = config.objective.correction.model_dump(exclude_unset=True, exclude={"name", "normalizer", "budget"})
-        settings.append(_setting(config.objective.correction.name, trained, config, True))
+    if config:  # the run's correction, without the settings that only say how Z is estimated
+        changes = config.objective.correction.model_dump(exclude_unset=True, exclude={"name", "normalizer", "budget"})
+        settings.append(_setting(config.objective.correction.name, changes, config, True))
 
-    by_label = {setting.label: setting for setting in settings}  # the run's own replaces an equal default
+    by_label = {setting.label: setting for setting in settings}  # the run's correction replaces an equal default
     return [setting for setting in by_label.values() if not names or setting.name in names]
 
 
-def _setting(name: str, numbers: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
+def _setting(name: str, changes: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
     base = config.objective if config else ObjectiveConfig()
     surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor
     default = CLIP if surrogate == "ppo" else None
     objective = ObjectiveConfig.model_validate(
         {
-            "correction": {"name": name, **numbers},
+            "correction": {"name": name, **changes},
             "surrogate": surrogate,
             "clip_low": default if base.clip_low is None else base.clip_low,
             "clip_high": default if base.clip_high is None else base.clip_high,
@@ -102,32 +101,32 @@ def _setting(name: str, numbers: dict[str, object], config: Config | None, is_ow
     correction = objective.correction
     fields = type(correction).model_fields  # a custom correction has settings without a default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
-    changed = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
+    changes = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
 
     return CorrectionSetting(
         name=name,
-        label=_label(name, changed, [key for key in ("target", "proximal") if key in fields]),
+        label=_label(name, changes, [key for key in ("target", "proximal") if key in fields]),
         objective=policy_objective(objective),
         surrogate=surrogate,
-        numbers=tuple(changed.items()),
+        changes=tuple(changes.items()),
         is_own=is_own,
     )
 
 
-def _label(name: str, changed: dict[str, object], points: list[str]) -> str:
+def _label(name: str, changes: dict[str, object], policies: list[str]) -> str:
     """Return a correction's name with the settings that differ from the defaults; `new` stands for target and proximal.
 
     Args:
         name: name of the correction.
-        changed: settings that differ from the defaults.
-        points: those of the settings `target` and `proximal` that the correction has.
+        changes: settings that differ from the defaults.
+        policies: the settings `target` and `proximal`, as far as the correction has them.
     """
-    is_new = all(changed.get(key) == "new" for key in points)
-    left = {key: value for key, value in changed.items() if not (is_new and key in points)}
-    return " ".join([name, *(["new"] if is_new else []), *(_short(key, value) for key, value in left.items())])
+    is_new = all(changes.get(key) == "new" for key in policies)
+    texts = [_change_text(key, value) for key, value in changes.items() if not (is_new and key in policies)]
+    return " ".join([name, *(["new"] if is_new else []), *texts])
 
 
-def _short(key: str, value: object) -> str:
+def _change_text(key: str, value: object) -> str:
     if key == "mask":
         return str(value)
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"

@@ -1,9 +1,6 @@
 """Sums over batches of responses, for each correction and for the run before any correction.
 
-The size of the sums does not depend on the number of files. Sums that the rule reads are kept for each group of
-prompts, from which standard errors follow.
-
-Shapes: `B` responses of up to `T` tokens, `N` sampled tokens.
+Shapes: `B` responses of up to `T` tokens, `N` tokens whose whole distributions are known.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,32 +18,30 @@ from jackpot.core.metrics import Histogram, Max, Mean, Sum, Sums
 from jackpot.objectives.metrics import mismatch
 from jackpot.objectives.obrs import acceptance, exact_z
 
-ENTROPIES = (0.0, 0.1, 1.0)  # starts of the bands of the policy's entropy, nats
+ENTROPIES = (0.0, 0.1, 1.0)  # lower ends of the bands of the policy's entropy, nats
 
 
 def ratio_quantile(sums: Sums, name: str, share: float) -> float:
-    """Return a quantile of a ratio, from the histogram of its logarithm.
+    """Return a quantile of a ratio, from the histogram of the ratio's logarithm.
 
     Args:
-        sums: sums that have the histogram.
+        sums: sums with the histogram.
         name: name of the histogram.
         share: share of the ratios that lie below the quantile.
     """
-    entry = sums[name]
-    assert isinstance(entry, Histogram)  # a name has one kind
-    return float(entry.quantile(share).exp())
+    return float(Histogram.named(sums, name).quantile(share).exp())
 
 
 class EndGaps:
     """The total variation between rollout model and policy in the first and in the last file or iteration."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[str, Mean]] = []  # (file or iteration, its gap) of the first and the last
+        self._ends: list[tuple[str, Mean]] = []  # (file or iteration, gap) of the first and the last
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
         """Add the next responses; files must come in their order."""
         for response in responses:
-            _, new = response.of_policy
+            _, new = response.policy_log_probs
             gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
             if self._ends and self._ends[-1][0] == response.where:
                 self._ends[-1] = (response.where, self._ends[-1][1] + gap)
@@ -63,8 +58,8 @@ class SampledColumns(NamedTuple):
     """Columns that the rule reads at the sampled tokens, [B, T] each.
 
     The total variation that a correction leaves in a state is E |F - F_s rho| / (2 F_s) (`gradient`), but F_s is not
-    known from one token. It is estimated by h m: h is the F_s that the state would have without caps, and m the share
-    that caps leave of all tokens, as if m were the same in all states.
+    known from one token. The estimate of F_s is h m: h is the F_s of the state without caps, and m is the share that
+    caps leave of all tokens, as if m were the same in all states.
     """
 
     factor: Tensor  # E F
@@ -75,10 +70,10 @@ class SampledColumns(NamedTuple):
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
         """Estimate the columns from the factors and rho at the sampled tokens, [B, T] each."""
-        aim = factors.scale * ratio  # F without caps
-        wanted = aim[mask].sum()
-        level = torch.where(wanted > 0, factors.either[mask].sum() / wanted, 1.0)  # what caps leave of the aim
-        wrong = (factors.either - aim * level).abs() / 2.0
+        uncapped = factors.scale * ratio  # F without caps
+        total = uncapped[mask].sum()
+        left_by_caps = torch.where(total > 0, factors.either[mask].sum() / total, 1.0)
+        wrong = (factors.either - uncapped * left_by_caps).abs() / 2.0
         return cls(factors.mean, factors.square, wrong, factors.either)
 
     def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
@@ -97,14 +92,14 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
 
     Args:
         columns: columns at the sampled tokens, [B, T] each.
-        scale: [B, T] h, the weight of a state if nothing is capped.
+        scale: [B, T] h, the weight of a state if nothing were capped.
         prefixes: [B, T] R_t, the product of rho over the tokens before.
-        overlap: [B, T] acceptance at lam = 1, or Z where Z is known.
+        overlap: [B, T] acceptance at lam = 1, or Z at tokens with a known Z.
         mask: [B, T] bool, True at sampled tokens.
     """
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
-    each = (torch.ones_like(overlap), *columns, elsewhere, overlap)
-    return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in each], dim=-1)
+    all_columns = (torch.ones_like(overlap), *columns, elsewhere, overlap)  # in the order of COLUMNS
+    return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in all_columns], dim=-1)
 
 
 def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
@@ -114,7 +109,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         factors: the correction's factors, [B, T] each.
         wrong: [B, T] the column of `SampledColumns`.
         mask: [B, T] bool, True at sampled tokens.
-        bands: [B, T] masks by name, in each of which the rejected share is averaged too.
+        bands: [B, T] masks of bands by name, for the rejected share in each band.
     """
     means = {
         "weight_mean": factors.weight,
@@ -146,8 +141,9 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     """
     mask, sampled = batch.mask, batch.mask.any(-1)
     log_ratio = torch.where(mask, batch.new - batch.rollout, 0.0)
+    ratio = log_ratio.exp()
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
-    ratio, accepted = log_ratio.exp(), acceptance(batch.rollout, batch.new, 1.0)
+    accepted = acceptance(batch.rollout, batch.new, 1.0)
 
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
@@ -161,7 +157,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
         "no_advantage": Mean.of(batch.advantages == 0, mask),
     }
 
-    # Tokens whose distributions are not known, where the mean ratio is all that can be checked.
+    # At tokens without known distributions the mean ratio is all that can be checked.
     sampled_only = mask if states is None else mask & ~states.at
     sums |= {
         "sampled_only_ratio": Mean.of(ratio, sampled_only),
@@ -170,7 +166,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
     if states is not None:
         z = exact_z(states.rollout, states.new, 1.0)
-        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # never sampled
+        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # mass never sampled
         everywhere = torch.ones_like(z, dtype=torch.bool)
         sums |= {
             "acceptance_minus_z": Mean.of(accepted[states.at] - z, everywhere),
@@ -183,9 +179,10 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[str, Tensor]:
     """Return named masks [B, T] of bands of position, and of the policy's entropy where its distribution is known."""
     position = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
-    bands = {f"position {name}": batch.mask & here for name, here in band_masks(position, POSITIONS).items()}
+    bands = {f"position {name}": batch.mask & band for name, band in band_masks(position, POSITIONS).items()}
+
     if states is not None:
-        entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)
-        entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)  # unknown tokens taken as one
-        bands |= {f"entropy {name}": here for name, here in band_masks(entropy, ENTROPIES).items()}
+        entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)  # in no band
+        entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)  # unlisted tokens count as one
+        bands |= {f"entropy {name}": band for name, band in band_masks(entropy, ENTROPIES).items()}
     return bands

@@ -1,7 +1,6 @@
-"""`jackpot simulate`: candidate rollout models compared with a policy, without training.
+"""`jackpot simulate`: candidate rollout models compared with a policy, before a run trains with one of them.
 
-A candidate answers prompts, and both models score the candidate's tokens. The numbers are those with which a run would
-begin, so that rollout models can be compared before a run trains with one of them.
+Each candidate answers prompts, and both models score the candidate's tokens.
 
 Status: supported.
 """
@@ -19,11 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from jackpot.analysis.advice.costs import relative_costs
-from jackpot.analysis.advice.rule import Recommendation
-from jackpot.analysis.replay.measured import Measured
+from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
-from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, joined, measure_states
+from jackpot.analysis.simulate.distributions import RECIPE_LAM, StateNumbers, StatePairs, concatenate, measure_states
 from jackpot.config.config import Config
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import ConfigError
@@ -48,7 +46,7 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """The numbers of a rollout model and a policy before training: means over response tokens unless noted."""
+    """A rollout model measured beside the policy, before training. Means are over response tokens unless noted."""
 
     name: str  # path of the rollout model
     parameters: int  # number of parameters of the rollout model
@@ -75,16 +73,11 @@ class Candidate:
     sequence_ess: float  # effective share of the responses, weighted by that ratio
     answer: dict[str, Any]  # the rule's advice, `Recommendation.numbers`
 
-    @property
-    def size_share(self) -> float:
-        """Return the candidate's number of parameters over the policy's."""
-        return self.parameters / self.policy_parameters
-
 
 class PairBench:
-    """A bench that measures pairs of models on the same task, tokenizer and prompts.
+    """A bench that measures a policy and candidate rollout models on the same task, tokenizer and prompts.
 
-    All distributions are over the rows that the shortest output layer has (`head_rows`), as in a run.
+    All distributions are over the rows of the shortest output layer (`head_rows`), as in a run.
 
     Args:
         config: settings of a run, for task and sampling.
@@ -92,8 +85,8 @@ class PairBench:
         candidates: paths of the rollout models.
         prompts: number of prompts.
         seed: seed of prompts and sampling.
-        split: split of the task that prompts are from; by default held-out ones.
-        listen: function that is called with the seconds that the answers of a rollout model took.
+        split: split of the task from which prompts are taken.
+        listen: takes the seconds that a rollout model needed for its answers.
 
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
@@ -115,7 +108,9 @@ class PairBench:
                 f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
                 f"this compares distributions over the whole vocabulary; use sampling.top_p=1.0 sampling.top_k=0"
             )
-        self._config, self._seed, self._listen = config, seed, listen
+
+        self._config, self._policy = config, policy
+        self._seed, self._listen = seed, listen
         paths = {"policy": policy} | {f"rollout model {path}": path for path in candidates}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
         self._rows = head_rows(paths, self._tokenizer)
@@ -123,47 +118,59 @@ class PairBench:
         self._device = pick_device(config.device)
         self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
 
-    def measure(self, policy: str, rollout_model: str) -> Candidate:
-        """Measure a policy and a rollout model on the responses of the rollout model.
+    def measure(self, rollout_model: str) -> Candidate:
+        """Measure the policy and a rollout model on the responses of the rollout model.
 
         Args:
-            policy, rollout_model: paths of the two models.
+            rollout_model: path of the rollout model.
         """
         begun = time.monotonic()
         sampled = self.answers(rollout_model)
         self._listen(time.monotonic() - begun)
 
-        with closing(self._engine(policy)) as engine:
-            of_policy = evaluate(
-                engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1
-            )
-            scores = engine.score(sampled.rollouts, self._config.sampling.temperature)
+        temperature = self._config.sampling.temperature
+        with closing(self._engine(self._policy)) as engine:
+            of_policy = self._evaluate(engine)
+            scores = engine.score(sampled.rollouts, temperature)
 
-        # Whole distributions of both models, at the first responses' tokens.
-        chosen = first_rollouts(sampled.rollouts, MOST_STATES)
-        models = [load_model(path, torch.float32, self._device) for path in (policy, rollout_model)]
-        for model in models:
+        # Whole distributions of both models, at the tokens of the first responses.
+        policy, writer = (load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model))
+        for model in (policy, writer):
             cut_head(model, self._rows)
-        parts, columns = [], []
-        for states in pair_states(models[0], models[1], chosen, self._config.sampling.temperature):
-            parts.append(measure_states(states))
+
+        chosen = first_rollouts(sampled.rollouts, MOST_STATES)
+        chunks, columns = [], []
+        for states in pair_states(policy, writer, chosen, temperature):
+            chunks.append(measure_states(states))
             columns.append(saved_columns(states, self._config.sampling.num_top_log_probs))
 
-        judged = Measured(settings_of(self._config, ()))
-        judged.add(saved_responses(chosen, columns, rollout_model))
-        weights = f"{rollout_model} on held-out prompts, scored by {policy}"
-        answer = judged.advice(weights, relative_costs(models[0], models[1]))
-        parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
-        return _candidate(rollout_model, joined(parts), sampled, of_policy, scores, parameters, answer)
+        # The advice that `jackpot replay` would give about the same tokens.
+        sums = ReplaySums(settings_of(self._config, ()))
+        sums.add(saved_responses(chosen, columns, rollout_model))
+        weights = f"{rollout_model} on held-out prompts, scored by {self._policy}"
+        answer = sums.advice(weights, relative_costs(policy, writer))
+
+        return Candidate(
+            name=rollout_model,
+            parameters=writer.num_parameters(),
+            policy_parameters=policy.num_parameters(),
+            responses=len(sampled.rollouts),
+            accuracy=sampled.accuracy if sampled.has_verdict else None,
+            policy_accuracy=of_policy.accuracy if of_policy.has_verdict else None,
+            reward=sampled.reward,
+            policy_reward=of_policy.reward,
+            answer=answer.numbers(),
+            **_state_means(concatenate(chunks)),
+            **_sequence_means(sampled.rollouts, scores),
+        )
 
     def answers(self, path: str) -> Evaluation:
-        """Have a model answer the prompts, and score the answers.
-
-        Args:
-            path: path of the model.
-        """
+        """Have the model at a path answer the prompts, and score the answers."""
         with closing(self._engine(path)) as engine:
-            return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
+            return self._evaluate(engine)
+
+    def _evaluate(self, engine: Engine) -> Evaluation:
+        return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
     def _engine(self, path: str) -> Engine:
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
@@ -184,10 +191,10 @@ def simulate_candidates(
         candidates: paths of rollout models; empty: the recipe's own.
         prompts: number of held-out prompts that each rollout model answers.
         seed: seed of prompts and sampling.
-        listen: function that is called with the seconds that the answers of a candidate took.
+        listen: takes the seconds that a candidate needed for its answers.
 
     Raises:
-        ConfigError: the recipe has no rollout model and no candidate is given, or one path is given twice.
+        ConfigError: the recipe has no rollout model and no candidate is named, or a path is named twice.
         ModelError, DataError: as `PairBench`.
     """
     candidates = list(candidates) or ([config.rollout_model.path] if config.rollout_model else [])
@@ -200,28 +207,30 @@ def simulate_candidates(
         raise ConfigError(f"--rollout-model names a path twice: {', '.join(candidates)}; give each candidate once")
 
     bench = PairBench(config, config.policy.path, candidates, prompts, seed, listen=listen)
-    return [bench.measure(config.policy.path, path) for path in candidates]
+    return [bench.measure(path) for path in candidates]
 
 
 def saved_columns(states: StatePairs, k: int) -> dict[str, Tensor]:
     """Return the columns that a run would save at n sampled tokens: log-probs [n], and both models' top-k lists [n, k].
 
     Args:
-        states: both models' distributions at the sampled tokens.
+        states: both models' distributions at the n tokens.
         k: length of the top-k lists.
     """
-    found = {"rollout_log_probs": states.rollout, "old_log_probs": states.target}
-    columns = {name: rows.gather(-1, states.token_ids)[:, 0] for name, rows in found.items()}
-    for name, rows in (("rollout", states.rollout), ("policy", states.target)):
-        top = rows.topk(min(k, rows.shape[1]), dim=-1)
-        columns |= {f"{name}_top_ids": top.indices, f"{name}_top_log_probs": top.values}
+    columns = {
+        "rollout_log_probs": states.rollout.gather(-1, states.token_ids)[:, 0],
+        "old_log_probs": states.target.gather(-1, states.token_ids)[:, 0],
+    }
+    for model, log_probs in (("rollout", states.rollout), ("policy", states.target)):
+        top = log_probs.topk(min(k, log_probs.shape[1]), dim=-1)
+        columns |= {f"{model}_top_ids": top.indices, f"{model}_top_log_probs": top.values}
     return columns
 
 
 def saved_responses(
     rollouts: Sequence[Rollout], columns: Sequence[dict[str, Tensor]], where: str
 ) -> list[SavedResponse]:
-    """Return the sampled tokens of rollouts as saved responses, without advantages.
+    """Make saved responses of the sampled tokens of rollouts, without advantages.
 
     Args:
         rollouts: the rollouts.
@@ -229,7 +238,8 @@ def saved_responses(
         where: name of the rollouts' source, for messages.
     """
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
-    parts = {name: torch.cat([one[name] for one in columns]).split(counts) for name in columns[0]}
+    by_name = {name: torch.cat([chunk[name] for chunk in columns]).split(counts) for name in columns[0]}
+    of_each = [dict(zip(by_name, tensors, strict=True)) for tensors in zip(*by_name.values(), strict=True)]
 
     return [
         response_of(
@@ -237,13 +247,13 @@ def saved_responses(
                 "uid": rollout.uid,
                 "prompt_ids": rollout.prompt.token_ids,
                 "token_ids": rollout.token_ids[rollout.sampled_mask],
-                **{name: of_responses[number] for name, of_responses in parts.items()},
+                **saved,
             },
             where,
-            number,
+            index,
         )
-        for number, rollout in enumerate(rollouts)
-        if counts[number]
+        for index, (rollout, saved) in enumerate(zip(rollouts, of_each, strict=True))
+        if counts[index]
     ]
 
 
@@ -253,7 +263,7 @@ def pair_states(
 ) -> Iterator[StatePairs]:
     """Yield both models' distributions at every sampled token, n tokens at a time.
 
-    The `token_ids` of each part, [n, 1], are the sampled tokens.
+    The `token_ids`, [n, 1], are the sampled tokens.
 
     Args:
         policy, rollout_model: the two models, with equal rows in their output layers.
@@ -261,7 +271,7 @@ def pair_states(
         temperature: temperature of both models' log-probs.
     """
     for batch in pack(rollouts, FORWARD_TOKENS, rollout_lengths):
-        sampled = pad_sequence([one.sampled_mask for one in batch], batch_first=True).to(policy.device)
+        sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
         ids = by_policy.token_ids[sampled][:, None]
@@ -272,61 +282,47 @@ def pair_states(
 
 
 def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
-    """Return the first rollouts with at most `most` sampled tokens in all, but at least one rollout."""
-    total, chosen = 0, []
-    for rollout in rollouts:
-        total += int(rollout.sampled_mask.sum())
-        if chosen and total > most:
-            break
-        chosen.append(rollout)
-    return chosen
+    """Return the first rollouts with at most `most` sampled tokens in all, but at least one rollout if there is one."""
+    return next(pack(rollouts, most, lambda rollout: (0, int(rollout.sampled_mask.sum())), pads=False), [])
 
 
-def _candidate(
-    name: str,
-    numbers: StateNumbers,
-    sampled: Evaluation,
-    of_policy: Evaluation,
-    scores: Sequence[Tensor],
-    parameters: Sequence[int],
-    answer: Recommendation,
-) -> Candidate:
-    # Whole responses: the engines' log-probs of every response, not of the first ones alone.
-    log_ratios = [
-        torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
-        for rollout, score in zip(sampled.rollouts, scores, strict=True)
-    ]
-
-    mask = pad_sequence([rollout.sampled_mask for rollout in sampled.rollouts], batch_first=True)
-    sequences = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
-
-    # Means over states; the six are those of `weight_moments`.
+def _state_means(numbers: StateNumbers) -> dict[str, Any]:
+    """Return the fields of `Candidate` that are about tokens whose whole distributions were compared."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
-    return Candidate(
-        name=name,
-        parameters=parameters[1],
-        policy_parameters=parameters[0],
-        responses=len(sampled.rollouts),
-        states=len(acceptance),
-        accuracy=sampled.accuracy if sampled.has_verdict else None,
-        policy_accuracy=of_policy.accuracy if of_policy.has_verdict else None,
-        reward=sampled.reward,
-        policy_reward=of_policy.reward,
-        kl_policy_rollout=float(numbers.kl.mean()),
-        kl_rollout_policy=float(numbers.reverse_kl.mean()),
-        kl_after=float(numbers.kl_after[:, RECIPE_LAM].mean()),
-        acceptance=float(acceptance.mean()),
-        acceptance_spread=float(acceptance.std(correction=0)),
-        low_acceptance=float((acceptance < LOW_ACCEPTANCE).double().mean()),
-        tis_cut=1.0 - tis,
-        obrs_cut=1.0 - expected / float(acceptance.mean()),
-        tis_ess=tis**2 / tis_square,
-        obrs_ess=expected**2 / obrs_square,
-        expected_ess=expected**2 / expected_square,
-        agreement=product / math.sqrt(tis_square * expected_square),
-        sequence_log_ratio=float(sequences["mismatch/sequence_log_ratio"].value),
-        sequence_ess=float(sequences["mismatch/sequence_ess"].value),
-        answer=answer.numbers(),
-    )
+    return {
+        "states": len(acceptance),
+        "kl_policy_rollout": float(numbers.kl.mean()),
+        "kl_rollout_policy": float(numbers.reverse_kl.mean()),
+        "kl_after": float(numbers.kl_after[:, RECIPE_LAM].mean()),
+        "acceptance": float(acceptance.mean()),
+        "acceptance_spread": float(acceptance.std(correction=0)),
+        "low_acceptance": float((acceptance < LOW_ACCEPTANCE).double().mean()),
+        "tis_cut": 1.0 - tis,
+        "obrs_cut": 1.0 - expected / float(acceptance.mean()),
+        "tis_ess": tis**2 / tis_square,
+        "obrs_ess": expected**2 / obrs_square,
+        "expected_ess": expected**2 / expected_square,
+        "agreement": product / math.sqrt(tis_square * expected_square),
+    }
+
+
+def _sequence_means(rollouts: Sequence[Rollout], scores: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the fields of `Candidate` that are about whole responses, from the engines' log-probs of every response.
+
+    Args:
+        rollouts: responses of the rollout model.
+        scores: the policy's log-probs of each response's tokens.
+    """
+    log_ratios = [
+        torch.where(rollout.sampled_mask, score - rollout.rollout_log_probs, 0.0)
+        for rollout, score in zip(rollouts, scores, strict=True)
+    ]
+    mask = pad_sequence([rollout.sampled_mask for rollout in rollouts], batch_first=True)
+    sums = mismatch(pad_sequence(log_ratios, batch_first=True), mask)
+
+    return {
+        "sequence_log_ratio": float(sums["mismatch/sequence_log_ratio"].value),
+        "sequence_ess": float(sums["mismatch/sequence_ess"].value),
+    }

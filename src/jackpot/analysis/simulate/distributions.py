@@ -1,6 +1,6 @@
-"""Next-token distributions of two models at the same states, with the KL and the acceptance of OBRS at each state.
+"""Next-token distributions of two models at the same states: how far apart they are, and what OBRS accepts there.
 
-All numbers are float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
+All tensors are float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from jackpot.objectives import obrs
 
 LAMS = (0.5, 1.0, 2.0)
-RECIPE_LAM = LAMS.index(1.0)  # place of the paper's lam, and our default
+RECIPE_LAM = LAMS.index(1.0)  # index of the paper's lam, which is our default
 CAP = 3.0  # cap of TIS's weights, and c1 of OBRS
-_CACHED_ELEMENTS = 2**16  # numbers of one tensor that stay in a processor's cache
+_CACHED_ELEMENTS = 2**16  # size of a tensor that stays in a processor's cache
 
 
 class _Columns(Protocol):
@@ -29,7 +29,7 @@ Rows = TypeVar("Rows", bound=_Columns)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePairs:
-    """The distributions of both models at N states, and tokens drawn from the rollout model's."""
+    """The distributions of both models at N states, and tokens drawn from the rollout model's distribution."""
 
     rollout: Tensor  # [N, V] log p_inf, float64
     target: Tensor  # [N, V] log p_target, float64
@@ -39,7 +39,7 @@ class StatePairs:
         return len(self.rollout)
 
     def pick(self, rows: Tensor) -> "StatePairs":
-        """Return some of the states, by their numbers or by a mask [N] in `rows`."""
+        """Return some of the states, by their indices or by a mask [N]."""
         return StatePairs(rollout=self.rollout[rows], target=self.target[rows], token_ids=self.token_ids[rows])
 
     @property
@@ -50,7 +50,7 @@ class StatePairs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateNumbers:
-    """The numbers of each state, exact sums over the whole vocabulary."""
+    """The numbers of N states, exact sums over the whole vocabulary."""
 
     kl: Tensor  # [N] KL(target || rollout), nats
     reverse_kl: Tensor  # [N] KL(rollout || target), nats
@@ -67,25 +67,20 @@ def divergence(first: Tensor, second: Tensor) -> Tensor:
 def rejected_divergence(states: StatePairs, lam: float | Tensor) -> Tensor:
     """Return KL(target || p~) at each state, [N] nats, where p~ is the distribution of tokens that OBRS accepts.
 
-    It is inf where nothing is ever accepted, and never below 0: rounding, up to 1e-13, is cut there.
+    The KL is inf where nothing is ever accepted. Rounding, up to 1e-13 below 0, is cut to 0.
 
     Args:
         states: both models' distributions.
-        lam: lambda of OBRS, a number or one for each state [N, 1].
+        lam: lambda of OBRS, one number for all states or [N, 1].
     """
     after = divergence(states.target, obrs.post_rejection(states.rollout, states.target, lam))
     return torch.where(after.isnan(), torch.inf, after.clamp(min=0.0))
 
 
 def measure_states(states: StatePairs) -> StateNumbers:
-    """Compute all numbers of all states, a few states at a time so that tensors stay in the processor's cache."""
+    """Compute the numbers of all states, a few states at a time so that tensors stay in the processor's cache."""
     size = max(1, _CACHED_ELEMENTS // states.rollout.shape[1])
-    return joined(
-        [
-            _measure_chunk(states.pick(torch.arange(len(states))[start : start + size]))
-            for start in range(0, len(states), size)
-        ]
-    )
+    return concatenate([_measure_chunk(states.pick(rows)) for rows in torch.arange(len(states)).split(size)])
 
 
 def _measure_chunk(states: StatePairs) -> StateNumbers:
@@ -116,7 +111,10 @@ def weight_moments(states: StatePairs) -> Tensor:
     return torch.stack([(p_inf * moment).sum(-1) for moment in moments], dim=-1)
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
-    """Concatenate chunks in their order: one or more instances of a dataclass whose fields are all tensors [n, ...]."""
-    names = parts[0].__dataclass_fields__
-    return type(parts[0])(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+def concatenate(chunks: Sequence[Rows]) -> Rows:
+    """Concatenate one or more instances of a dataclass whose fields are all tensors [n, ...], in their order."""
+
+    def column(name: str) -> Tensor:
+        return torch.cat([getattr(chunk, name) for chunk in chunks])
+
+    return type(chunks[0])(**{name: column(name) for name in chunks[0].__dataclass_fields__})

@@ -148,7 +148,7 @@ def _rows(results: Sequence[CorrectionResult]) -> list[_Row]:
     """Return each distinct result once, in the order of the results, with the names of the corrections that have it."""
     groups: dict[tuple, list[CorrectionResult]] = {}
     for result in results:
-        groups.setdefault(result.same, []).append(result)
+        groups.setdefault(result.fingerprint, []).append(result)
 
     rows = []
     for group in groups.values():

@@ -19,7 +19,7 @@ _REWARDS: tuple[_Row, ...] = (
     ("mean reward of the policy's", lambda candidate: format_number(candidate.policy_reward, ".3f")),
 )
 _ROWS: tuple[_Row, ...] = (
-    ("parameters, of the policy's", lambda candidate: f"{candidate.size_share:.0%}"),
+    ("parameters, of the policy's", lambda candidate: f"{candidate.parameters / candidate.policy_parameters:.0%}"),
     (
         "KL(rollout model || policy), nats per token",
         lambda candidate: format_number(candidate.kl_rollout_policy, ".4f"),

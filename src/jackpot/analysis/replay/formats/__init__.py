@@ -1,4 +1,4 @@
-"""The table of all formats of saved rollouts, by name, and the search for the format of a path."""
+"""The table of all formats of saved rollouts, by name, and the search for the format of given files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ AUTO = "auto"
 _MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # tried in this order, cheap ones first
 FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
 WRITABLE = {name: dump.writer for name, dump in FORMATS.items() if dump.writer}
-LOOK_AT = 8  # files whose columns are compared with the marks of a format
+MOST_FILES = 8  # files whose columns are compared with the marks of a format
 
 
 def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
@@ -42,10 +42,10 @@ def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
     problems: list[str] = []
     for dump in FORMATS.values():
         files = dump.files(path)
-        if any(dump.recognizes(file, problems.append) for file in files[:LOOK_AT]):
+        if any(dump.recognizes(file, problems.append) for file in files[:MOST_FILES]):
             return dump, files
 
-    damaged = "".join(f"{problem}\n" for problem in list(dict.fromkeys(problems))[:LOOK_AT])
+    damaged = "".join(f"{problem}\n" for problem in list(dict.fromkeys(problems))[:MOST_FILES])
     raise DataError(
         f"{damaged}{path} has no rollouts in a format that is known: {', '.join(FORMATS)}. If it is a dump of one of "
         f"them, --format says what is missing.\nEvery trainer can write bare JSONL. {jsonl.HOW}"

@@ -1,4 +1,4 @@
-"""Formats of saved rollouts as data: the files and columns of each. One reader makes responses of all formats."""
+"""The format of saved rollouts as data, and one reader for the files of all formats."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,50 +10,42 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from jackpot.analysis.replay.formats.columns import Columns, arranged
+from jackpot.analysis.replay.formats.columns import Columns, translate
 from jackpot.analysis.replay.formats.records import DumpRecord, Warn, check_size, parquet_rows
 from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, response_of
 from jackpot.core.errors import DataError, first_line
 from jackpot.core.foreign import check_foreign
 
-RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # yields (number, record) of a file
-
-
-class IncompleteDump(DataError):
-    """The error of a file without a column that every correction needs."""
-
-    def __init__(self, lack: str, how: str) -> None:
-        super().__init__(f"{lack}. No correction can be replayed without them.\n{how}")
-        self.lack = lack
+RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # yields (index, record) of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpWriter:
     """A way to write our rollouts as a library saves its own, one JSON object a line."""
 
-    file_name: str  # file below the folder of an export, with braces for the number of the iteration
-    columns: tuple[str, ...]  # our columns that a record is made of
-    lost: str  # our columns that the format does not have
+    file_name: str  # file below the folder of an export, with braces for the iteration
+    columns: tuple[str, ...]  # our columns from which a record is made
+    lost: str  # names our columns that the format does not have
     record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row  # makes a record of our row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpFormat:
-    """The format of one library's saved rollouts: how to find, recognize and read its files, and maybe write some."""
+    """The format of one library's saved rollouts: how to find, recognize and read files, and maybe to write them."""
 
     name: str
     files: Callable[[Path], list[Path]]  # finds the files of this format in a folder, or the file itself, in order
     records: RecordReader  # yields the records of a file
-    marks: tuple[frozenset[str], ...]  # sets of columns, any of which tells the format; none: the file's name tells it
+    marks: tuple[frozenset[str], ...]  # a file with all columns of one set has the format; none: its name suffices
     needed: tuple[str, ...]  # columns without which no correction can be replayed
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
     where: Callable[[Path], str] = lambda path: path.name  # returns a file's name in messages
-    batch: tuple[str, ...] = ()  # columns in which a file equals one that it repeats; none: no file repeats another
+    batch: tuple[str, ...] = ()  # columns in which a file equals the file that it repeats; none: no file repeats one
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
-        """Return whether a file is of this format, by the file's columns; warn of a damaged file."""
+        """Tell whether a file is of this format, by the file's columns; warn of a damaged file."""
         if not self.marks:
             return True
         if path.suffix == ".parquet":
@@ -63,20 +55,19 @@ class DumpFormat:
             present = set(next(records, ()))
         return any(mark <= present for mark in self.marks)
 
-    def read(self, path: Path, warn: Warn) -> Iterator[SavedResponse]:
+    def read(self, path: Path, warn: Warn, incomplete: list[str]) -> Iterator[SavedResponse]:
         """Yield the responses of one file, and warn of records that are damaged, too large or lack a needed column.
 
         Args:
             path: the file.
-            warn: function that receives a sentence about each record that is left out.
-
-        Raises:
-            IncompleteDump: no record has all needed columns; the message says how to log them.
+            warn: receives a sentence about each record that is left out.
+            incomplete: receives what the first record lacks, if no record has all needed columns.
         """
-        where, is_whole = self.where(path), False
+        where = self.where(path)
+        is_whole = False  # whether any record has all needed columns
         lacking: list[str] = []
-        for number, record in self.records(path, warn):
-            name = f"{where}, response {number}"
+        for index, record in self.records(path, warn):
+            name = f"{where}, response {index}"
             if not isinstance(record, Mapping):
                 warn(f"{name} is {type(record).__name__}, not columns by name; left out")
                 continue
@@ -89,7 +80,7 @@ class DumpFormat:
             is_whole = True
             try:
                 _check_sizes(record)
-                response = response_of(arranged(record, self.columns) if self.columns else record, where, number)
+                response = response_of(translate(record, self.columns) if self.columns else record, where, index)
             except DamagedRecord as error:
                 warn(f"{error if str(error).startswith(where) else f'{name}: {error}'}; left out")
             except Exception as error:  # a stranger's file may hold anything in place of lists of numbers
@@ -98,43 +89,42 @@ class DumpFormat:
                 yield response
 
         if lacking and not is_whole:
-            raise IncompleteDump(lacking[0], self.how)
+            incomplete.append(lacking[0])
+            return
         for text in lacking:
             warn(f"{text}; left out")
 
 
 def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[SavedResponse]:
-    """Yield the responses of all files in their order, and warn of files without a needed column.
+    """Yield the responses of all files in order, and warn of files without a needed column.
 
     A file that repeats the batch of the file before is skipped.
 
     Args:
         dump: format of the files.
         files: files in their order.
-        warn: function that receives a sentence about everything that is left out.
+        warn: receives a sentence about everything that is left out.
 
     Raises:
-        IncompleteDump: every file lacks a needed column.
+        DataError: every file lacks a needed column; the message says how to log it.
     """
-    lacking: list[IncompleteDump] = []
-    is_whole, before = False, None
+    is_whole = False  # whether any file has a response
+    incomplete: list[str] = []
+    last_digest = None
     for file in files:
         digest = _batch_digest(file, dump.batch) if dump.batch else None
-        if digest is not None and digest == before:
+        if digest is not None and digest == last_digest:
             continue
 
-        before = digest
-        try:
-            for response in dump.read(file, warn):
-                is_whole = True
-                yield response
-        except IncompleteDump as error:
-            lacking.append(error)
+        last_digest = digest
+        for response in dump.read(file, warn, incomplete):
+            is_whole = True
+            yield response
 
-    if lacking and not is_whole:
-        raise lacking[0]
-    for error in lacking:
-        warn(f"{error.lack}; the file is left out")
+    if incomplete and not is_whole:
+        raise DataError(f"{incomplete[0]}. No correction can be replayed without them.\n{dump.how}")
+    for lack in incomplete:
+        warn(f"{lack}; the file is left out")
 
 
 def _parquet_columns(path: Path, warn: Warn) -> set[str]:
@@ -150,7 +140,7 @@ def _batch_digest(path: Path, names: Sequence[str]) -> str | None:
 
     Args:
         path: the file.
-        names: columns that the digest is of.
+        names: columns of the batch.
     """
     problems: list[str] = []
     digest = hashlib.sha256()

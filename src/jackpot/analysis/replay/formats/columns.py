@@ -1,4 +1,4 @@
-"""The names and layout of the columns in which a library saves a response, and their translation to our own."""
+"""The names and layout of the columns in which a library saves a response, and the translation to our columns."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +13,17 @@ from jackpot.analysis.replay.responses import DamagedRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The names of a library's columns for a response, and how they lie beside the tokens.
+    """The names of a library's columns for a response, and their position beside the tokens.
 
-    All columns with a number for each token run along the column `ids`: they begin where it begins or, with `at_end`,
-    end where it ends, and may then be shorter.
+    Columns with a number for each token begin where the column `ids` begins. With `at_end` they end where `ids` ends,
+    and may be shorter.
     """
 
-    ids: str  # column of the response's tokens; without `prompt`, of the prompt's and then the response's
+    ids: str  # column of the response's tokens; without `prompt`, of the tokens of prompt and response
     prompt: str | None = None  # column of the prompt's tokens; None: they are in `ids`
-    present: tuple[str, ...] = ()  # columns that, one after the other, are 0 at padding of prompt and `ids`
-    masks: tuple[str, ...] = ()  # a token is sampled if none of these columns is 0 there; columns may be missing
-    length: tuple[str, ...] = ()  # numbers of tokens in the response; the first that the record has counts
+    present: tuple[str, ...] = ()  # masks of prompt and `ids`, to be joined, which are 0 at padding
+    masks: tuple[str, ...] = ()  # a token is sampled if none of these columns is 0 at the token; columns may be missing
+    length: tuple[str, ...] = ()  # columns with the response's number of tokens; the first in a record counts
     rollout_log_probs: str = "rollout_log_probs"
     old_log_probs: str = "old_log_probs"
     log_probs: str = ""  # log-probs of the policy that is updated; empty: the format does not have them
@@ -34,10 +34,10 @@ class Columns:
     ends_sampled: bool = False  # without `present`, the response ends with the last sampled token: padding may follow
 
 
-OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names of `response_of`
+OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names that `response_of` takes
 
 
-def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
+def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
     """Translate a library's record to our columns, as `response_of` takes them: prompt and response apart, no padding.
 
     Args:
@@ -58,13 +58,13 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
     present = _present(record, names, len(ids))
 
-    # Where the response begins and ends.
-    kept = sampled.nonzero().flatten() + first
+    # The tokens from which and up to which the response goes.
+    sampled_at = sampled.nonzero().flatten() + first
     begin, end = first, len(ids)
     if names.begins_sampled:
-        begin = int(kept[0]) if len(kept) else end
+        begin = int(sampled_at[0]) if len(sampled_at) else end
     if names.ends_sampled and present is None:
-        end = int(kept[-1]) + 1 if len(kept) else begin
+        end = int(sampled_at[-1]) + 1 if len(sampled_at) else begin
 
     # Our columns are the library's, cut to the response's tokens.
     positions = torch.arange(len(ids)) if present is None else present.nonzero().flatten()
@@ -78,7 +78,7 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
     for ours in ("rollout_log_probs", "old_log_probs", "log_probs", "advantages"):
         theirs = getattr(names, ours)
         if record.get(theirs) is not None:
-            column = _numbers(record[theirs])
+            column = _as_floats(record[theirs])
             if column.ndim:  # else one advantage for all tokens
                 _check_length(theirs, column, len(sampled))
                 column = column[response - first]
@@ -88,14 +88,14 @@ def arranged(record: DumpRecord, names: Columns) -> dict[str, Any]:
 
 
 def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
-    """Return which of the tokens that the columns cover were sampled, [tokens] or fewer, bool.
+    """Return at which of the tokens that the columns cover the model sampled, [tokens] or fewer, bool.
 
     Args:
         record: the library's columns by name.
         names: names and layout of these columns.
         tokens: number of tokens in the column `ids`.
     """
-    masks = {theirs: _numbers(record[theirs]).ne(0.0) for theirs in names.masks if record.get(theirs) is not None}
+    masks = {theirs: _as_floats(record[theirs]).ne(0.0) for theirs in names.masks if record.get(theirs) is not None}
     lengths = [int(record[theirs]) for theirs in names.length if theirs in record]
     length = lengths[0] if lengths else tokens
     if names.at_end and not lengths:
@@ -114,13 +114,13 @@ def _check_length(name: str, column: Tensor, length: int) -> None:
         raise DamagedRecord(f"{name} has {len(column)} entries, there are {length} token_ids")
 
 
-def _numbers(values: Any) -> Tensor:
+def _as_floats(values: Any) -> Tensor:
     """Return a column as float64; None in a list is NaN."""
     return values.double() if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, dtype=np.float64))
 
 
 def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
-    """Return which of the last `length` tokens are no padding, [length] bool; None if the record does not say so."""
+    """Return at which of the last `length` tokens there is no padding, [length] bool; None without such a mask."""
     masks = [torch.as_tensor(record[theirs]) for theirs in names.present if record.get(theirs) is not None]
     if not masks:
         return None

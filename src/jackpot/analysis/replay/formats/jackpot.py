@@ -45,7 +45,7 @@ def config_of(path: Path) -> Config:
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (number, record) of every response in a file, and warn if the file's footer or end is damaged."""
+    """Yield (index, record) of every response in a file, and warn if the file's footer or end is damaged."""
     try:
         open_rollout_file(path)
     except UnreadableRollouts as error:

@@ -21,10 +21,10 @@ Without action_log_probs, give --model and it is scored (at --temperature)."""
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (number, record) of every response in all experiences of a file, and warn of a file without experiences."""
+    """Yield (index, record) of every response in all experiences of a file, and warn of a file without experiences."""
     content = torch_file(path, warn)
-    parts = content if isinstance(content, list) else [content]
-    experiences = [part for part in parts if isinstance(part, dict)]
+    candidates = content if isinstance(content, list) else [content]
+    experiences = [candidate for candidate in candidates if isinstance(candidate, dict)]
     if content is not None and not experiences:
         warn(f"{path.name} has no experiences and is left out")
 

@@ -1,6 +1,6 @@
-"""The files of saved rollouts and the records in them, for all formats.
+"""Readers of the files in which libraries save rollouts: JSON lines, parquet, and torch.save.
 
-A record is a response whose columns have the names of the library that wrote it. A damaged file may have anything in
+A record is a response with columns by the names of the library that wrote the file. A damaged file may have anything in
 place of a record.
 """
 
@@ -21,21 +21,23 @@ from jackpot.core.foreign import LARGEST_TEXT, MOST_REPETITION, Expansion, check
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
 MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding: a small file can stand for a huge response
-_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
+_MOST_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
 _ROWS = 64  # parquet rows in memory at once
 
 
-def check_size(tokens: int, numbers: int) -> None:
+def check_size(tokens: int, entries: int) -> None:
     """Refuse a column of a response that is too large. Raises DamagedRecord.
 
     Args:
         tokens: number of tokens that the column covers.
-        numbers: number of all numbers in the column, several for each token of a top-k list.
+        entries: number of all numbers in the column, several for each token of a top-k list.
     """
     if tokens > MOST_TOKENS:
         raise DamagedRecord(f"it has {tokens:,} tokens, and at most {MOST_TOKENS:,} are read")
-    if numbers > _LISTED * MOST_TOKENS:
-        raise DamagedRecord(f"it has a column of {numbers:,} numbers, and at most {_LISTED * MOST_TOKENS:,} are read")
+    if entries > _MOST_LISTED * MOST_TOKENS:
+        raise DamagedRecord(
+            f"it has a column of {entries:,} numbers, and at most {_MOST_LISTED * MOST_TOKENS:,} are read"
+        )
 
 
 def matching(path: Path, pattern: str) -> list[Path]:
@@ -43,37 +45,37 @@ def matching(path: Path, pattern: str) -> list[Path]:
     if path.is_file():
         return [path] if path.match(pattern) else []
 
-    def order(file: Path) -> list[list[tuple[int, int, str]]]:
+    def sort_key(file: Path) -> list[list[tuple[int, int, str]]]:
         names = [name.split("_") for name in (*file.parent.parts, file.stem)]
         return [[(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in name] for name in names]
 
-    return sorted((file for file in path.rglob(pattern) if file.is_file()), key=order)
+    return sorted((file for file in path.rglob(pattern) if file.is_file()), key=sort_key)
 
 
 def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (number, content) of every line that is a JSON object, from 1, and warn of all other lines."""
+    """Yield (row, record) of every line that is a JSON object, from row 1, and warn of all other lines."""
     try:
         with open_foreign(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
+            for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
                 if len(line) > LARGEST_TEXT:
-                    warn(f"{path.name} is left out from line {number} on, which has more than {LARGEST_TEXT:,} bytes")
+                    warn(f"{path.name} is left out from line {row} on, which has more than {LARGEST_TEXT:,} bytes")
                     return
                 try:
                     record = parse_json(line) if line.strip() else None
                 except ValueError as error:
-                    warn(f"{path.name} line {number} is no JSON and is left out: {first_line(error)}")
+                    warn(f"{path.name} line {row} is no JSON and is left out: {first_line(error)}")
                     continue
 
                 if isinstance(record, dict):
-                    yield number, record
+                    yield row, record
                 elif line.strip():
-                    warn(f"{path.name} line {number} is no JSON object and is left out")
+                    warn(f"{path.name} line {row} is no JSON object and is left out")
     except OSError as error:
         warn(f"{path.name} is left out: {first_line(error)}")
 
 
 def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (number, content) of every row, from 0, and warn of rows that are damaged or too large.
+    """Yield (index, record) of every row, and warn of rows that are damaged or too large.
 
     A few rows are in memory at a time.
 
@@ -82,25 +84,25 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
         warn: function that receives a sentence about everything that is left out.
         columns: names of the columns to read, as far as the file has them; None: all.
     """
-    number = 0
+    index = 0
     try:
         expansion = Expansion(path, MOST_REPETITION)
-        parts = pq.ParquetFile(check_foreign(path)).iter_batches(batch_size=_ROWS, columns=columns and list(columns))
-        for part in parts:
-            expansion.add(part.nbytes)
-            for index in range(len(part)):
-                row = part.slice(index, 1)
+        batches = pq.ParquetFile(check_foreign(path)).iter_batches(batch_size=_ROWS, columns=columns and list(columns))
+        for batch in batches:
+            expansion.add(batch.nbytes)
+            for offset in range(len(batch)):
+                row = batch.slice(offset, 1)
 
                 try:
                     for column in row.columns:
                         check_size(*_sizes(column))
-                    yield number, row.to_pylist()[0]
+                    yield index, row.to_pylist()[0]
                 except DamagedRecord as error:
-                    warn(f"{path.name}, response {number}: {error}; left out")
+                    warn(f"{path.name}, response {index}: {error}; left out")
 
-                number += 1
+                index += 1
     except Exception as error:  # pyarrow raises many kinds on a damaged file, ValueError and OverflowError among them
-        warn(f"{path.name} cannot be read after row {number}: {first_line(error)}")
+        warn(f"{path.name} cannot be read after row {index}: {first_line(error)}")
 
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
@@ -113,7 +115,7 @@ def _sizes(column: pa.Array) -> tuple[int, int]:
 
 
 def torch_file(path: Path, warn: Warn) -> Any:
-    """Load tensors and plain values that torch.save wrote; of a damaged file, warn and return None.
+    """Load tensors and plain values that torch.save wrote; warn of a damaged file and return None.
 
     Tensors are memory-mapped, so that opening a file costs no memory.
     """
@@ -128,8 +130,8 @@ def torch_file(path: Path, warn: Warn) -> Any:
 def batch_rows(batch: DumpRecord) -> Iterator[dict[str, Any]]:
     """Yield the responses of a batch, each as a record with its row of every column.
 
-    A column with fewer rows than the batch has responses is missing in the records behind its end. A batch without the
-    column `sequences` counts as one response.
+    A column with fewer rows than the batch has responses is missing in the last records. A batch without the column
+    `sequences` counts as one response.
 
     Args:
         batch: columns by name, `sequences` [B, S] among them.

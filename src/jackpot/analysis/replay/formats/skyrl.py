@@ -28,23 +28,25 @@ scored (at --temperature)."""
 
 
 class _Inert:
-    """A stand-in for any class or function that a pickle names: it keeps its arguments and does nothing."""
+    """A stand-in for any class or function that a pickle names; a call keeps its arguments and does nothing."""
 
-    def __init__(self, *made_of: Any) -> None:
-        self.made_of = made_of
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
         """Ignore the state that the pickle would set."""
 
 
 class _Unpickler(pickle.Unpickler):
+    """A reader of pickles that imports and calls nothing."""
+
     def find_class(self, module: str, name: str) -> type[_Inert]:
-        """Return the class that does nothing, whatever the pickle names."""
+        """Return the stand-in, whatever the pickle names."""
         return _Inert
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (number, record) of every response in a file, without copies that fill up the batch; warn of damage."""
+    """Yield (index, record) of every response in a file, without copies that fill up the batch; warn of damage."""
     try:
         batch = _batch(path)
     except Exception as error:  # a damaged pickle may raise anything
@@ -59,7 +61,7 @@ def _batch(path: Path) -> dict[str, Tensor]:
         content = _Unpickler(file).load()
 
     # The pickle makes the batch by a call with two arguments, the second of which is the state.
-    state = content.made_of[1] if isinstance(content, _Inert) and len(content.made_of) == 2 else None
+    state = content.arguments[1] if isinstance(content, _Inert) and len(content.arguments) == 2 else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DamagedRecord("it holds no batch of SkyRL")
 

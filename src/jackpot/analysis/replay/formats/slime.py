@@ -24,7 +24,7 @@ def files(path: Path) -> list[Path]:
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, Any]]:
-    """Yield (number, record) of every sample in a file, and warn of a file without a list of samples."""
+    """Yield (index, record) of every sample in a file, and warn of a file without a list of samples."""
     content = torch_file(path, warn)
     samples = content.get("samples") if isinstance(content, dict) else None
     if isinstance(samples, list) and samples:

@@ -1,4 +1,4 @@
-"""Sums of all corrections over batches of responses, which the tables and the rule read."""
+"""Sums over batches of responses for all corrections, from which the tables and the advice are made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from jackpot.analysis.replay.distributions import StateDistributions, saved_dist
 from jackpot.analysis.replay.factors import factors, inputs_of, prefix_ratio
 from jackpot.analysis.replay.gradient import StateValues, known_states, state_sums, state_values
 from jackpot.analysis.replay.responses import ResponseBatch, SavedResponse, collate
-from jackpot.analysis.replay.settings import PARTS, WHOLE_RESPONSE, CorrectionSetting
+from jackpot.analysis.replay.settings import OBRS_PARTS, WHOLE_RESPONSE, CorrectionSetting
 from jackpot.analysis.replay.stats import SampledColumns, bands_of, correction_sums, rule_columns, run_sums
 from jackpot.core.metrics import Mean, Sums, add_sums
 from jackpot.core.statistics import Estimate
@@ -35,73 +35,73 @@ class ReplayedCorrection:
     """The sums of one correction over all responses; empty if the correction could not be applied to any response."""
 
     setting: CorrectionSetting
-    sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states whose distributions are known
-    # [GROUPS, COLUMNS] sums that the rule reads, of each group of prompts
+    sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states with known distributions
+    # [GROUPS, COLUMNS] sums over the tokens of each group of prompts, for the advice
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """The total variation after the correction, estimated from sampled tokens only; 1 if F is 0 everywhere."""
+        """Return the total variation after the correction, from sampled tokens only; 1 if F is 0 everywhere."""
         variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the correction was replayed on."""
+        """Return the number of tokens on which the correction was replayed."""
         return int(Mean.named(self.sums, "factor").count) if self.sums else 0
 
 
-class Measured:
+class ReplaySums:
     """The sums over all responses, before any correction and for every correction."""
 
     def __init__(self, settings: Sequence[CorrectionSetting]) -> None:
         self.run: Sums = {}
         self._corrections = [ReplayedCorrection(setting) for setting in settings]
         self._left_out: dict[str, dict[str, None]] = {}  # reason -> labels of what is left out for that reason
-        self._prompts = -1  # number of the newest prompt, from 0
-        self._last: object = None  # the newest prompt
+        self._prompts = -1  # index of the newest prompt
+        self._newest_prompt: object = None
 
     @property
     def tokens(self) -> int:
-        """The number of sampled tokens."""
+        """Return the number of sampled tokens."""
         return int(Mean.named(self.run, "total_variation").count)
 
     @property
     def corrections(self) -> tuple[ReplayedCorrection, ...]:
-        """The corrections that could be applied to at least one token."""
+        """Return the corrections that could be applied to at least one token."""
         return tuple(correction for correction in self._corrections if correction.sums)
 
     @property
     def left_out(self) -> list[str]:
-        """Sentences about what could not be computed, or on some tokens only, and so is no candidate for the rule."""
-        partly: dict[int, list[str]] = {}
+        """Say what could not be computed at all, and which corrections were replayed on some tokens only."""
+        by_tokens: dict[int, list[str]] = {}
         for correction in self.corrections:
             if correction.tokens < self.tokens:
-                partly.setdefault(correction.tokens, []).append(correction.setting.label)
+                by_tokens.setdefault(correction.tokens, []).append(correction.setting.label)
 
         return [
-            *(f"{', '.join(names)}: {why}" for why, names in self._left_out.items()),
+            *(f"{', '.join(labels)}: {why}" for why, labels in self._left_out.items()),
             *(
                 f"{', '.join(some)}: replayed on only {tokens:,} of {self.tokens:,} tokens, so the rule leaves them out"
-                for tokens, some in partly.items()
+                for tokens, some in by_tokens.items()
             ),
         ]
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
         """Add responses, each with log-probs of a policy and a sampled token; those to one prompt must be adjacent."""
         groups = {id(response): self._group(response) for response in responses}
-        for has_lists in (True, False):  # a batch has top-k lists of all its responses or of none
+        for has_lists in (True, False):  # all responses of a batch have top-k lists, or none has
             if alike := [response for response in responses if response.has_lists == has_lists]:
                 self._add(collate(alike), torch.tensor([groups[id(response)] for response in alike]))
 
     def advice(
         self, weights: str, costs: Costs | None, problem: str | None = None, rounding: str = ""
     ) -> Recommendation:
-        """Apply the rule to the corrections that were replayed on all tokens.
+        """Recommend one of the corrections that were replayed on all tokens.
 
         Args:
             weights: text that says whose weights generated and scored the tokens.
-            costs: costs of a token of the rollout model; None where they are not known.
+            costs: costs of a token of the rollout model; None: not known.
             problem: reason against any recommendation, found before the numbers are looked at.
             rounding: text that says which log-probs are rounded, and what that adds to the total variation; "": none.
         """
@@ -110,8 +110,8 @@ class Measured:
             JudgedCorrection(
                 name=correction.setting.name,
                 label=correction.setting.label,
-                settings=dict(correction.setting.numbers),
-                advisable=may_be_advised(correction.setting, stale),
+                settings=dict(correction.setting.changes),
+                advisable=_may_be_advised(correction.setting, stale),
                 is_whole=correction.setting.weighs_whole_responses,
                 known=known_states(correction.sums) / self.tokens,
                 groups=correction.groups,
@@ -119,16 +119,18 @@ class Measured:
             for correction in self.corrections
             if correction.tokens == self.tokens
         ]
-        numbers = {one.label: float(one.groups.sum()) for one in candidates if one.advisable}
-        problem = problem or not_finite(self.run, numbers) or why_not(self.run)
-
+        sums = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
+        problem = problem or not_finite(self.run, sums) or why_not(self.run)
         advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
-        more = {label: few_sequences(self.run) for label in advice.lines if label.startswith("After")}
+
+        # Two remarks about the tokens themselves.
         lines = {"Precision": rounding} if rounding else {}
-        lines |= {label: text + more.get(label, "") for label, text in advice.lines.items()}
+        for label, text in advice.lines.items():
+            lines[label] = text + (few_sequences(self.run) if label.startswith("After") else "")
         return replace(advice, lines=lines)
 
     def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
+        """Say which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
         if candidates:
             gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
@@ -138,8 +140,8 @@ class Measured:
     def _group(self, response: SavedResponse) -> int:
         """Return the group of a response's prompt; prompts are dealt to the GROUPS in turn."""
         prompt = response.uid if response.prompt_ids is None else tuple(response.prompt_ids.tolist())
-        self._prompts += prompt != self._last
-        self._last = prompt
+        self._prompts += prompt != self._newest_prompt
+        self._newest_prompt = prompt
         return self._prompts % GROUPS
 
     def _add(self, batch: ResponseBatch, groups: Tensor) -> None:
@@ -152,8 +154,9 @@ class Measured:
         states = lists.known if lists else None
         self.run = add_sums(self.run, run_sums(batch, states))
 
-        # What all corrections share.
-        bands, log_ratio = bands_of(batch, states), torch.where(batch.mask, batch.new - batch.rollout, 0.0)
+        # Tensors that all corrections share.
+        bands = bands_of(batch, states)
+        log_ratio = torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
         overlap = acceptance(batch.rollout, batch.new, 1.0)
         if states:
@@ -181,8 +184,8 @@ class Measured:
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
         """Build a correction's inputs at the sampled tokens; None if the correction needs a Z that is not known."""
-        correction, target = setting.objective.correction, setting.objective.target
-        z = z_of(lists, batch, correction.lam, target)
+        correction = setting.objective.correction
+        z = z_of(lists, batch, correction.lam, setting.objective.target)
         if z is None and "z" in correction.reads:
             self._leave_out(setting.label, _NO_LISTS if lists is None else _NO_OLD)
             return None
@@ -191,21 +194,21 @@ class Measured:
             z = known_z(torch.ones_like(batch.rollout))
         return inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
 
-    def _leave_out(self, what: str, why: str) -> None:
-        self._left_out.setdefault(why, {})[what] = None
+    def _leave_out(self, label: str, why: str) -> None:
+        self._left_out.setdefault(why, {})[label] = None
 
 
-def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
-    """Return whether the rule may recommend a correction.
+def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
+    """Tell whether the rule may recommend a correction.
 
-    It may recommend neither single parts of OBRS nor weights of whole responses and prefixes. If the policy has not
-    been updated, corrections aligned to the updated policy equal those aligned to the old one, and are left out too.
+    Single parts of OBRS and weights of whole responses and prefixes may not be recommended. If the policy has not been
+    updated, corrections aligned to the updated policy equal those aligned to the old one, and are left out too.
 
     Args:
         setting: the correction.
         stale: whether the policy had been updated since it received the batch.
     """
-    if setting.name in (*PARTS, *WHOLE_RESPONSE):
+    if setting.name in (*OBRS_PARTS, *WHOLE_RESPONSE):
         return False
     if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
@@ -214,17 +217,20 @@ def may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
-    """Compute the effect of a correction in every state; None if that depends on log-probs that are not known there."""
+    """Compute the effect of a correction in every state; None if the effect depends on log-probs that are not known."""
     objective = setting.objective
     reads_old = "old" in (objective.target, objective.proximal)
     if setting.weighs_whole_responses or (states.old is None and reads_old):
         return None
 
+    # Where Z or p_old are not known, the correction does not read them.
     z = states.z(objective.correction.lam, objective.target)
-    value = (torch.ones_like(states.new[:, 0]) if z is None else z).unsqueeze(-1).expand_as(states.new)
+    z = torch.ones_like(states.new[:, 0]) if z is None else z
     old = states.new if states.old is None else states.old
+
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
-    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, known_z(value))
+    of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
+    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, of_tokens)
     return state_values(factors(setting, inputs, states.new, None, totals), states)
 
 
