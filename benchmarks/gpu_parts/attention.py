@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from jackpot.core.types import TokenBatch
 from jackpot.models import packed_attention
-from jackpot.models.forward import backbone, full_sequences, response_hidden
+from jackpot.models.forward import backbone, position_ids, response_hidden
 from jackpot.training.batching import batch_to, collate
 
 NAME = "Qwen3 1.7B"
@@ -204,8 +204,9 @@ def model(machine: Machine, reader: Reader) -> Result:
 def padded_whole(implementation: str, network: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Read every response behind its own copy of the prompt, as transformers does it by itself."""
     network.set_attn_implementation(implementation)
-    sequences = full_sequences(
-        batch.prompt_ids, batch.prompt_mask, batch.prompt_index, batch.response_ids, batch.attention_mask
-    )
-    states = backbone(network)(**sequences._asdict(), use_cache=False).last_hidden_state
+    mask = torch.cat([batch.prompt_mask[batch.prompt_index], batch.attention_mask], dim=1).bool()
+    ids = torch.cat([batch.prompt_ids[batch.prompt_index], batch.response_ids], dim=1)
+
+    reads = {"input_ids": torch.where(mask, ids, 0), "attention_mask": mask, "position_ids": position_ids(mask)}
+    states = backbone(network)(**reads, use_cache=False).last_hidden_state
     return states[:, batch.prompt_ids.shape[1] - 1 : -1]

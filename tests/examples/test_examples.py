@@ -140,7 +140,7 @@ def test_the_correction_is_smooth_and_never_above_its_cap() -> None:
 
 def test_replay_knows_a_runs_own_correction() -> None:
     [own] = [one for one in settings_of(resolve("examples/own_correction.yaml", None, []), []) if one.is_own]
-    assert dict(own.numbers) == {"import_path": "examples.own_correction:soft_cap", "kwargs": {"cap": 3.0}}
+    assert dict(own.changes) == {"import_path": "examples.own_correction:soft_cap", "kwargs": {"cap": 3.0}}
     assert own.name == "custom" and own.objective.correction.formula.__name__ == "soft_cap"
 
 
