@@ -1,4 +1,4 @@
-"""Bias, variance and drift of the corrected gradient against the exact one, from sums over all tokens of each state.
+"""Bias, variance and drift of a corrected gradient against the exact gradient, from sums over all tokens of a state.
 
 Gradients are with respect to the logits of a state. docs/replay.md has the formulas and their symbols.
 
@@ -16,7 +16,7 @@ from jackpot.core.metrics import Mean, Sum, Sums
 
 
 class StateValues(NamedTuple):
-    """The effect of one correction in each of N states, on M tokens."""
+    """The effect of one correction on the gradient in each of N states, whose M tokens all have known probabilities."""
 
     trained: Tensor  # [N, M] f, the weight of each token in the corrected gradient
     second: Tensor  # [N, M] p_inf E F^2
@@ -40,15 +40,16 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
 
 
 def state_sums(values: StateValues, states: StateDistributions) -> Sums:
-    """Sum the effect of one correction over states, for `exact_numbers`."""
+    """Sum the effect of one correction over N states; `exact_numbers` computes bias and variance from the sums."""
     target = states.new.exp()
     trained, second, of_state, variation = values
-    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x of each token
+    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x, the squared norm of grad log p_new(x)
 
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
     squares = states.advantages.square()
 
     def total(products: Tensor) -> Sum:
+        """Sum products [N, M] over tokens and states, each state weighted by its squared advantage."""
         return Sum((squares * products.sum(-1)).sum())
 
     return {
@@ -93,5 +94,5 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
 
 
 def known_states(sums: Sums) -> int:
-    """Return the number of tokens over whose whole distributions the sums were taken."""
+    """Return the number of tokens whose whole distributions entered the sums."""
     return int(Mean.named(sums, "state").count) if "state" in sums else 0

@@ -20,7 +20,7 @@ from jackpot.core.foreign import LARGEST_TEXT, MOST_REPETITION, Expansion, check
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
-MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding: a small file can stand for a huge response
+MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding; a small compressed file may claim many more
 _MOST_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
 _ROWS = 64  # parquet rows in memory at once
 
@@ -41,7 +41,10 @@ def check_size(tokens: int, entries: int) -> None:
 
 
 def matching(path: Path, pattern: str) -> list[Path]:
-    """Return a file that matches a pattern, or all such files below a folder; numbers in names sort as numbers."""
+    """Return the path itself if it is a file that matches a pattern, or all such files below a folder.
+
+    The files are sorted by name, where numbers in names sort as numbers.
+    """
     if path.is_file():
         return [path] if path.match(pattern) else []
 
@@ -106,7 +109,7 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
 
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
-    """Return the number of tokens and the number of all numbers in a row's column; both 0 if it holds no list."""
+    """Return the numbers of tokens and of all entries in a row's column, for `check_size`; (0, 0) if it has no list."""
     sizes = []
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
@@ -115,7 +118,7 @@ def _sizes(column: pa.Array) -> tuple[int, int]:
 
 
 def torch_file(path: Path, warn: Warn) -> Any:
-    """Load tensors and plain values that torch.save wrote; warn of a damaged file and return None.
+    """Load a file of tensors and plain values that torch.save wrote; for a damaged file warn, and return None.
 
     Tensors are memory-mapped, so that opening a file costs no memory.
     """
