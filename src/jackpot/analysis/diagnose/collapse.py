@@ -17,13 +17,13 @@ class Collapse:
 
     iteration: int  # iteration of the first low evaluation, or at which the run stopped itself
     accuracy: float  # accuracy of the policy in that evaluation
-    best: float  # highest accuracy of the policy before it
-    first_sign: str  # earliest unhealthy metric and its first unhealthy iteration; empty without one
-    why: str  # a phrase for tables
+    best: float  # highest accuracy of the policy before that evaluation
+    first_sign: str  # earliest unhealthy metric and its first unhealthy iteration; empty if no metric is unhealthy
+    why: str  # why the run collapsed, a phrase for tables
 
     @property
     def sentence(self) -> str:
-        """Return why the run collapsed and, if there was one, the first sign of it."""
+        """Return text that says why the run collapsed, with the first sign of the collapse if there was one."""
         return self.why + (f"; first sign: {self.first_sign}" if self.first_sign else "")
 
 

@@ -1,4 +1,4 @@
-"""`jackpot simulate`: candidate rollout models compared with a policy, before a run trains with one of them.
+"""The command `jackpot simulate`, which compares candidate rollout models with a policy, before any training.
 
 Each candidate answers prompts, and both models score the candidate's tokens.
 
@@ -40,7 +40,7 @@ from jackpot.rollout.tasks.base import PromptStream, Split, Task
 
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
-LOW_ACCEPTANCE = 0.5  # a Z below which the models are far apart
+LOW_ACCEPTANCE = 0.5  # acceptance Z of OBRS below which the models are far apart in a state
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
@@ -86,7 +86,7 @@ class PairBench:
         prompts: number of prompts.
         seed: seed of prompts and sampling.
         split: split of the task from which prompts are taken.
-        listen: takes the seconds that a rollout model needed for its answers.
+        listen: function that is called with the seconds that a rollout model needed for its answers.
 
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
@@ -133,7 +133,7 @@ class PairBench:
             of_policy = self._evaluate(engine)
             scores = engine.score(sampled.rollouts, temperature)
 
-        # Whole distributions of both models, at the tokens of the first responses.
+        # Compare whole distributions of both models, at the tokens of the first responses.
         policy, writer = (load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model))
         for model in (policy, writer):
             cut_head(model, self._rows)
@@ -165,14 +165,16 @@ class PairBench:
         )
 
     def answers(self, path: str) -> Evaluation:
-        """Have the model at a path answer the prompts, and score the answers."""
+        """Let the model at a path answer all prompts, and score the answers."""
         with closing(self._engine(path)) as engine:
             return self._evaluate(engine)
 
     def _evaluate(self, engine: Engine) -> Evaluation:
+        """Generate one answer to each prompt with an engine, and score the answers."""
         return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
     def _engine(self, path: str) -> Engine:
+        """Start a transformers engine with the model at a path."""
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
         return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
 
@@ -191,7 +193,7 @@ def simulate_candidates(
         candidates: paths of rollout models; empty: the recipe's own.
         prompts: number of held-out prompts that each rollout model answers.
         seed: seed of prompts and sampling.
-        listen: takes the seconds that a candidate needed for its answers.
+        listen: function that is called with the seconds that a candidate needed for its answers.
 
     Raises:
         ConfigError: the recipe has no rollout model and no candidate is named, or a path is named twice.
@@ -230,13 +232,14 @@ def saved_columns(states: StatePairs, k: int) -> dict[str, Tensor]:
 def saved_responses(
     rollouts: Sequence[Rollout], columns: Sequence[dict[str, Tensor]], where: str
 ) -> list[SavedResponse]:
-    """Make saved responses of the sampled tokens of rollouts, without advantages.
+    """Convert rollouts to saved responses, which hold only sampled tokens and have no advantages.
 
     Args:
         rollouts: the rollouts.
         columns: chunks of `saved_columns` that together cover all sampled tokens, in their order.
         where: name of the rollouts' source, for messages.
     """
+    # The columns of each response, by name: every column over all tokens is cut by the responses' numbers of tokens.
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
     by_name = {name: torch.cat([chunk[name] for chunk in columns]).split(counts) for name in columns[0]}
     of_each = [dict(zip(by_name, tensors, strict=True)) for tensors in zip(*by_name.values(), strict=True)]
@@ -261,9 +264,9 @@ def saved_responses(
 def pair_states(
     policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[StatePairs]:
-    """Yield both models' distributions at every sampled token, n tokens at a time.
+    """Yield both models' next-token distributions at every sampled token of rollouts, n tokens at a time.
 
-    The `token_ids`, [n, 1], are the sampled tokens.
+    The `token_ids`, [n, 1], of the yielded pairs are the sampled tokens.
 
     Args:
         policy, rollout_model: the two models, with equal rows in their output layers.
@@ -287,7 +290,7 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 
 
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
-    """Return the fields of `Candidate` that are about tokens whose whole distributions were compared."""
+    """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
@@ -309,7 +312,7 @@ def _state_means(numbers: StateNumbers) -> dict[str, Any]:
 
 
 def _sequence_means(rollouts: Sequence[Rollout], scores: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the fields of `Candidate` that are about whole responses, from the engines' log-probs of every response.
+    """Return those fields of `Candidate` that are about whole responses, from log-probs by the engines.
 
     Args:
         rollouts: responses of the rollout model.
