@@ -12,7 +12,7 @@ from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
 FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
-_ROUNDING = 1e-9  # share by which rounding may put what a run spent above the budget
+_ROUNDING = 1e-9  # share of the budget by which rounding alone may put a run's costs above the budget
 UNITS = {  # units of a budget, with what each counts
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
@@ -22,7 +22,7 @@ UNITS = {  # units of a budget, with what each counts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The accuracy of an arm minus the baseline's, seed by seed, which cancels the chance that both arms share."""
+    """The accuracy of one arm minus that of another, seed by seed, which cancels the chance that both arms share."""
 
     spread: Sample  # the difference of every seed
     higher: int  # number of seeds on which the arm is above the baseline
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostToAccuracy:
-    """What an arm's runs had spent when their policy reached an accuracy, as medians over the runs.
+    """The costs of an arm's runs until their policy reached an accuracy, as medians over the runs.
 
     A run that never reaches the accuracy counts as infinite (`RunSummary.spent_until`); an infinite median is None.
     """
@@ -68,9 +68,9 @@ class ArmRow:
     seeds: tuple[int, ...]
     before: Sample  # the policy's accuracy before training, of every seed
     after: Sample  # the policy's accuracy at the budget, of every seed
-    rollout_model_after: Sample | None  # the rollout model's at the budget; None where the policy generates alone
-    difference: Difference | None  # None for the baseline, or without a seed in common
-    cost: CostToAccuracy | None  # None without an accuracy to count to
+    rollout_model_after: Sample | None  # the rollout model's accuracy at the budget; None where there is no such model
+    difference: Difference | None  # this arm minus the baseline; None for the baseline, or without a seed in common
+    cost: CostToAccuracy | None  # costs until `Comparison.accuracy`; None where there is no such accuracy
     collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
     short: int  # number of runs that ended before the budget without a collapse
 
@@ -180,7 +180,7 @@ def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
 
 
 def spent_on(point: EvaluationPoint, unit: str) -> float:
-    """Return what a run had spent at an evaluation, in one of UNITS."""
+    """Return the costs of a run up to an evaluation, in one of UNITS."""
     return getattr(point, unit)
 
 
@@ -205,7 +205,7 @@ def _row(
 
     Args:
         runs: runs of the arm.
-        points: their evaluations at the budget, by seed.
+        points: evaluations of these runs at the budget, by seed.
         base: the baseline's evaluations at the budget, by seed; empty for the baseline itself.
         unit: unit of the budget.
         budget: budget of each run.
@@ -254,7 +254,7 @@ def _is_short(run: RunSummary, unit: str, budget: float) -> bool:
 
 
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
-    """Return the medians of what an arm's runs had spent when they reached an accuracy."""
+    """Return the median costs of an arm's runs until they reached an accuracy."""
     spent = [run.spent_until(accuracy) for run in runs]
 
     def median(name: str) -> float | None:

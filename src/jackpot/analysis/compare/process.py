@@ -64,7 +64,7 @@ def runs_at_once(configs: Iterable[Config]) -> int:
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Call a function of `child.py` by its name; only child processes may, since that file imports torch."""
+    """Call a function of `child.py` by its name, in a child process only, since that file imports torch."""
     return getattr(import_module(CHILD), function)(*arguments)
 
 

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationProgress:
-    """The progress of one set. A response counts when it is scored."""
+    """The progress of an evaluation with one set of problems; responses are counted when they are scored."""
 
     benchmark: str
     done: int  # responses so far, those of earlier processes too
@@ -71,7 +71,7 @@ ProgressListener = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkResult:
-    """The results of one complete set."""
+    """The results of an evaluation with one set of problems, all of which are answered."""
 
     benchmark: str
     summary: EvaluationSummary
@@ -179,7 +179,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
                 engine = engine or _make_engine(config, path, [waiting for waiting, _ in unfinished.values()], cleanup)
                 _answer(engine, tokenizer, benchmark, file, config, listen)
 
-            # The table says by which settings this set was answered.
+            # The file's metadata say by which settings this set was answered.
             decisive = _decisive(record | {"data": {name: record["data"][name]}})
             file.finish(partial(benchmark.task.prompt, "test"), {"asked": json.dumps(decisive)})
             _write_summary(folder, record)  # after every set, so that a kill loses no result
@@ -249,7 +249,7 @@ def _answer(
     under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (index of the problem, sample)
 
     def requests() -> Iterator[Request]:
-        prompts: dict[int, Prompt] = {}  # the newest prompt by its index, for all its samples
+        prompts: dict[int, Prompt] = {}  # the newest prompt by its index; all samples of a problem share it
         for index, sample in file.missing():
             if index not in prompts:
                 prompts = {index: benchmark.task.prompt("test", index)}
@@ -346,7 +346,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings and digests of a record that decide responses and scores."""
+    """Return those settings and digests of a record that responses and scores depend on, by dotted key."""
     free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all settings below them
     free += () if OWN in record["data"] else ("task.",)
     decisive = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}

@@ -32,7 +32,7 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 class LearnerScores:
     """The scores of one response by the learner, whose distribution is q; nats.
 
-    An engine that scores single tokens gives `log_probs` alone, and the others are None.
+    An engine that scores single tokens gives `log_probs` alone, and the other fields are None.
     """
 
     log_probs: Tensor  # [T] log q of the response's tokens
@@ -106,7 +106,7 @@ def learner_scores(
 
 
 def _columns(log_probs: Tensor, ids: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
-    """Read the columns of `LearnerScores` from the learner's log-probs at n tokens.
+    """Compute the columns of `LearnerScores` from the learner's whole distributions at n tokens.
 
     Args:
         log_probs: [n, V] log q.

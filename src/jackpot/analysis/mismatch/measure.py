@@ -19,14 +19,14 @@ from jackpot.core.statistics import Estimate, Sample
 
 ENTROPY_BANDS = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
-HIGH_GAP = 0.5  # gap above which the TIS post counts a response
-FAR = 2.0  # ratio q/p above which a token counts as far; below 1 / FAR too
+HIGH_GAP = 0.5  # gap |p - q| above which a response is counted as high, as in the blog post on TIS
+FAR = 2.0  # ratio q/p above which, or below 1 / FAR, the two probabilities of a token count as far apart
 DRAWN_TOKENS = 2_000  # tokens kept for the picture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseGap:
-    """The gaps of one response."""
+    """The gaps |p - q| between sampler and learner at the tokens of one response."""
 
     uid: str
     tokens: int  # number of sampled tokens
@@ -36,7 +36,7 @@ class ResponseGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBand:
-    """The numbers of all tokens in one band of response length, of position or of entropy, as in `MismatchNumbers`."""
+    """The mismatch at all tokens in one band of response length, position or entropy; fields as `MismatchNumbers`."""
 
     name: str
     tokens: int  # number of tokens
@@ -80,10 +80,10 @@ class MismatchNumbers:
 
 
 class MismatchSums:
-    """Sums of the gaps of all responses, added in any order."""
+    """A collector of the mismatch of responses, which are added in any order."""
 
     def __init__(self) -> None:
-        self._sums: ClusteredMean | None = None  # [bands, columns]
+        self._sums: ClusteredMean | None = None  # [bands, columns], a column for each quantity that is averaged
         self._largest = torch.tensor(-math.inf)  # [bands] largest gap
         self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
         self._columns: list[str] = []  # names of the columns
@@ -108,7 +108,7 @@ class MismatchSums:
         self._sums = self._sums + response_sums if self._sums else response_sums
         self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
 
-        # What a sum does not hold: each response's numbers, and the tokens' for quantiles and the picture.
+        # Kept beside the sums: gaps of each response, and log-ratios and probabilities of tokens.
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )
@@ -131,7 +131,7 @@ class MismatchSums:
 
         bands: dict[str, tuple[TokenBand, ...]] = {}
         for row, (kind, name) in enumerate(self._bands):
-            if row and (band := self._band(row, name)):
+            if row and (band := self._band(row, name)):  # row 0 is of all tokens
                 bands[kind] = (*bands.get(kind, ()), band)
 
         return MismatchNumbers(
@@ -169,7 +169,7 @@ class MismatchSums:
         return {name: mean for name, mean in means.items() if mean}
 
     def _band(self, row: int, name: str) -> TokenBand | None:
-        """Return the numbers of a band; None for a band without tokens."""
+        """Return the mismatch in the band of row `row` of the sums; None for a band without tokens."""
         means = self._means(row)
         if not means:
             return None
@@ -218,7 +218,7 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
         "ratio": tokens.log_ratio.exp(),
     }
 
-    # The others may be unknown.
+    # Quantities that are unknown for some pairs of engines.
     for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
         if bounds is not None:
             columns |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
@@ -229,14 +229,14 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """Return the quantiles of the ratio by share: the smallest ratio that this share of the tokens does not exceed."""
+    """Return share -> quantile of q/p: the smallest ratio that this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
     indices = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
     return {f"{share:g}": math.exp(float(ordered[index])) for share, index in zip(QUANTILES, indices, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
-    """Pick at most DRAWN_TOKENS rows (p, q) of [N, 2] at equal distances, always with the row of the largest gap."""
+    """Pick at most DRAWN_TOKENS rows (p, q) of [N, 2] at equal distances, and the row of the largest gap."""
     step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})

@@ -81,7 +81,7 @@ def mismatch_config(
 
 
 def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
-    """Build the settings of a side. In `changes`, keys of the side's engine may lack the prefix `engine`."""
+    """Build the settings of a sampler or learner; in `changes`, settings of its engine may lack the prefix `engine`."""
     nested = [
         {key: value} if key in _SIDE_KEYS else {"engine": {key: value}}
         for change in changes
@@ -95,7 +95,7 @@ def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
 
 
 def side_name(side: SideConfig) -> str:
-    """Return a name of a side for messages: its path and the settings of its engine."""
+    """Return the name of a side in messages: the model's path and the settings of the engine."""
     return f"{side.path} {_settings_name(side)}"
 
 
@@ -114,7 +114,7 @@ def short_names(sides: Sequence[SideConfig]) -> list[str]:
 
 
 def _settings_name(side: SideConfig) -> str:
-    """Name a side by its engine and by those settings that differ from their defaults."""
+    """Return the name of a side without its path: its engine, and those settings that differ from their defaults."""
     engine = side.engine
     attention = getattr(engine, "attn_implementation", "sdpa")
 
@@ -169,7 +169,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
 
 
 def _precision(side: SideConfig) -> str:
-    """Return the precision of a side, a key of `LARGEST_GAPS`."""
+    """Return the precision in which a side computes, a key of `LARGEST_GAPS`."""
     if is_quantized(side.engine):
         return "quantized"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

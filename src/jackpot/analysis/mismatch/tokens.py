@@ -14,7 +14,7 @@ from torch import Tensor
 from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.core.errors import EngineError
 
-_SMALLEST_MASS = 1e-6  # below it, 1 - sum p is rounding of float32
+_SMALLEST_MASS = 1e-6  # probability of the tail, 1 - sum p, below which it may be float32's rounding of the sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,14 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
 
 
 def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log q renormalized where p > 0, [N, K] with -inf elsewhere, and the log of q's mass there, [N]."""
+    """Restrict q to the support of a truncated sampler, the tokens with p > 0, and renormalize.
+
+    Returns:
+        The renormalized log q, [N, K] with -inf outside the support; and the log of q's mass on the support, [N].
+
+    Raises:
+        EngineError: the learner scores single tokens only, or the support is larger than K.
+    """
     if top_q is None:
         raise EngineError(
             "the sampler leaves out tokens (top_p, top_k), and this learner gives the probability of single tokens "

@@ -44,11 +44,11 @@ from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.joint_optimizer import GradientSplit
 
-RUN_TILES = 2  # tiles of the output layer that are run: the second holds what every later one does
+RUN_TILES = 2  # number of vocabulary tiles of the output layer that are run; all later ones need memory as the second
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A counter of bytes of tensors made while the mode is active: those alive now, and the most at any time so far."""
+    """A counter of the bytes of tensors that are made while the mode is active: alive now, and at the peak so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +64,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a new storage as alive until the storage is freed."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
@@ -71,6 +72,7 @@ class MemoryTracker(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
+        """Stop counting a storage that was freed."""
         self._known.discard(key)
         self.alive -= size
 
@@ -99,6 +101,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
         ModelError: as `load_meta_model`, or a model whose activations cannot be checkpointed.
     """
     models = _meta_models(config)
+    # The logger of fake tensors is silent until the step is done.
     warnings = logging.getLogger(fake_tensor.__name__)
     was_quiet, warnings.disabled = warnings.disabled, True
 
@@ -106,7 +109,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
         with fake_tensor.FakeTensorMode(), MemoryTracker() as tracker:
             for model in models.values():
                 _give_memory(model)
-            lasting = tracker.alive
+            lasting = tracker.alive  # weights, which are no part of the result
             trained = [weight for model in models.values() for weight in model.parameters() if weight.requires_grad]
 
             _score(config, models["rollout_model" if config.rollout_model else "policy"], shape)
@@ -153,9 +156,9 @@ def _give_memory(model: PreTrainedModel) -> None:
 
 
 def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Score as many tokens as a thorough check of the engine scores.
+    """Compute log-probs of as many tokens as a thorough check of the engine does, to count the memory for it.
 
-    The backbone is left out: its activations in training take more memory than in scoring.
+    The backbone is not run here, since its activations take more memory in training.
     """
     layer, sampling = output_layer(model), config.sampling
     rows = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens))
@@ -168,7 +171,10 @@ def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> No
 def _train(
     config: Config, models: Mapping[str, PreTrainedModel], trained: Sequence[nn.Parameter], shape: MicroBatchShape
 ) -> None:
-    """Train on one micro-batch; if an optimizer step has several, gradients of earlier micro-batches exist already."""
+    """Run the forward and the backward pass of training on one micro-batch.
+
+    If an optimizer step has several micro-batches, gradients of earlier ones exist already.
+    """
     if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -186,7 +192,7 @@ def _train(
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split
 
-    if "critic" in models:  # after the other models
+    if "critic" in models:  # as in training, the critic runs after the other models' tensors are freed
         _critic_backward(config, models["critic"], shape)
 
 
@@ -204,9 +210,9 @@ def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchS
 def _reference_kl(
     config: Config, models: Mapping[str, PreTrainedModel], shape: MicroBatchShape, policy_hidden: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run the frozen reference, and return the values of the exact KL that carry the policy's gradient.
+    """Run the frozen reference model, and return the values of the exact KL, which carry the policy's gradient.
 
-    Nothing is returned without a reference, or for a KL that is estimated from sampled tokens.
+    The tuple is empty without a reference, and for a KL that is estimated from sampled tokens.
     """
     settings = config.objective.reference
     if settings is None:
@@ -294,7 +300,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     run_weights = [weight[:rows_run] if rows_run < vocabulary else weight for weight in weights]
     heads = [replace(head, weight=run_weight) for head, run_weight in zip(whole_heads, run_weights, strict=True)]
     ids = torch.zeros(positions, dtype=torch.int64)
-    # No top-k here, for `_waiting_tensors` counts it.
+    # The head makes no top-k lists here, since `_waiting_tensors` counts the memory of these lists.
     values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
 
     # In backward the gradients of the rows that were not run take memory too.
@@ -306,7 +312,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
 
 def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]) -> None:
-    """Hold a tensor of `shape` in backward, from the gradient of the first of `values` to the gradient of `weight`."""
+    """Make backward hold a tensor of `shape` from the first gradient of any of `values` to the gradient of `weight`."""
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:

@@ -59,23 +59,23 @@ from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # drafts a pass, assumed for `engine.draft.tokens: auto`
 ENGINES_SHARE = 0.9  # share of a GPU's memory that engines take if no learner is on it: vLLM's own default
-AT_ONCE = 4  # batches generated at once by engines that run ahead, as with batch.ahead 7: their tails overlap
-LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
-SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
+AT_ONCE = 4  # batches that engines which run ahead generate at once, as with batch.ahead 7: long tails overlap
+LARGE = 100_000_000  # least number of parameters of all models at which a plan shows GPUs and hours
+SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)  # kinds and numbers of GPUs that every plan shows
 
 
 class MachineEstimate(NamedTuple):
-    """Memory and hours of a run on some GPUs."""
+    """The memory and the hours of a run on some GPUs, and the hours of the policy alone for comparison."""
 
     kind: str  # name of the GPU, a key of GPUS
     shard: Shard  # memory of each GPU
     hours: Hours | None  # hours of the run; None where it does not fit
-    alone: Hours | None  # hours of the policy alone, on-policy: as many responses, one step on each batch
-    ahead: Hours | None = None  # hours of the policy alone that generates ahead, with drafts; None: no room, or one GPU
+    alone: Hours | None  # hours if the policy alone generates as many responses, on-policy, with one step on each batch
+    ahead: Hours | None = None  # hours if the policy alone generates ahead, with drafts; None: no room, or one GPU
 
 
 class FlopShares(NamedTuple):
-    """The FLOPs of a run over those of the policy alone, on-policy, with as many responses."""
+    """The FLOPs of a run, divided by the FLOPs of an on-policy run of the policy alone with as many responses."""
 
     rollouts: float  # FLOPs of generating the rollouts
     all: float  # FLOPs of rollouts, training and evaluations
@@ -140,7 +140,7 @@ def gpus_here() -> GpusConfig | None:
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs that engines have on GPUs without a learner, where vLLM can take more of the memory.
+    """Return the needs of engines that have GPUs without a learner, where vLLM can take more of the memory.
 
     The shares of the memory that vLLM engines take are scaled to `ENGINES_SHARE` in all.
     """
@@ -220,7 +220,7 @@ class Estimator:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Return the memory that training takes in one process, without autocast's copies of weights."""
+        """Return the memory that training takes in one process, without the copies of weights that autocast makes."""
         with sharded():
             return plan_memory(self._config, self._sizes, self._prompt)
 
@@ -244,6 +244,7 @@ class Estimator:
         evaluating = self.evaluating(shares)
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
 
+        # The same number of responses in on-policy iterations of the policy alone.
         work, times = on_policy(shares.work)
         once = shares.run(work, shares.policy, [self._costs["policy"]])
         alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
@@ -410,7 +411,7 @@ class Estimator:
         )
 
     def work(self) -> Work:
-        """Return the work of one iteration."""
+        """Return the work of one iteration, as the settings and the assumed lengths define it."""
         config, batch = self._config, self._config.batch
         step = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
         return Work(
@@ -476,7 +477,7 @@ def _evaluated(config: Config) -> list[tuple[Role, int]]:
 
 
 def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
-    """Return the size of a model and the FLOPs of its forward pass."""
+    """Return the cost of a model: its size, and the FLOPs of its forward pass by part."""
     forward, head = forward_cost(model), head_cost(model)
     return ModelCost(
         parameters=size.parameters,

@@ -27,7 +27,7 @@ from jackpot.models.quantization.quantizer import SCHEMES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """The bytes of a run's tensors by purpose; the tensors of training and of generation do not exist together."""
+    """The bytes of a run's tensors by purpose; those of training and those of generation do not exist together."""
 
     weights: int  # weights of all models in training, float32
     engines: int  # the engines' own copies of the weights
@@ -89,7 +89,7 @@ def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
 
 
 def _copied_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
-    """Return the bytes of the copies of weights that check what was generated ahead (`training.old_policy`)."""
+    """Return the bytes of copies of old weights, with which rollouts generated ahead are checked (`old_policy`)."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
     roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
@@ -126,7 +126,7 @@ def engine_weights(settings: EngineConfig, path: str) -> int:
 
 
 def cached_number_bytes(settings: EngineConfig) -> int:
-    """Return the size of one of the numbers in an engine's cached keys and values, bytes."""
+    """Return the bytes of one number in an engine's cached keys and values."""
     return 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
 
 
@@ -150,7 +150,7 @@ def _merged_weights(config: Config) -> int:
 
 
 def _generation(config: Config, prompt_tokens: int) -> int:
-    """Return the most bytes that a transformers engine holds in generation, with rollouts and evaluations compared."""
+    """Return the most bytes that a transformers engine holds beside weights, in rollouts or in evaluations."""
     paths, evaluation = config.model_paths(), config.evaluation
     policy = paths["policy"]
     rollouts = _decoding(
@@ -161,13 +161,17 @@ def _generation(config: Config, prompt_tokens: int) -> int:
 
 
 def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:
-    """Return the bytes of a transformers engine's cache, distributions of one step and responses; 0 for any other."""
+    """Return the bytes that a transformers engine holds beside weights in generation; 0 for any other engine.
+
+    These are the cache, the responses with their log-probs, and the distributions of one step.
+    """
     if not isinstance(settings, TransformersEngineConfig):
         return 0
 
     model, sampling = load_config(path).get_text_config(), config.sampling
     cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
     cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
+    # Numbers of four bytes: an id and a log-prob of each token and of its top-k list, and three distributions.
     responses = sampling.max_new_tokens * (2 + 2 * sampling.num_top_log_probs) * 4
     distributions = 3 * 4 * model.vocab_size
     return min(requests, settings.max_num_seqs) * (cache + responses + distributions)

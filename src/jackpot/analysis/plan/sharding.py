@@ -30,7 +30,7 @@ ENGINE_BYTES = 2e9
 
 
 class Blocks(NamedTuple):
-    """Numbers of parameters that each GPU gathers as a whole."""
+    """Numbers of parameters that each GPU gathers whole from all shards during training."""
 
     layer: int  # parameters of the largest layer of all models
     heads: int  # parameters of the output layers of policy and rollout model, which the joint head needs together
@@ -39,7 +39,10 @@ class Blocks(NamedTuple):
 
     @property
     def gathered(self) -> int:
-        """Return the most bytes gathered at a time: two layers, all heads, and the gradient of a layer or the heads."""
+        """Return the most bytes that a GPU gathers at a time.
+
+        Gathered are two layers, all output layers, and the gradient of a layer or of the output layers.
+        """
         return 4 * (2 * self.layer + self.heads + self.reference) + 4 * max(self.layer, self.heads)
 
 
@@ -55,10 +58,10 @@ class EngineNeeds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The memory of a run on each of several GPUs by purpose, bytes."""
+    """The memory of a run on each of its GPUs by purpose, bytes."""
 
     gpus: int  # number of GPUs
-    limit: float  # memory of a GPU
+    limit: float  # whole memory of a GPU
     weights: float  # weights of all models in training, float32
     optimizer: float
     gradients: float
@@ -110,7 +113,7 @@ def blocks(config: Config) -> Blocks:
 
 
 def _copied(config: Config, role: Role, model: PreTrainedModel) -> int:
-    """Count the parameters of linear layers that autocast copies: all of a model's, or none unless all are trained."""
+    """Count the parameters that autocast copies: those of a model's linear layers; 0 unless all weights are trained."""
     settings = getattr(config, role)
     if settings.optimizer is None or settings.lora is not None:
         return 0
@@ -194,7 +197,7 @@ def shard(
 
 
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that one engine has on `spread` GPUs for keys and values.
+    """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
 
     Without a setting, a vLLM engine takes what weights and activations leave of its share of the memory.
     """
@@ -207,7 +210,7 @@ def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
 
 
 def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
-    """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0: no number suffices.
+    """Return the fewest GPUs on which one engine holds its weights and one longest sequence; 0: no number suffices.
 
     Args:
         engine: needs of the engine.
@@ -222,7 +225,7 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 
 
 def _engine_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that an engine always holds on one GPU; transformers allocates a cache for each batch."""
+    """Return the bytes that an engine holds on one GPU all the time: its weights, for vLLM with a cache; 0 if remote."""
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
         return engine.weights if isinstance(settings, TransformersEngineConfig) else 0.0
