@@ -54,7 +54,7 @@ class Worth(NamedTuple):
 
     effective: Tensor  # (E F)^2 / E F^2, the effective sample size as a share
     gap: Tensor  # mean over states of the total variation that the correction leaves
-    elsewhere: Tensor  # share of the weighted states that the policy visits less often
+    elsewhere: Tensor  # share of the states' weight that is in states which the policy visits less often
 
     @property
     def of_tokens(self) -> Tensor:
@@ -84,7 +84,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     mean_factor, mean_square = factor / tokens, square / tokens
 
     total = fraction * mean_factor + 1.0 - fraction
-    weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)  # of the rollout model
+    weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)  # on the rollout model's tokens
     noise = fraction * mean_square + 1.0 - fraction
 
     return Worth(
@@ -131,7 +131,7 @@ class JudgedCorrection:
 
     @property
     def kind(self) -> str:
-        """Return the name, followed by the proximal point if the two together have a rank in _SIMPLICITY."""
+        """Return the correction's name, followed by its setting `proximal` if both together are in _SIMPLICITY."""
         at_point = f"{self.name} {self.settings.get('proximal')}"
         return at_point if at_point in _SIMPLICITY else self.name
 
@@ -216,7 +216,7 @@ class Generation(NamedTuple):
     label: str
     share: float  # share of the rollouts that the rollout model generates
     drafts: int  # drafts before each pass of the policy; 0: none
-    worth: Estimate  # of a rollout, in rollouts of the policy's own
+    worth: Estimate  # worth of a rollout, in rollouts of the policy's own
     flops: Estimate  # cost in FLOPs
     flops_any_state: Estimate  # cost in FLOPs if every state counts as visited by the policy
     weights: Estimate  # cost in readings of the weights
@@ -230,9 +230,9 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
         groups: [G, 7] sums of the correction that is applied to the rollout model's tokens.
         costs: costs of a token of the rollout model.
     """
-    flops, weights = (share * cost + 1.0 - share for cost in costs)  # of a token, on average over both models
+    flops, weights = (share * cost + 1.0 - share for cost in costs)  # costs of a token, averaged over both models
 
-    # The progress of one on-policy rollout costs what a rollout costs, over what it is worth.
+    # Progress that equals one on-policy rollout costs the cost of a rollout, divided by the rollout's worth.
     return Generation(
         label="the policy alone" if share == 0.0 else f"share {share:g}",
         share=share,
@@ -283,7 +283,7 @@ class Recommendation:
     correction: str | None  # label of the correction; None where none is recommended
     settings: dict[str, object]  # settings of `objective.correction` for a recipe; empty without a recommendation
     lines: Mapping[str, str]  # the advice in sentences by their labels, at most five
-    measured_on: str  # says which tokens of which weights were judged
+    measured_on: str  # text that says which tokens of which weights were judged
     candidates: tuple[JudgedCorrection, ...]
     generation: tuple[Generation, ...]  # empty if the models' costs are not known
 
@@ -413,7 +413,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     if worths:
         text += f"; {', '.join(worths)}"
 
-    # Corrections of whole responses are judged and never recommended: sampled tokens miss their tail.
+    # Corrections that weigh whole responses are only mentioned: sampled tokens show too few of their largest weights.
     better = [rival for rival in rivals if rival.is_whole and _is_better(rival, chosen)]
     if better:
         whole = max(better, key=lambda rival: rival.worth.value)
@@ -467,7 +467,7 @@ def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
 
 
 def _instruction(generation: Generation) -> str:
-    """Return the instruction which model shall generate."""
+    """Return an instruction that says which model shall generate the rollouts."""
     if generation.drafts:
         return "let the rollout model draft for the policy"
     if generation.share in (0.0, 1.0):

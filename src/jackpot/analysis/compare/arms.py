@@ -20,7 +20,7 @@ from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.files import write_whole
 from jackpot.training.run_folder.folder import RunFolder
 
-_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that change answers
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that answers depend on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

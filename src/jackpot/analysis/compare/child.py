@@ -31,7 +31,7 @@ def train(run: ArmRun) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    # The fork server ignores these signals, and its children have inherited that.
+    # This process has inherited from the fork server that these signals are ignored; here they must act again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in TERMINATIONS:
         signal.signal(signum, signal.SIG_DFL)

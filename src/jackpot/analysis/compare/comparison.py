@@ -11,9 +11,9 @@ from jackpot.core.statistics import Sample, paired_differences
 from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
-FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
+FEW_SEEDS = 3  # fewest seeds whose spread is relied on; with fewer the spread may be small by chance
 _ROUNDING = 1e-9  # share of the budget by which rounding alone may put a run's costs above the budget
-UNITS = {  # units of a budget, with what each counts
+UNITS = {  # unit of a budget -> text that says what the unit measures
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
     "flops": "rollout FLOPs",
@@ -80,12 +80,12 @@ class Comparison:
     """The results of all arms, compared at one budget and one accuracy."""
 
     unit: str  # one of UNITS
-    budget: float  # in `unit`
+    budget: float  # budget of each run, in `unit`
     baseline: str  # name of the arm that others are compared with
     accuracy: float | None  # accuracy up to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
-    best: str  # arm of the highest mean at the budget
-    ahead: Mapping[str, Difference | None]  # the best arm minus each other arm; None without a seed in common
+    best: str  # arm with the highest mean accuracy at the budget
+    ahead: Mapping[str, Difference | None]  # other arm -> the best arm minus this arm; None without a seed in common
     measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
     sampling: str = "sampled"  # how the answers were sampled
 
@@ -97,7 +97,7 @@ def compare(
     accuracy: float | None = None,
     baseline: str | None = None,
 ) -> Comparison:
-    """Compare arms at equal budget.
+    """Compare the arms of a recipe at equal budget, from the summaries of their runs.
 
     Args:
         runs: summaries of at least one run; arms keep the order in which they come.
@@ -129,7 +129,7 @@ def compare(
     _check_budget(runs, unit, budget)
     accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
 
-    # The evaluation at the budget, by arm and seed.
+    # The last evaluation within the budget, by arm and seed.
     points = {arm: _points_at(arm_runs, unit, budget) for arm, arm_runs in arms.items()}
     rows = tuple(
         _row(arm_runs, points[arm], {} if arm == baseline else points[baseline], unit, budget, accuracy)
@@ -151,7 +151,7 @@ def compare(
 
 
 def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
-    """Return the highest accuracy that all runs reached which rose above the start; None where no run rose.
+    """Return the highest accuracy reached by every run that rose above its start; None if no run rose.
 
     An accuracy that some run began with would cost that run nothing, so the result lies above all starts. The margin is
     two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.

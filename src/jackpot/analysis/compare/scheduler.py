@@ -18,8 +18,8 @@ from jackpot.training.run_folder.folder import RunFolder, measure_of
 Lines = list[dict[str, Any]]  # records of metrics.jsonl or events.jsonl
 POLL_SECONDS = 0.5  # time between two looks at the runs
 FAILED = "failed"
-StopRule = Callable[[ArmRun, Lines, Lines], str | None]  # (run, metrics, events) -> why to stop it; None: go on
-ArmListener = Callable[[ArmRun, Lines, str], None]  # (run, metrics so far, how it ended or ""), at every new line
+StopRule = Callable[[ArmRun, Lines, Lines], str | None]  # (run, metrics, events) -> why to stop the run; None: go on
+ArmListener = Callable[[ArmRun, Lines, str], None]  # called with (run, metrics so far, how the run ended, or "")
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Child:
 
     run: ArmRun
     process: BaseProcess
-    file_state: tuple[int, int] | None = None  # size and time of metrics.jsonl when it was last read
+    file_state: tuple[int, int] | None = None  # size and modification time of metrics.jsonl when the file was last read
     evaluation: int = -1  # iteration of the newest evaluation that the stop rule has judged
     lines: Lines = field(default_factory=list)  # records of metrics.jsonl
     stop_reason: str | None = None  # why the scheduler stopped the run; None: the scheduler did not stop it
@@ -69,7 +69,7 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
             time.sleep(POLL_SECONDS)
 
             for child in list(children):
-                # Whether a run has ended is asked before its lines are read, so that its last lines are among them.
+                # Ask first whether the run has ended and read its lines after that, so that none of them is missed.
                 has_ended = not child.process.is_alive()
                 _follow(child, stop_rule, listen)
                 if not has_ended:

@@ -38,7 +38,7 @@ def by_rejection(limit: float) -> Explained:
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
 
-        # At lam = 1 the acceptance would be at most lam times as large. If that is too low, lam is no explanation.
+        # At lam = 1 the acceptance would be at most lam times as large; if even that is too low, lam explains nothing.
         lam = getattr(correction, "lam", 1.0)
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
@@ -64,12 +64,12 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain that PPO clips the policy's ratio often, or never: with `proximal: rollout` it clips the mismatch."""
+    """Explain why PPO clips the policy's ratio often, or never: with `proximal: rollout` it clips the mismatch."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain that PPO clips the rollout model's ratio often: with `proximal: rollout` it clips the mismatch."""
+    """Explain why PPO clips the rollout model's ratio often: with `proximal: rollout` it clips the mismatch."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 

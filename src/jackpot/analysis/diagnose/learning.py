@@ -14,8 +14,8 @@ from jackpot.training.limits import COLLAPSED_BELOW
 
 EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the reward is for a task without a verdict
 REWARDS = "reward/mean"
-LEAST_ITERATIONS = 30  # iterations after warm-up of the learning rate within which a policy may learn nothing
-LEAST_MOVE = 1e-5  # least product of learning rate and steps, about the distance AdamW moves a weight, for learning
+LEAST_ITERATIONS = 30  # iterations after the learning rate's warm-up until a policy must have learned something
+LEAST_MOVE = 1e-5  # least learning rate x steps to learn anything: about the distance that AdamW moves a weight
 LARGEST_ERROR = 0.04  # largest standard error of the difference of two accuracies that can show "learned nothing"
 LARGEST_ERROR_SHARE = 0.25  # the same limit as a share of the accuracy, for tasks of low accuracy
 RARE_REWARDS = 0.99  # share of groups that teach nothing, above which rewards are too rare in a run that begins so
@@ -54,7 +54,7 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
     if len(values) < 2 * size:
         return []
 
-    # The standard error of a window's mean, from the differences of successive iterations: a trend does not enter.
+    # The standard error of a window's mean, from differences of successive iterations, which a trend hardly changes.
     error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
     starts = [0, *range(len(values) % size or size, len(values), size)]
     levels = [Level(fmean(values[start : start + size]), error) for start in starts]

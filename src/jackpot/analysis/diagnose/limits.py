@@ -13,7 +13,7 @@ from jackpot.config.engines import EngineConfig, is_quantized, unified_formats
 from jackpot.core.roles import Writer
 from jackpot.training.limits import LARGEST_GAPS, problems_of, two_errors
 
-LEAST_VALUES = 5  # fewest values of a metric for a median
+LEAST_VALUES = 5  # fewest values of a metric whose median is judged
 AVERAGED_ITERATIONS = 20  # number of iterations over which acceptance and Z are compared
 CHANCE_ERRORS = 4.0  # standard errors beyond which a difference is not by chance
 ROUNDING = 1e-6  # rounding of acceptance and Z in float32
@@ -253,7 +253,7 @@ def lost_engines_limit(kind: str) -> RunLimit:
 
 
 def is_uncorrected(config: Config) -> bool:
-    """Tell whether the rollouts are another model's and no correction is applied to them."""
+    """Tell whether another model than the policy generates, and no correction is applied to the rollouts."""
     return config.rollout_model is not None and config.objective.correction.name == "none"
 
 
@@ -353,7 +353,7 @@ class Rule:
     low: Limit = -math.inf
     high: Limit = math.inf
     explained_by: Explained = unexplained  # settings that explain a value beyond the limit
-    aggregate: Callable[[Values], float] = median  # makes one number of the values in the window
+    aggregate: Callable[[Values], float] = median  # function that makes one number of the values in a window
     after_steps: int = 0  # optimizer steps before the rule applies
     source: str = "21 honest runs of the quickstart keep it"  # where the limit comes from
     explanation: str  # what is wrong

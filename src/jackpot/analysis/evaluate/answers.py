@@ -115,7 +115,7 @@ class AnswerFile:
             ) from error
 
     def finish(self, prompt: Callable[[int], Prompt], metadata: Mapping[str, str]) -> None:
-        """Write the table and remove the lines.
+        """Write the table of the complete set, NAME.parquet, and remove NAME.jsonl.
 
         Args:
             prompt: function that returns the prompt of a problem by its index.

@@ -49,7 +49,7 @@ from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_
 from jackpot.training.run_folder.plain_yaml import parse_yaml
 
 SCHEMA_VERSION = 1
-OWN = "own"  # the benchmark that is the held-out problems of the model's run
+OWN = "own"  # name of the benchmark that consists of the held-out problems of the model's own run
 _KEYS = ("schema_version", "model_digest", "data")  # keys of config.yaml other than `asked`
 _log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class EvaluationProgress:
     """The progress of an evaluation with one set of problems; responses are counted when they are scored."""
 
     benchmark: str
-    done: int  # responses so far, those of earlier processes too
-    total: int  # responses of the whole set
-    fresh: int  # responses of this process
+    done: int  # number of responses scored so far, including those of earlier processes
+    total: int  # number of responses that the whole set will have
+    fresh: int  # number of responses scored by this process
     tokens: int  # tokens of the fresh responses
     seconds: float  # wall-clock time of the fresh responses
 
@@ -91,7 +91,7 @@ class _Benchmark:
 
 
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
-    """Build the settings of an evaluation.
+    """Build the settings of an evaluation of one model on sets of problems.
 
     For the model of a run, the run's settings are the defaults of sampling, template, rewards and the engine's dtype.
 
@@ -113,7 +113,8 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
         }
 
     settings = lay(settings, (*changes, {"model": model}))
-    if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
+    # The dtype is set last, since a change of the engine's name replaces all other settings of the engine.
+    if run and isinstance(settings["engine"], Mapping):
         settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
 
     if "benchmarks" not in settings:
@@ -122,7 +123,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     config = validated(BenchmarksConfig, settings)
     check_sets([name for name in config.benchmarks if name != OWN])
 
-    # The task matters to the set of the run's own problems alone.
+    # Only the benchmark OWN reads the task; without this benchmark the settings hold no task.
     if OWN not in config.benchmarks:
         return config.model_copy(update={"task": None})
     if config.task is None:
@@ -299,7 +300,7 @@ def _write_record(
     record = {"schema_version": SCHEMA_VERSION, "asked": settings, "model_digest": digest, "data": data}
 
     if before := _read_record(path):
-        # Sets that the earlier process did not have, and a task that it did not read, are no difference.
+        # Not compared are sets that the earlier process did not have, and a task that it did not read.
         old_data = {name: before["data"].get(name, identity) for name, identity in data.items()}
         old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": settings["task"]}
         old, new = _decisive(before | {"asked": old_asked, "data": old_data}), _decisive(record)
@@ -347,7 +348,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return those settings and digests of a record that responses and scores depend on, by dotted key."""
-    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all settings below them
+    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # prefixes of keys that may change
     free += () if OWN in record["data"] else ("task.",)
     decisive = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return decisive | {key: record[key] for key in _KEYS}

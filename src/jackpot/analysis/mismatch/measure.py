@@ -70,12 +70,12 @@ class MismatchNumbers:
     kl_is_exact: bool  # whether the two bounds are equal
     variation: tuple[Estimate, Estimate] | None  # bounds of the total variation, the share OBRS rejects at lam = 1
     ratio: Estimate  # mean q/p: the learner's mass on tokens that the sampler can draw; 1 where it can draw all
-    quantiles: dict[str, float]  # of q/p
+    quantiles: dict[str, float]  # share of tokens -> quantile of q/p
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
     bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and entropy of the learner if it is known
-    each: tuple[ResponseGap, ...]  # every response
+    each: tuple[ResponseGap, ...]  # gaps of every response
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
 
@@ -117,7 +117,7 @@ class MismatchSums:
         self._is_exact &= tokens.is_exact
 
     def numbers(self) -> MismatchNumbers:
-        """Return the numbers of all responses that were added.
+        """Return the mismatch over all responses that were added.
 
         Raises:
             DataError: no response had a sampled token.
@@ -163,7 +163,7 @@ class MismatchSums:
     def _means(self, row: int) -> dict[str, Estimate]:
         """Return the mean of every column in a band, by name; empty for a band without tokens."""
         sums = self._sums
-        assert sums is not None  # there is a response
+        assert sums is not None  # `numbers` has checked that there is a response
         band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
         means = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *band_sums, strict=True)}
         return {name: mean for name, mean in means.items() if mean}

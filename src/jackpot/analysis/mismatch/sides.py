@@ -24,7 +24,7 @@ Changes = Sequence[Mapping[str, Any]]
 def mismatch_config(
     model: str, samplers: Sequence[Changes], learners: Sequence[Changes], changes: Changes
 ) -> MismatchConfig:
-    """Build the settings of a comparison.
+    """Build the settings of a comparison between samplers and learners.
 
     By default both sides have the weights of `model`. For a run, the sampler is the run's engine with the rollout model
     of the best, or else newest, checkpoint. There are two learners: that rollout model in the precision of training

@@ -28,7 +28,7 @@ class SamplerScores:
     top_log_probs: Tensor  # [T, K] log p at `top_ids`, -inf outside the support of a truncated distribution
     vocabulary: int  # V
     truncated: bool  # whether p is renormalized after top-p or top-k
-    experts: Tensor | None = None  # as in `LearnerScores`
+    experts: Tensor | None = None  # experts of each token, as in `LearnerScores`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
     if top_q is not None and top_p.shape[1]:
         lowest = None
         if not is_whole:
-            assert learner.lowest is not None  # a learner that gives the log-probs of some tokens gives it too
+            assert learner.lowest is not None  # a learner that gives `top_log_probs` gives `lowest` too
             lowest = learner.lowest[sampled].double()
         kl, variation = _divergences(top_p, top_q, lowest)
 

@@ -232,7 +232,7 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     For each model these are its top log-probs with their ids, its log-probs at the engine's top ids and at the other
     model's, and, where several responses share a prompt, an attention mask.
     """
-    # The sizes are those of an id and of a log-prob in each of three lists, bytes.
+    # The sizes in bytes are those of an int64 id, and of a float32 log-prob in each of three lists.
     count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
     held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
 
@@ -328,6 +328,6 @@ def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, i
 
 
 def _precision(config: Config) -> torch.autocast:
-    """Return the autocast of training's forward pass."""
+    """Return the autocast context of training's forward pass; in float32 it changes nothing."""
     dtype = DTYPES[config.compute_dtype]
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)

@@ -87,7 +87,7 @@ class CostEstimate(NamedTuple):
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
-    stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
+    stated: MachineEstimate  # estimate on the GPUs that were asked about or that the recipe names, else on one H100
     this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
     flops: FlopShares
@@ -164,8 +164,8 @@ class ShareHours:
     A batch takes the same optimizer steps, whichever model generates the batch.
     """
 
-    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # hours of all iterations with one engine
-    work: Work  # of one iteration
+    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # returns the hours of all iterations with an engine
+    work: Work  # work of one iteration
     policy: EngineSpeed  # the policy's engine alone on the GPUs
     beside: EngineSpeed  # the policy's engine beside the rollout model's
     rollout_model: EngineSpeed
@@ -300,7 +300,7 @@ class Estimator:
         model = self._costs.get("rollout_model", policy)
         iterations = range(1, config.iterations + 1)
 
-        # What one response costs, on average over the models that generate; with drafts both read every drafted token.
+        # FLOPs of generating one response, averaged over the models; with drafts both read every drafted token.
         by_policy, by_model = policy.forward(self.lengths), model.forward(self.lengths)
         share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
         written = share * by_model + (1.0 - share) * by_policy
@@ -308,7 +308,7 @@ class Estimator:
             passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
             written = passes * (by_model + by_policy)
 
-        # What training on one response costs; an on-policy step needs no extra pass.
+        # FLOPs of training on one response; an on-policy step needs no extra pass.
         work = self.work()
         trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
         if "rollout_model" in self._costs:
@@ -316,7 +316,7 @@ class Estimator:
             trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
         trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
 
-        # What the evaluations cost, for each response trained on.
+        # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
         evaluated = self.evaluations * evaluation / (work.sequences * config.iterations)
 
@@ -330,8 +330,8 @@ class Estimator:
         if model is None or not config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
 
-        # The mean over iterations, each kind of which is computed once. Where the rollout model is not used any more,
-        # the policy generates everything and is trained alone.
+        # Hours are averaged over iterations, and computed once for all iterations of the same share. Where the rollout
+        # model is not used any more, the policy generates everything and is trained alone.
         kinds = Counter(
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )

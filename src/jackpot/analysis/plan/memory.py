@@ -33,7 +33,7 @@ class MemoryPlan:
     engines: int  # the engines' own copies of the weights
     sleeping: int = 0  # part of `engines` that is released while the learner trains
     optimizer: int  # AdamW's two moments
-    copies: int  # copies of trained weights that check what was generated ahead; in the host's memory
+    copies: int  # copies of old weights in the host's memory, with which rollouts generated ahead are checked
     gradients: int  # gradients of all trained weights, and those that wait for the end of the iteration
     training: int | None  # activations and loss of the largest micro-batch; None where shapes depend on values
     generation: int  # keys and values with the distributions of one step, or weights on their way to an engine
@@ -119,7 +119,7 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
 
 def engine_weights(settings: EngineConfig, path: str) -> int:
     """Return the bytes of the weights that an engine holds after its start, codes and scales if it is quantized."""
-    # vLLM does not hold codes for int8_w8a16.
+    # For int8_w8a16 vLLM holds plain weights, and no codes.
     is_plain = settings.quantization == "int8_w8a16" and not isinstance(settings, TransformersEngineConfig)
     scheme = SCHEMES[settings.quantization] if settings.quantization and not is_plain else None
     return weight_bytes(outline(path), scheme, DTYPES[settings.dtype])

@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
     layer: int  # parameters of the largest layer of all models
     heads: int  # parameters of the output layers of policy and rollout model, which the joint head needs together
     reference: int  # parameters of the reference's output layer, gathered with the others, without a gradient
-    copied: int  # parameters of trained models that autocast copies where nothing is sharded
+    copied: int  # parameters of trained models that autocast copies on a single GPU, where nothing is sharded
 
     @property
     def gathered(self) -> int:
@@ -69,7 +69,7 @@ class Shard:
     training: float | None  # activations and loss of a micro-batch; None where shapes alone do not decide them
     resting: float  # memory of engines while the learner trains
     generation: float  # memory of engines while they generate
-    tensor_parallel: dict[str, int]  # GPUs of one engine, by setting; 0 where it does not fit
+    tensor_parallel: dict[str, int]  # setting of an engine -> GPUs of one such engine; 0 if it does not fit
 
     @property
     def peak(self) -> float:
@@ -225,7 +225,7 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 
 
 def _engine_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that an engine holds on one GPU all the time: its weights, for vLLM with a cache; 0 if remote."""
+    """Return the bytes that an engine always holds on one GPU: weights and, for vLLM, the cache; 0 if remote."""
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
         return engine.weights if isinstance(settings, TransformersEngineConfig) else 0.0

@@ -50,7 +50,7 @@ from jackpot.rollout.tasks.registry import set_name
 from jackpot.rollout.tasks.rows import Problem
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
-ITERATIONS = 2  # most iterations
+ITERATIONS = 2  # most iterations of a small run
 PROBLEMS = 4  # most problems of a set
 ANSWERS = 2  # most answers to a problem in an evaluation
 GROUP = 4  # most responses of a group
@@ -100,7 +100,7 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
 
 
 def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
-    """Return the settings of a small run.
+    """Return the settings of a recipe, made small as the table at the top of this file says.
 
     Args:
         config: settings of the recipe.

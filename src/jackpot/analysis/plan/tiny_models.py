@@ -65,7 +65,7 @@ def save_tiny(
     forms = [AddedToken(form.format(answer), normalized=False) for answer in boxed for form in _ANSWER_FORMS]
     tokens.add_tokens(forms)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
     tokens.model_max_length = CONTEXT
-    tokens.unk_token = tokens.unk_token or tokens.pad_token  # else the class of some architectures adds a token
+    tokens.unk_token = tokens.unk_token or tokens.pad_token  # without one, some tokenizer classes add a token
 
     config = tiny_config(like, size, tokens)
     with torch.random.fork_rng(devices=[]):

@@ -34,8 +34,8 @@ class Export:
     files: tuple[Path, ...]
     responses: int  # number of responses written
     tokens: int  # number of response tokens written
-    lost: str  # names our columns that the format does not have
-    problems: tuple[str, ...]  # says which files of the run are left out, and why
+    lost: str  # text that names our columns that the format does not have
+    problems: tuple[str, ...]  # sentences that say which files of the run are left out, and why
 
 
 def export_rollouts(

@@ -82,7 +82,7 @@ def factors(
         setting, negative, new, _averaged_over_mask(setting, negative, totals) if reads_sign else average
     )
 
-    # Mixed by the share of positive advantages: 0, 1/2 or 1.
+    # The two are mixed by the share of positive advantages at a token: 0, 1/2 or 1.
     share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
 
     def mixed(name: str) -> Tensor:
@@ -100,7 +100,7 @@ def _factors_of_sign(
 ) -> GradientFactors:
     """Compute the factors on tokens [B, T] for inputs in which every advantage is 1, or every advantage is -1."""
     through, clipped = _through_surrogate(setting, inputs, new)
-    factor = average.value * through  # of an accepted token
+    factor = average.value * through  # F of an accepted token
     mean = average.chance * factor
 
     return GradientFactors(
@@ -136,7 +136,8 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     """Return h, the sum of p_inf F over each state if nothing were capped: [B, T]."""
     log_ratio = inputs.log_ratio
 
-    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # a weight has Z, or the mask accepts Z
+    # In these corrections Z is in the weight, or is the share of accepted tokens.
+    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):
         return correction.kappa * inputs.z.value
     if setting.name == "prefix":
         return _before(correction.weights)  # 0 behind a rejected prefix
@@ -164,7 +165,7 @@ class _MaskAveraged(NamedTuple):
 
     value: Tensor
     chance: Tensor
-    accepted: Tensor  # E accept
+    accepted: Tensor  # E accept, the probability that the token is accepted
     correction: Correction  # the result for the smallest uniform random number, which accepts the most tokens
 
 

@@ -59,7 +59,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         "estimator": total(trained.square() * norms),  # S_ff
         "product": total(trained * target * norms),  # S_ft
         "exact": total(target.square() * norms),  # S_tt
-        "noise": total((second - trained.square()) * norms),  # the variance times c^2
+        "noise": total((second - trained.square()) * norms),  # variance of the corrected gradient, times c^2
         "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
         "drift": total((trained - of_state.unsqueeze(-1) * target).square()),
     }

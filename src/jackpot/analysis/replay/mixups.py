@@ -14,14 +14,14 @@ from jackpot.core.statistics import Sample
 
 MOST_TOKENS = 100_000  # tokens that are compared, from the beginning of a dump
 LEAST_LOG_PROB = -20.0  # lower log-probs and log-odds count as this one, so that no single token decides a correlation
-LEAST_TOKENS = 100  # fewest tokens about which anything is said
+LEAST_TOKENS = 100  # fewest tokens for which a mix-up, or rounding, is reported
 LEAST_CORRELATION = 0.5  # least correlation of two columns, after one was shifted back, at which a shift is reported
 LEAST_GAIN = 0.2  # least increase of the correlation by shifting back, at which a shift is reported
 LEAST_EXPLAINED_DIFFERENCE = 0.05  # least difference in explained variance that says which of two columns is shifted
 UNRELATED_CORRELATION = 0.1  # correlation below which two columns have nothing to do with each other
 RELIABLE_PROBABILITIES = (0.02, 0.98)  # probabilities between which log-odds are reliable
 LEAST_QUOTIENT = 1.15  # least quotient of the higher over the lower temperature that is reported
-LEAST_LINEARITY = 0.85  # least correlation of the log-odds of one model at two temperatures
+LEAST_LINEARITY = 0.85  # least correlation of two columns of log-odds that may be one model's at two temperatures
 LEAST_EXPLAINED = 0.4  # least share of the variance of the difference of log-odds that the slope explains
 SURE_ERRORS = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
 LIKELY_ERRORS = 3.0  # standard errors from 0 beyond which a mean says which column is wrong, if one of two must be
@@ -29,7 +29,7 @@ LEAST_KL = 0.005  # nats; a negative mean that is closer to 0 may be rounding
 LEAST_ROUNDED = (
     0.99  # least share of log-probs on the grid of a number format in a column that was rounded to the format
 )
-GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # the coarser grid first
+GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # formats of rounded log-probs, the coarser first
 
 
 class ColumnPairs:
@@ -78,7 +78,7 @@ class ColumnPairs:
         before = torch.cat([row[:, :-1] for row in self._rows], 1)
         after = torch.cat([row[:, 1:] for row in self._rows], 1)
         unshifted = _correlation(before[0], before[1])
-        shifts = (  # the correlation shifted back, the column that is ahead, the column behind, and the sum of both
+        shifts = (  # (correlation after shifting back, name of the column ahead, name of the one behind, sum of both)
             (_correlation(before[0], after[1]), self._engine, self._policy, before[0] + after[1]),
             (_correlation(before[1], after[0]), self._policy, self._engine, before[1] + after[0]),
         )
@@ -86,7 +86,7 @@ class ColumnPairs:
         correlation, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
         if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
             where = f"{ahead} is one token ahead of {behind}"
-            # Above 0 the values are log-probs of the next token.
+            # How much better the next token's id explains the values than the id of the token itself.
             by_next = _explained(values, after[2]) - _explained(values, before[2])
             wrong = self._padded()
             if not wrong and abs(by_next) >= LEAST_EXPLAINED_DIFFERENCE:
@@ -179,7 +179,7 @@ def _rounding_text(name: str, column: Tensor) -> str:
 
     for grid, dtype in GRIDS.items():
         if values.to(dtype).double().eq(values).double().mean() >= LEAST_ROUNDED:
-            # Rounding to a grid of spacing u is off by u / 4 on average; the total variation is half of that.
+            # Rounding to a grid of spacing u changes a log-prob by u / 4 on average; half of that is total variation.
             spacing = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
             return f"{name} is rounded to {grid}, which alone makes {float(spacing) / 8.0:.2%} total variation"
     return ""

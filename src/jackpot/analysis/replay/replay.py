@@ -184,7 +184,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the costs of a run's rollout model, or None, and sentences that say which advice lacks them and why."""
+    """Return the relative costs of a run's rollout model, None if unknown, and sentences on advice that lacks them."""
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "

@@ -93,7 +93,7 @@ class ReplaySums:
         Responses to the same prompt must follow each other.
         """
         groups = {id(response): self._group(response) for response in responses}
-        for has_lists in (True, False):  # all responses of a batch have top-k lists, or none has
+        for has_lists in (True, False):  # in a batch either all responses have top-k lists, or none has
             if alike := [response for response in responses if response.has_lists == has_lists]:
                 self._add(collate(alike), torch.tensor([groups[id(response)] for response in alike]))
 
@@ -135,7 +135,7 @@ class ReplaySums:
     def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
-        if candidates:  # the overlap is the same for all of them, and has a standard error over groups
+        if candidates:  # all have the same overlap, here with a standard error over groups of prompts
             gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
@@ -218,7 +218,8 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
 
-    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")  # these align to the new by default
+    # By default dppo and ipo target the updated policy, so they have no equal that targets the old one.
+    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:

@@ -50,7 +50,7 @@ class CorrectionResult:
     effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2
     sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
     states: int  # tokens whose whole distributions are known; the next six numbers are exact sums over these tokens
-    exact_effective: float | None = None  # as `exact_numbers` defines these six
+    exact_effective: float | None = None  # `exact_numbers` defines these six numbers
     tv_after_correction: float | None = None
     bias: float | None = None
     variance: float | None = None

@@ -18,7 +18,7 @@ from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.run_folder.saved_rollouts import open_rollout_file, read_columns
 
 _COLUMNS = ["uid", "prompt", "answer", "finish", "reward", "prompt_ids", "token_ids", "sampled_mask"]
-_ROUNDING = 1e-6  # largest difference of two equal rewards
+_ROUNDING = 1e-6  # largest difference between two rewards that count as equal
 
 
 class RewardAgain(NamedTuple):

@@ -100,7 +100,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
     )
 
     correction = objective.correction
-    fields = type(correction).model_fields  # a custom correction has settings without a default
+    fields = type(correction).model_fields  # settings of a custom correction may have no default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     changes = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
 

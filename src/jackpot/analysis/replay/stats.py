@@ -36,7 +36,7 @@ class EndGaps:
     """A collector of the total variation between rollout model and policy in the first and in the last file."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[str, Mean]] = []  # (file or iteration, gap) of the first and the last
+        self._ends: list[tuple[str, Mean]] = []  # (name, mean total variation) of the first and the last file
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
         """Add the next responses to the means; the responses of each file must come together, and files in order."""
@@ -62,8 +62,8 @@ class SampledColumns(NamedTuple):
     is the F_s of the state without caps, and m is the share that caps leave over all tokens, as if equal in all states.
     """
 
-    factor: Tensor  # E F
-    square: Tensor  # E F^2
+    factor: Tensor  # E F, the mean of F over the random mask of accepted tokens
+    square: Tensor  # E F^2, over the same mask
     wrong: Tensor  # F_s times the total variation that the correction leaves
     trained: Tensor  # F, averaged over both signs of the advantage
 
@@ -166,7 +166,8 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
     if states is not None:
         z = exact_z(states.rollout, states.new, 1.0)
-        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # mass never sampled
+        # The policy's probability of tokens that the rollout model never samples.
+        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)
         everywhere = torch.ones_like(z, dtype=torch.bool)
         sums |= {
             "acceptance_minus_z": Mean.of(accepted[states.at] - z, everywhere),

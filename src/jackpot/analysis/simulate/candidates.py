@@ -144,7 +144,7 @@ class PairBench:
             chunks.append(measure_states(states))
             columns.append(saved_columns(states, self._config.sampling.num_top_log_probs))
 
-        # The advice that `jackpot replay` would give about the same tokens.
+        # Give the advice that `jackpot replay` would give about the same tokens.
         sums = ReplaySums(settings_of(self._config, ()))
         sums.add(saved_responses(chosen, columns, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {self._policy}"
@@ -175,7 +175,7 @@ class PairBench:
 
     def _engine(self, path: str) -> Engine:
         """Start a transformers engine with the model at a path."""
-        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
+        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds a single model
         return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
 
 

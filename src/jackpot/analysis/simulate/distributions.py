@@ -106,7 +106,7 @@ def weight_moments(states: StatePairs) -> Tensor:
     tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)
     z = (p_inf * accepted).sum(-1, keepdim=True)
 
-    obrs_weight = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a is 1 where rho is smaller
+    obrs_weight = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a = max(rho, 1)
     expected = accepted * obrs_weight
     moments = (tis, tis.square(), expected, expected * obrs_weight, expected.square(), tis * expected)
     return torch.stack([(p_inf * moment).sum(-1) for moment in moments], dim=-1)

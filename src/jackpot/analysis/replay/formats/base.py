@@ -25,7 +25,7 @@ class DumpWriter:
 
     file_name: str  # file below the folder of an export, with braces for the iteration
     columns: tuple[str, ...]  # our columns from which a record is made
-    lost: str  # names our columns that the format does not have
+    lost: str  # text that names our columns that the format does not have
     record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row  # makes a record of our row
 
 
@@ -34,13 +34,13 @@ class DumpFormat:
     """The format of one library's saved rollouts: how to find, recognize and read files, and maybe to write them."""
 
     name: str
-    files: Callable[[Path], list[Path]]  # finds the files of this format in a folder, or the file itself, in order
-    records: RecordReader  # yields the records of a file
+    files: Callable[[Path], list[Path]]  # function that finds the files of this format at a path, in order
+    records: RecordReader  # function that yields the records of a file
     marks: tuple[frozenset[str], ...]  # a file that has all columns of any set has the format; (): its name suffices
     needed: tuple[str, ...]  # columns without which no correction can be replayed
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
-    where: Callable[[Path], str] = lambda path: path.name  # returns a file's name in messages
+    where: Callable[[Path], str] = lambda path: path.name  # function that returns a file's name for messages
     batch: tuple[str, ...] = ()  # columns that are equal if a file repeats the batch of the file before; (): none does
     writer: DumpWriter | None = None  # None: the format is only read
 

@@ -30,8 +30,8 @@ class Columns:
     advantages: str = "advantages"
     uid: tuple[str, ...] = ()  # columns that make the id; columns may be missing
     at_end: bool = False
-    begins_sampled: bool = False  # the response begins with the first sampled token: columns cover the prompt too
-    ends_sampled: bool = False  # without `present`, the response ends with the last sampled token: padding may follow
+    begins_sampled: bool = False  # True: columns cover the prompt too; the response begins with the first sampled token
+    ends_sampled: bool = False  # True: padding may follow; without `present`, the last sampled token ends the response
 
 
 OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names that `response_of` takes
@@ -53,7 +53,7 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
     if prompt is not None:
         ids = torch.cat([torch.as_tensor(prompt), ids])
 
-    first = len(ids) - len(sampled)  # token at which the columns begin
+    first = len(ids) - len(sampled)  # index of the token at which the columns begin
     if first < 0:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
     present = _present(record, names, len(ids))
@@ -79,7 +79,7 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
         theirs = getattr(names, ours)
         if record.get(theirs) is not None:
             column = _as_floats(record[theirs])
-            if column.ndim:  # else one advantage for all tokens
+            if column.ndim:  # a column of no dimension is one advantage for all tokens
                 _check_length(theirs, column, len(sampled))
                 column = column[response - first]
             columns[ours] = column
