@@ -258,6 +258,7 @@ def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
     spent = [run.spent_until(accuracy) for run in runs]
 
     def median(name: str) -> float | None:
+        """Return the median of one cost over the runs; None if most runs never reach the accuracy."""
         value = statistics.median(getattr(costs, name) if costs else math.inf for costs in spent)
         return value if math.isfinite(value) else None
 

@@ -134,7 +134,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
     """Yield one point for every evaluation in the lines of metrics.jsonl, in their order."""
     costs = ("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds")
     spent: dict[str, float] = dict.fromkeys(costs, 0.0)
-    since: list[Mapping[str, Any]] = []
+    since: list[Mapping[str, Any]] = []  # lines since the previous evaluation
 
     for line in lines:
         for name, value in _spent(line, config).items():

@@ -185,6 +185,7 @@ def _has(config: Config, path: str) -> bool:
 
 def _details(rule: Rule, history: MetricHistory) -> str:
     """Return text from events and settings to append to a rule's explanation; "" for most rules."""
+    # The table has functions, of which only the one for this rule's metric is called.
     details = {
         ENGINE_GAP: history.computed_differently,
         "events/stopped": lambda: history.newest("stopped", "why") + history.computed_differently(),

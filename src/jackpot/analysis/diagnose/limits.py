@@ -99,15 +99,17 @@ class MetricHistory:
             model: the model that the engine holds.
             engine: settings of the engine.
         """
-        of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[self.config.compute_dtype])
+        gap_of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[self.config.compute_dtype])
         draft = self.config.draft
         if draft and draft.lam < 1.0 and metric == "eval/policy_engine_gap":
-            return of_dtypes
+            return gap_of_dtypes
 
+        # The newest check of the model's engine counts; if there is none and all engines have the same settings, the
+        # newest check of any engine.
         checks = [event for event in self._events if "allowed" in event]
-        of_model = [event for event in checks if event.get("model", model) == model]
-        alike = checks if self.config.evaluation.engine is None else []
-        return [of_dtypes, *(event["allowed"] for event in of_model or alike)][-1]
+        checks_of_model = [event for event in checks if event.get("model", model) == model]
+        checks_of_equals = checks if self.config.evaluation.engine is None else []
+        return [gap_of_dtypes, *(event["allowed"] for event in checks_of_model or checks_of_equals)][-1]
 
     def computed_differently(self) -> str:
         """Return a sentence, to follow another, about the layers that engine and training compute differently.
@@ -129,6 +131,7 @@ class MetricHistory:
         return f": {texts[-1]}" if texts else ""
 
     def _events_named(self, name: str) -> list[Mapping[str, Any]]:
+        """Return all events of a name, oldest first."""
         return [event for event in self._events if event["event"] == name]
 
     def recent(self, metric: str) -> float:
@@ -184,7 +187,7 @@ def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]
     for line in timed:
         took = {phase: line.get(f"seconds/{phase}") or 0.0 for phase in PHASES}
         for phase, seconds in usual.items():
-            elsewhere = sum(took.values()) - took[phase]
+            elsewhere = sum(took.values()) - took[phase]  # seconds of all other phases
             is_delayed = took[phase] - seconds > max(LEAST_DELAY, LEAST_DELAY_ITERATIONS * total)
             if is_delayed and elsewhere < 2.0 * (total - seconds):
                 slowest = max(slowest, took[phase] / max(seconds, SHORTEST_MEDIAN))
@@ -219,6 +222,7 @@ def rounding_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        # Alike are engines without quantization or, if training is quantized, engines in its one format.
         config, engines = history.config, _engines_of(metric, history.config)
         formats = {unified_formats(engine) for engine in (config.engine, *engines.values())}
         if config.trained_quantization:

@@ -250,6 +250,7 @@ def _answer(
     under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (index of the problem, sample)
 
     def requests() -> Iterator[Request]:
+        """Yield a request for each missing response, and note in `under_way` which one."""
         prompts: dict[int, Prompt] = {}  # the newest prompt by its index; all samples of a problem share it
         for index, sample in file.missing():
             if index not in prompts:

@@ -98,13 +98,15 @@ class MismatchSums:
         if not len(gap):
             return
 
-        # Sums in each band and column: of the values y, of the counts n, and of their products for standard errors.
+        # Sums [bands, columns]: of the values, of the numbers of tokens, and of their products for standard errors.
         bands, columns = _masks(tokens), _columns(tokens)
         self._bands, self._columns = [*bands], [*columns]
         masks, values = torch.stack([*bands.values()]), torch.stack([*columns.values()])
-        y = torch.where(masks[:, None], values, 0.0).sum(-1)
-        n = masks.sum(-1, keepdim=True).double().expand_as(y)
-        response_sums = ClusteredMean(y, n, y.square(), y * n, n.square(), (n > 0).double())
+        totals = torch.where(masks[:, None], values, 0.0).sum(-1)
+        counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
+        has_tokens = (counts > 0).double()
+        products = (totals.square(), totals * counts, counts.square())
+        response_sums = ClusteredMean(totals, counts, *products, has_tokens)
         self._sums = self._sums + response_sums if self._sums else response_sums
         self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
 
@@ -164,6 +166,7 @@ class MismatchSums:
         """Return the mean of every column in a band, by name; empty for a band without tokens."""
         sums = self._sums
         assert sums is not None  # `numbers` has checked that there is a response
+        # Each field of the sums is a tensor [bands, columns]; a mean is made of the same entry of all fields.
         band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
         means = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *band_sums, strict=True)}
         return {name: mean for name, mean in means.items() if mean}
@@ -193,6 +196,7 @@ def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimat
 def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
     """Return which tokens lie in each band, [N] bool, by the band's kind and name; the first band has all tokens."""
     count = len(tokens.gap)
+    # For each kind the value of every token, and the values at which the bands start.
     kinds: dict[str, tuple[Tensor, Sequence[float]]] = {
         "length": (torch.full_like(tokens.position, count), POSITIONS),
         "position": (tokens.position, POSITIONS),

@@ -40,6 +40,7 @@ def mismatch_config(
         ConfigError: settings that do not exist or do not fit, or two sides that are the same.
         CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
     """
+    # The defaults of the sampler, of one or two learners, and of the other settings; first those of a model.
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
     defaults, settings = [sampler], {}
     if run := config_of_run(model):

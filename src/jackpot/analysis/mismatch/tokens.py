@@ -160,13 +160,13 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     # The tail: its masses m_p and m_q, and the bounds of its terms.
     p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
     is_known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
-    least = torch.where(is_known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
-    spread = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
-    most = torch.maximum(least, spread - p_rest + q_rest)
+    tail_low = torch.where(is_known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
+    log_term_high = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
+    tail_high = torch.maximum(tail_low, log_term_high - p_rest + q_rest)
 
     variation_low = variation + 0.5 * (p_rest - q_rest).abs()
     variation_high = variation + 0.5 * (p_rest + q_rest)
-    return (kl + least, kl + most), (variation_low, variation_high)
+    return (kl + tail_low, kl + tail_high), (variation_low, variation_high)
 
 
 def _other_token(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:

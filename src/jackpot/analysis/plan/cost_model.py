@@ -256,7 +256,7 @@ class EngineSpeed:
         A decoding step gives every sequence one token. With k drafts, k passes of the drafting model precede a pass of
         the engine's model, which reads k + 1 tokens; these passes together give several tokens and are scheduled once.
         """
-        if self.most_gain:
+        if self.most_gain:  # quantization saves at most this factor over the same engine in bf16
             fast = replace(self, most_gain=None)
             plain = replace(fast, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
             return max(fast.seconds(sequences, lengths, gpu, engines), plain / self.most_gain)

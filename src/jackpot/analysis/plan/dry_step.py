@@ -56,6 +56,7 @@ class MemoryTracker(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -303,7 +304,8 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     # The head makes no top-k lists here, since `_waiting_tensors` counts the memory of these lists.
     values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
 
-    # In backward the gradients of the rows that were not run take memory too.
+    # In backward the gradients of the rows that were not run take memory too. `values` has two outputs of each head,
+    # and then the outputs that read both heads.
     for index, (weight, run_weight) in enumerate(zip(weights, run_weights, strict=True)):
         if rows_run < vocabulary and run_weight.requires_grad:
             of_head, of_pair = values[2 * index : 2 * index + 2], values[2 * len(heads) :]
@@ -316,10 +318,12 @@ def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, i
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:
+        """Allocate the tensor when backward reaches the first of the values."""
         if gradient is not None and not held:  # None: this pass does not go through the value
             held.append(torch.empty(shape))
 
     def release(_: Tensor) -> None:
+        """Free the tensor when the gradient of the weight is complete."""
         held.clear()
 
     for value in values:

@@ -273,6 +273,7 @@ class Estimator:
             engine, trained = needs_of(self._config, "policy", self._config.engine, self._prompt), [policy]
             drafts_tried.append(Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE))
         needs = without_learner({"engine": engine})
+        # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
         fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
         # Every split of the GPUs into some that generate and others that train.

@@ -58,6 +58,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     Raises:
         ModelError: as `model_sizes`, or a model whose activations cannot be checkpointed.
     """
+    # A parameter takes 4 bytes as a weight, 4 as a gradient, and 8 in AdamW's moments.
     trained = sum(size.trained for size in sizes.values())
     rollout_model = config.rollout_model
     reference = sizes["policy"].parameters if config.objective.reference else 0

@@ -178,6 +178,7 @@ def shard(
         gpus: number of GPUs.
         offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
     """
+    # A single GPU gathers nothing, and holds autocast's copies of two bytes for each parameter.
     share = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(engine, gpu, gpus) for name, engine in needs.items()}
     engine_bytes = {name: _engine_bytes(engine, degrees[name] or gpus, gpu) for name, engine in needs.items()}

@@ -144,6 +144,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         changes["task"] |= {"reward_workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
         changes["batch"]["micro_batch_tokens"] = prompt + new_tokens
 
+    # Every replaced model gets the path of its small model, in the block of settings that had the large one's path.
     for key, path in _model_paths(config).items():
         if path in models.configs:
             parent, _, block = key.rpartition(".")
@@ -168,6 +169,7 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
     The dict is empty if the recipe's batch is small enough.
     """
+    # The batch must split into whole groups, and into equal optimizer steps.
     steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple

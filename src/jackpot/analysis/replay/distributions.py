@@ -72,6 +72,7 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
     in_both = matches.any(-1)
 
     # Columns follow the order of the rollout model's list; a token that the policy's list lacks gets an empty column.
+    # For a token in both lists, argmax finds the token's place in the policy's list.
     nothing = torch.tensor(_NEGLIGIBLE, dtype=torch.float64)
     rollout = torch.where(in_both, rollout_top, nothing)
     new = torch.where(in_both, policy_top.gather(-1, matches.int().argmax(-1)), nothing)
@@ -127,6 +128,7 @@ def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tens
     """
 
     def padded(column: str, value: float) -> Tensor:
+        """Stack a column of the lists over all responses, [N, K], with `value` behind shorter lists."""
         rows = [getattr(response, f"{model}_{column}")[response.sampled_mask] for response in batch.responses]
         width = max(lists.shape[1] for lists in rows)
         return torch.cat([pad(lists, (0, width - lists.shape[1]), value=value) for lists in rows])

@@ -83,14 +83,15 @@ def factors(
     )
 
     # The two are mixed by the share of positive advantages at a token: 0, 1/2 or 1.
-    share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
+    positive_share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
 
     def mixed(name: str) -> Tensor:
-        return share * getattr(up, name) + (1.0 - share) * getattr(down, name)
+        """Mix a field of `up` and of `down`, token by token."""
+        return positive_share * getattr(up, name) + (1.0 - positive_share) * getattr(down, name)
 
     return GradientFactors(
         either=(up.mean + down.mean) / 2.0,
-        capped=(up.capped & (share > 0.0)) | (down.capped & (share < 1.0)),
+        capped=(up.capped & (positive_share > 0.0)) | (down.capped & (positive_share < 1.0)),
         **{name: mixed(name) for name in ("mean", "square", "weight", "accepted", "clipped", "scale")},
     )
 

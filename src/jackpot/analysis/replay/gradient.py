@@ -79,6 +79,7 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     if "state" not in sums:
         return {}
 
+    # docs/replay.md derives the formulas below.
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
     noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))

@@ -75,6 +75,7 @@ class ColumnPairs:
         The log-probs of a shifted column correlate with the other column at the next token. The token ids tell which of
         the two columns is wrong, since a log-prob depends on its token.
         """
+        # Engine's log-probs, policy's log-probs and ids, [3, N]: at all tokens that have a next one, and at the next.
         before = torch.cat([row[:, :-1] for row in self._rows], 1)
         after = torch.cat([row[:, 1:] for row in self._rows], 1)
         unshifted = _correlation(before[0], before[1])
@@ -111,6 +112,7 @@ class ColumnPairs:
 
         Padding shows as a column that has the same value at the first, or at the last, token of all responses.
         """
+        # [responses, 2, 2]: both columns at the first and at the last token.
         edges = torch.stack([row[:2, [0, -1]] for row in self._rows])
         engine, policy = edges.eq(edges[0]).all(0).any(-1).tolist()
         if engine == policy:

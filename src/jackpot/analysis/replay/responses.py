@@ -215,9 +215,11 @@ def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
     mask = pad_sequence([response.sampled_mask for response in responses], batch_first=True)
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
+        """Stack rows [T] of all responses to [B, T], with 0 where the mask is False."""
         return torch.where(mask, pad_sequence(list(rows), batch_first=True), 0.0)
 
     def advantages(response: SavedResponse) -> Tensor:
+        """Return the advantages of a response, [T], or 1 at every token."""
         return torch.ones_like(response.rollout_log_probs) if response.advantages is None else response.advantages
 
     return ResponseBatch(

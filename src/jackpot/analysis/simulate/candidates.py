@@ -134,13 +134,15 @@ class PairBench:
             scores = engine.score(sampled.rollouts, temperature)
 
         # Compare whole distributions of both models, at the tokens of the first responses.
-        policy, writer = (load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model))
-        for model in (policy, writer):
+        loaded_policy, loaded_rollout_model = (
+            load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model)
+        )
+        for model in (loaded_policy, loaded_rollout_model):
             cut_head(model, self._rows)
 
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         chunks, columns = [], []
-        for states in pair_states(policy, writer, chosen, temperature):
+        for states in pair_states(loaded_policy, loaded_rollout_model, chosen, temperature):
             chunks.append(measure_states(states))
             columns.append(saved_columns(states, self._config.sampling.num_top_log_probs))
 
@@ -148,12 +150,12 @@ class PairBench:
         sums = ReplaySums(settings_of(self._config, ()))
         sums.add(saved_responses(chosen, columns, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {self._policy}"
-        answer = sums.advice(weights, relative_costs(policy, writer))
+        answer = sums.advice(weights, relative_costs(loaded_policy, loaded_rollout_model))
 
         return Candidate(
             name=rollout_model,
-            parameters=writer.num_parameters(),
-            policy_parameters=policy.num_parameters(),
+            parameters=loaded_rollout_model.num_parameters(),
+            policy_parameters=loaded_policy.num_parameters(),
             responses=len(sampled.rollouts),
             accuracy=sampled.accuracy if sampled.has_verdict else None,
             policy_accuracy=of_policy.accuracy if of_policy.has_verdict else None,

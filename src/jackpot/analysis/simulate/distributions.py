@@ -116,6 +116,7 @@ def concatenate(chunks: Sequence[Rows]) -> Rows:
     """Concatenate one or more instances of a dataclass whose fields are all tensors [n, ...], in their order."""
 
     def column(name: str) -> Tensor:
+        """Concatenate one field of all chunks."""
         return torch.cat([getattr(chunk, name) for chunk in chunks])
 
     return type(chunks[0])(**{name: column(name) for name in chunks[0].__dataclass_fields__})

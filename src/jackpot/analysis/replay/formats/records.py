@@ -49,6 +49,7 @@ def matching(path: Path, pattern: str) -> list[Path]:
         return [path] if path.match(pattern) else []
 
     def sort_key(file: Path) -> list[list[tuple[int, int, str]]]:
+        """Return the words of a path, split at `_`: (0, number, "") for a number, (1, 0, text) for other words."""
         names = [name.split("_") for name in (*file.parent.parts, file.stem)]
         return [[(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in name] for name in names]
 
