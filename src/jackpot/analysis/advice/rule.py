@@ -210,7 +210,7 @@ class Costs(NamedTuple):
 class Generation(NamedTuple):
     """A way to generate rollouts with its worth and its costs.
 
-    A cost is the cost of progress that equals one rollout of the policy's own, over the cost of that rollout.
+    A cost is the price of the progress that one rollout of the policy's own makes, over the price of that rollout.
     """
 
     label: str

@@ -112,6 +112,7 @@ def compare(
             rewards of others, or answers that were sampled in different ways.
     """
     baseline = baseline or runs[0].arm
+    # The runs of each arm, in the order of their seeds.
     arms: dict[str, list[RunSummary]] = {run.arm: [] for run in runs}
     for run in sorted(runs, key=lambda run: run.seed):
         arms[run.arm].append(run)
@@ -151,7 +152,7 @@ def compare(
 
 
 def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
-    """Return the highest accuracy reached by every run that rose above its start; None if no run rose.
+    """Return the highest accuracy reached by every run that rose above the starts of all runs; None if no run rose.
 
     An accuracy that some run began with would cost that run nothing, so the result lies above all starts. The margin is
     two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.

@@ -40,7 +40,7 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
     evaluated = evaluations(lines)
     fall, why = fall_of(evaluated, problems_of(lines, config)), ""
     stopped = next((event for event in events if event["event"] == "stopped"), None)
-    if stopped and not fall:
+    if stopped and not fall:  # a run that a guard stopped counts as collapsed, whatever its evaluations say
         accuracies = [accuracy for _, accuracy in evaluated] or [0.0]
         fall, why = Fall(stopped["iteration"], accuracies[-1], max(accuracies)), f"stopped itself: {stopped['why']}"
     if not fall:

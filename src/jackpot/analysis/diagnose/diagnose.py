@@ -119,7 +119,7 @@ class _Judgement(NamedTuple):
 def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
     """Judge a run by one rule: find the iteration since which the metric is beyond the limit and unexplained.
 
-    A metric that is beyond the limit as soon as it has enough values counts as beyond since its first value.
+    A metric that is beyond the limit once it has enough values counts as beyond the limit since its first value.
     """
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]

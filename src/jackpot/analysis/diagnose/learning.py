@@ -56,6 +56,7 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
 
     # The standard error of a window's mean, from differences of successive iterations, which a trend hardly changes.
     error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
+    # Windows are counted back from the end, so the second may overlap the first.
     starts = [0, *range(len(values) % size or size, len(values), size)]
     levels = [Level(fmean(values[start : start + size]), error) for start in starts]
 

@@ -151,7 +151,7 @@ def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
     """
     middle = (line.get("response/tokens") or 0.0) / 2
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}
-    reached = [begin for begin in begins if begin <= middle]
+    reached = [begin for begin in begins if begin <= middle]  # the largest of these positions is taken
     return {"mismatch/prefix_ess": line[begins[max(reached)]]} if reached else {}
 
 

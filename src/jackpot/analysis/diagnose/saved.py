@@ -106,7 +106,7 @@ def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
         "saved/end_inside": fmean(any(map(_END.match, row["tokens"][:-1])) for row in rows),
         "saved/ended_by_stop_ids": fmean(not stops.isdisjoint(row["token_ids"][-1:]) for row in rows),
     }
-    if len(set(table.column("prompt").to_pylist())) > 1:
+    if len(set(table.column("prompt").to_pylist())) > 1:  # equal responses to one prompt are no sign of a fault
         signs["saved/commonest"] = max(Counter(row["response"] for row in rows).values()) / len(rows)
     return signs
 
@@ -126,6 +126,6 @@ def _of_rewards(table: pa.Table) -> dict[str, float]:
         signs["saved/length_reward"] = float(np.corrcoef(rewards, lengths)[0, 1])
     if width and right.any() and wrong.any():
         signs["saved/right_earn"] = float(rewards[right].mean() - rewards[wrong].mean()) / width
-    if cut.any():
+    if cut.any():  # how much more cut responses earn than the worst response
         signs["saved/cut_earn"] = float(rewards[cut].mean() - rewards.min())
     return signs

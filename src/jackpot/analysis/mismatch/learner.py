@@ -89,7 +89,8 @@ def learner_scores(
                 chunks = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
                 columns = [torch.cat(pieces).cpu() for pieces in zip(*starmap(_columns, chunks), strict=True)]
 
-            # Every column is cut into the responses of the batch.
+            # Every column is cut into the responses of the batch. Experts are recorded for prompt and response of a
+            # single rollout, of which the last rows are the response.
             experts = newest_experts()
             lengths = [len(rollout.token_ids) for rollout in batch]
             for log_probs, top_log_probs, lowest, entropy, most_probable in zip(

@@ -132,6 +132,7 @@ def gpus_here() -> GpusConfig | None:
     if not torch.cuda.is_available():
         return None
 
+    # Variants of a kind, such as the A100 of 40 and of 80 GB, differ in their memory.
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for kind, gpu in GPUS.items():
         if all(kind in device.name.replace(" ", "") and device.total_memory > 0.85 * gpu.memory for device in devices):

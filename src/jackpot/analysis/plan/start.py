@@ -60,9 +60,9 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
     """Return the GPUs on which a large run can start.
 
-    If GPUs were asked about, only those are considered. Else the GPUs that the recipe names are, or the fewest of a
-    kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not fit, or if an
-    engine needs several of them: in the process that trains, an engine has one GPU.
+    If GPUs were asked about, these alone are considered. Else it is first the GPUs that the recipe names, or the fewest
+    of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not fit, or an
+    engine needs several GPUs: in the process that trains, an engine has one.
 
     Args:
         config: settings of the run.

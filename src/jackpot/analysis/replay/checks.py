@@ -1,4 +1,4 @@
-"""Checks of the log-probs, before any correction is judged: do they allow a recommendation at all?"""
+"""Checks, made before any correction is judged, whether the saved log-probs allow a recommendation at all."""
 
 import math
 from collections.abc import Mapping

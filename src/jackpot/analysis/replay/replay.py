@@ -124,7 +124,7 @@ class _Reading:
         writers = config.writers(1, config.iterations) if config else ()
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
         self.read = 0  # number of responses that can be replayed
-        self.unreadable = 0  # number of problems of all kinds
+        self.unreadable = 0  # number of reading problems of all kinds
         self._first: dict[str, str] = {}  # first problem of each kind, by the problem's text with 0 for every number
         self._alike: Counter[str] = Counter()  # number of problems of each kind
         self._left_out = {_FULLY_MASKED: 0, _BY_POLICY: 0}  # number of responses by the reason why they are left out

@@ -60,6 +60,7 @@ def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield (row, record) of every line that is a JSON object, from row 1, and warn of all other lines."""
     try:
         with open_foreign(path) as file:
+            # A line is read up to a byte beyond the limit only, so that no huge line fills the memory.
             for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
                 if len(line) > LARGEST_TEXT:
                     warn(f"{path.name} is left out from line {row} on, which has more than {LARGEST_TEXT:,} bytes")
@@ -111,7 +112,7 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
     """Return the numbers of tokens and of all entries in a row's column, for `check_size`; (0, 0) if it has no list."""
-    sizes = []
+    sizes = []  # number of entries at each level of nested lists, the outermost first
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
         sizes.append(len(column))
