@@ -80,6 +80,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         levels = levels_of(history, metric)
         if len(levels) < 2:
             return None
@@ -111,6 +112,7 @@ def learning_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         levels = levels_of(history, metric)
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None
@@ -150,6 +152,7 @@ def sparse_limit(largest: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         if at_start(history, values) <= largest:
             return largest
         is_rare = fmean(values) > RARE_REWARDS and _is_late(history) and not _has_risen(history)
@@ -167,6 +170,7 @@ def unless_rewards_fell(limit: Limit) -> RunLimit:
     """Return a limit that applies only if the newest training rewards are at least as high as the first ones."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         rewards = [value for _, value in history.series(REWARDS)]
         applies = bool(rewards) and history.recent(REWARDS) >= rewards[0]
         if not applies:

@@ -222,6 +222,7 @@ def rounding_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         # Alike are engines without quantization or, if training is quantized, engines in its one format.
         config, engines = history.config, _engines_of(metric, history.config)
         formats = {unified_formats(engine) for engine in (config.engine, *engines.values())}
@@ -241,6 +242,7 @@ def if_kept_at_first(limit: RunLimit) -> RunLimit:
     """Return a limit that applies only if the metric's first value kept it, so that the fault began later."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         largest = limit(history, values)
         return largest if largest is not None and values[0] <= largest else None
 
@@ -312,6 +314,7 @@ def ratio_limit(distance: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         deviation = max(abs(distance), CHANCE_ERRORS * history.recent("mismatch/ratio_stderr"))
         is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
         return 1.0 + math.copysign(deviation, distance) if is_close else None

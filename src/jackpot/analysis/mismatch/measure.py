@@ -21,7 +21,7 @@ ENTROPY_BANDS = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the 
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HIGH_GAP = 0.5  # gap |p - q| above which a response is counted as high, as in the blog post on TIS
 FAR = 2.0  # ratio q/p above which, or below 1 / FAR, the two probabilities of a token count as far apart
-DRAWN_TOKENS = 2_000  # tokens kept for the picture
+DRAWN_TOKENS = 2_000  # most tokens that are kept for the picture of p against q
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,8 +40,8 @@ class TokenMismatch:
     """
 
     position: Tensor  # int64, place among all tokens of the response, sampled or not
-    sampler: Tensor  # p
-    learner: Tensor  # q; of a truncated sampler renormalized on its support
+    sampler: Tensor  # p, the sampler's probability of the token
+    learner: Tensor  # q, the learner's; with a truncated sampler renormalized on the sampler's support
     log_ratio: Tensor  # log q/p
     kl: tuple[Tensor, Tensor] | None
     variation: tuple[Tensor, Tensor] | None

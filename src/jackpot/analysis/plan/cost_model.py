@@ -163,7 +163,7 @@ class Linear(NamedTuple):
     backward: float
 
 
-PLAIN = Linear(1.0, 1.0)  # where nothing is quantized
+PLAIN = Linear(1.0, 1.0)  # relative times where nothing is quantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,7 @@ class ModelCost:
     body: int  # cost of a token without the output layer, FLOPs
     head: int  # cost of the output layer for a token, FLOPs
     pair: int  # cost of one (query, key) pair of attention, FLOPs
-    cache: int  # numbers in the cached keys and values of a token
+    cache: int  # number of values in the cached keys and values of a token
     layers: int
 
     def drafting_head(self) -> "ModelCost":

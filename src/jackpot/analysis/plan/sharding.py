@@ -127,7 +127,7 @@ def _largest_layer(model: PreTrainedModel) -> int:
 
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
-    """Return the needs of the rollout engine and of a separate evaluation engine, by setting.
+    """Return the memory needs of the engine of rollouts and, if there is one, that of evaluations, by setting.
 
     Args:
         config: settings of the run.

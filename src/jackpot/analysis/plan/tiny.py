@@ -66,7 +66,7 @@ SMALL_ENOUGH = 10_000_000  # most parameters of a local model that stays as it i
 class ReplacedModels(NamedTuple):
     """The models that small ones replace, all or none, and the model whose tokenizer the small ones take."""
 
-    configs: dict[str, PreTrainedConfig]  # by the model's path; empty: all models stay
+    configs: dict[str, PreTrainedConfig]  # configs of the large models by path; empty: all models stay
     tokenizer: str  # path of the policy, or `BYTES`
 
 

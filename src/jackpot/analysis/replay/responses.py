@@ -87,6 +87,7 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
     _check_values(columns, lists, mask, name_in_messages)
     _check_lists(lists, mask, name_in_messages)
 
+    # If the record has only one of the policy's two columns of log-probs, that one stands for both.
     old, new = optional["old_log_probs"], optional["log_probs"]
     return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{index}"),

@@ -27,7 +27,7 @@ class ReplayResult:
     ends: tuple[tuple[str, float], ...]  # (name, total variation) of the first and the last file or iteration
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
-    unreadable: int  # records and files that could not be read
+    unreadable: int  # number of records and files that could not be read
     problems: tuple[str, ...]  # reasons why records could not be read, the first of each kind, at most MOST_WARNINGS
     answer: Recommendation
 

@@ -60,7 +60,7 @@ class Candidate:
     kl_policy_rollout: float  # KL(policy || rollout model), nats a token
     kl_rollout_policy: float  # KL(rollout model || policy), nats a token
     kl_after: float  # KL(policy || accepted tokens) at lam = 1
-    acceptance: float  # mean Z at lam = 1
+    acceptance: float  # mean acceptance Z of OBRS at lam = 1
     acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
     tis_cut: float  # share of the policy's probability that TIS's cap takes away
@@ -294,6 +294,7 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]
+    # Means over states of t, t^2, e, a w^2, e^2 and t e, which `weight_moments` defines.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return {

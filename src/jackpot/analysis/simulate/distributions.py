@@ -15,7 +15,7 @@ from jackpot.objectives import obrs
 LAMS = (0.5, 1.0, 2.0)
 RECIPE_LAM = LAMS.index(1.0)  # index of the lam of the paper and of our default settings
 CAP = 3.0  # cap of TIS's weights, and c1 of OBRS
-_CACHED_ELEMENTS = 2**16  # size of a tensor that stays in a processor's cache
+_CACHED_ELEMENTS = 2**16  # number of elements of a tensor that stays in a processor's cache
 
 
 class _Columns(Protocol):
