@@ -27,9 +27,7 @@ COLUMNS = (
     "overlap",  # Z at lam = 1: the probability that a draft is accepted
 )
 OVERLAP = COLUMNS.index("overlap")
-LEAST_WORTH = (
-    0.3  # a recommended correction has at least this effective share of tokens, and this worth by tokens alone
-)
+LEAST_WORTH = 0.3  # least effective share of tokens of any recommended correction, and least worth of the best one
 TIE_SHARE = 0.95  # share of the greatest worth that counts as a tie
 TIE_ERRORS = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # compared shares of the rollout model in the rollouts
@@ -44,7 +42,7 @@ Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
-    """The worth of a rollout of another model, in rollouts of the policy's own, with the three means behind it.
+    """The worth of a rollout of another model, in rollouts of the policy's own, and the three means that give it.
 
     The fields are tensors of one shape. The worth is effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md).
 
@@ -55,8 +53,8 @@ class Worth(NamedTuple):
     """
 
     effective: Tensor  # (E F)^2 / E F^2, the effective sample size as a share
-    gap: Tensor  # total variation that the correction leaves, given the state
-    elsewhere: Tensor  # share of the weighted states that the policy visits less often
+    gap: Tensor  # mean over states of the total variation that the correction leaves
+    elsewhere: Tensor  # share of the states' weight that is in states which the policy visits less often
 
     @property
     def of_tokens(self) -> Tensor:
@@ -86,7 +84,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     mean_factor, mean_square = factor / tokens, square / tokens
 
     total = fraction * mean_factor + 1.0 - fraction
-    weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)  # of the rollout model
+    weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)  # on the rollout model's tokens
     noise = fraction * mean_square + 1.0 - fraction
 
     return Worth(
@@ -97,7 +95,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
 
 
 def estimate(function: Callable[..., Tensor], *groups: Tensor) -> Estimate:
-    """Evaluate a function of sums at the sums of all groups, with the standard error of the jackknife over groups.
+    """Evaluate a function at the sums over all groups of prompts, with the jackknife's standard error over groups.
 
     The jackknife leaves out whole prompts, so tokens of a response and responses to a prompt may depend on each other.
 
@@ -133,13 +131,13 @@ class JudgedCorrection:
 
     @property
     def kind(self) -> str:
-        """Return the name, followed by the proximal point if the two together have a rank in _SIMPLICITY."""
+        """Return the correction's name, followed by its setting `proximal` if both together are in _SIMPLICITY."""
         at_point = f"{self.name} {self.settings.get('proximal')}"
         return at_point if at_point in _SIMPLICITY else self.name
 
     @property
     def simplicity(self) -> tuple[int, bool, int]:
-        """Return a sort key, smallest for the simplest: rank, noise of the mask, number of other settings."""
+        """Return a sort key that is smallest for the simplest correction: rank, noise of the mask, other settings."""
         rank = _SIMPLICITY.get(self.kind, len(_SIMPLICITY))
         # A sampled mask has the mean of the expected mask, and more noise.
         is_noisy = self.name == "obrs" and self.settings.get("mask") != "expected"
@@ -186,10 +184,10 @@ def ties(correction: JudgedCorrection, best: JudgedCorrection) -> bool:
 
 
 def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:
-    """Return the simplest correction that ties with the best one; None where no correction is worth enough.
+    """Return the simplest correction that ties with the best one; None if the best one is worth too little.
 
-    A correction is eligible if it is advisable and leaves a share LEAST_WORTH of the tokens effective. The best
-    correction must be worth LEAST_WORTH by its tokens alone.
+    A correction is eligible if it is advisable and leaves at least a share LEAST_WORTH of the tokens effective. The
+    best correction must be worth at least LEAST_WORTH by its tokens alone.
     """
     eligible = [
         candidate for candidate in candidates if candidate.advisable and candidate.effective.value >= LEAST_WORTH
@@ -206,22 +204,22 @@ class Costs(NamedTuple):
     """The costs of a token for the rollout model, as shares of its costs for the policy."""
 
     flops: float
-    weights: float  # weights read in a forward pass, which decide how long decoding a small batch takes
+    weights: float  # number of weights read in a forward pass, which decides how long decoding a small batch takes
 
 
 class Generation(NamedTuple):
     """A way to generate rollouts with its worth and its costs.
 
-    A cost is what the progress of one rollout of the policy's own takes this way, as a share of that rollout's cost.
+    A cost is the price of the progress that one rollout of the policy's own makes, over the price of that rollout.
     """
 
     label: str
     share: float  # share of the rollouts that the rollout model generates
     drafts: int  # drafts before each pass of the policy; 0: none
-    worth: Estimate  # of a rollout, in rollouts of the policy's own
-    flops: Estimate
-    flops_any_state: Estimate  # FLOPs where every state counts as visited by the policy
-    weights: Estimate  # readings of the weights
+    worth: Estimate  # worth of a rollout, in rollouts of the policy's own
+    flops: Estimate  # cost in FLOPs
+    flops_any_state: Estimate  # cost in FLOPs if every state counts as visited by the policy
+    weights: Estimate  # cost in readings of the weights
 
 
 def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
@@ -232,9 +230,9 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
         groups: [G, 7] sums of the correction that is applied to the rollout model's tokens.
         costs: costs of a token of the rollout model.
     """
-    flops, weights = (share * cost + 1.0 - share for cost in costs)  # of a token, on average over both models
+    flops, weights = (share * cost + 1.0 - share for cost in costs)  # costs of a token, averaged over both models
 
-    # The progress of one on-policy rollout costs what a rollout costs, over what it is worth.
+    # Progress that equals one on-policy rollout costs the cost of a rollout, divided by the rollout's worth.
     return Generation(
         label="the policy alone" if share == 0.0 else f"share {share:g}",
         share=share,
@@ -247,14 +245,16 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
 
 
 def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
-    """Judge drafts of the rollout model, at the number of drafts a pass that reads the fewest weights.
+    """Judge speculative decoding: the rollout model drafts for the policy, with the k that reads the fewest weights.
 
-    The policy verifies the drafts, so the rollout is the policy's own and worth 1. With k drafts, accepted with
-    probability alpha = mean Z, a pass gives n = (1 - alpha^(k+1)) / (1 - alpha) tokens. A token costs (k + 1) (1 + c)
-    / n FLOPs and (1 + k c) / n readings of the weights, where c is the rollout model's cost over the policy's.
+    The policy verifies the drafts, so the rollout is the policy's own and worth 1. With k drafts before each pass,
+    accepted with probability alpha = mean Z, a pass gives n = (1 - alpha^(k+1)) / (1 - alpha) tokens. A token costs
+    (k + 1) (1 + c) / n FLOPs and (1 + k c) / n readings of the weights; c is the rollout model's cost over the
+    policy's.
     """
 
     def per_token(cost: float, drafts: int) -> Estimate:
+        """Divide the cost of a pass with its drafts by the number of tokens that the pass gives."""
         return estimate(
             lambda sums: cost / tokens_per_verification(sums[..., OVERLAP] / sums[..., 0], drafts),
             groups,
@@ -283,7 +283,7 @@ class Recommendation:
     correction: str | None  # label of the correction; None where none is recommended
     settings: dict[str, object]  # settings of `objective.correction` for a recipe; empty without a recommendation
     lines: Mapping[str, str]  # the advice in sentences by their labels, at most five
-    measured_on: str  # says which tokens of which weights were judged
+    measured_on: str  # text that says which tokens of which weights were judged
     candidates: tuple[JudgedCorrection, ...]
     generation: tuple[Generation, ...]  # empty if the models' costs are not known
 
@@ -319,7 +319,7 @@ class Recommendation:
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with every estimate as a dict."""
+    """Return a copy of the fields in which every Estimate is a dict, for JSON."""
     return {name: asdict(value) if isinstance(value, Estimate) else value for name, value in fields.items()}
 
 
@@ -385,7 +385,7 @@ def interval_text(mean: Estimate, form: str = ".2f") -> str:
 
 
 def _after_text(correction: JudgedCorrection) -> str:
-    """Say which gap and how many effective tokens a correction leaves, and its worth if prefix drift is ignored."""
+    """Return text on what a correction leaves: total variation, effective sample size, and worth by tokens alone."""
     gap = 100.0 * correction.tv_after_correction.value
     percent = "below 0.01" if gap < 0.005 else f"{gap:.2g}"
     text = f"residual gap {percent} % (TV), {correction.effective.value:.0%} effective sample size"
@@ -398,7 +398,7 @@ def _after_text(correction: JudgedCorrection) -> str:
 
 
 def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
-    """Say which correction to use, and how much `none` and the best of all other corrections are worth."""
+    """Return text on the correction to use, with the worth of `none` and of the best other correction."""
     advice = "no correction is needed" if chosen.kind == "none" else chosen.label
     text = f"{advice}; a rollout is then worth {interval_text(chosen.worth)} of the policy's own"
 
@@ -413,7 +413,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     if worths:
         text += f"; {', '.join(worths)}"
 
-    # Corrections of whole responses are judged and never recommended: sampled tokens miss their tail.
+    # Corrections that weigh whole responses are only mentioned: sampled tokens show too few of their largest weights.
     better = [rival for rival in rivals if rival.is_whole and _is_better(rival, chosen)]
     if better:
         whole = max(better, key=lambda rival: rival.worth.value)
@@ -428,7 +428,7 @@ def _is_better(first: JudgedCorrection, second: JudgedCorrection) -> bool:
 
 
 def _too_far_lines(best: JudgedCorrection) -> dict[str, str]:
-    """Say that no correction is worth enough, what the best one leaves, and what to do."""
+    """Return the lines of advice if no correction is worth enough: what the best one leaves, and what to do."""
     return {
         "Use": f"no correction closes this gap; with {best.label}, the best, a rollout is worth "
         f"{interval_text(best.of_tokens)} of the policy's own, prefix drift ignored",
@@ -438,7 +438,7 @@ def _too_far_lines(best: JudgedCorrection) -> dict[str, str]:
 
 
 def _known_text(chosen: JudgedCorrection) -> str:
-    """Say, to follow a sentence, at how many tokens whole distributions were not known; "" if at none."""
+    """Return text, to append to a sentence, on tokens without known distributions; "" for fewer than 1 %."""
     if chosen.known >= 0.99:
         return ""
 
@@ -451,7 +451,7 @@ def _known_text(chosen: JudgedCorrection) -> str:
 
 
 def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
-    """Say which way to generate takes the fewest FLOPs for equal progress, and what drafts cost or save."""
+    """Return lines of advice on the way to generate that takes the fewest FLOPs, and on what drafts cost or save."""
     cheapest = min(generation, key=lambda way: way.flops.value)
     text = f"{_instruction(cheapest)}; same progress for {interval_text(cheapest.flops, '.0%')} of the rollout FLOPs"
 
@@ -467,7 +467,7 @@ def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
 
 
 def _instruction(generation: Generation) -> str:
-    """Say which model generates, as an instruction."""
+    """Return an instruction that says which model shall generate the rollouts."""
     if generation.drafts:
         return "let the rollout model draft for the policy"
     if generation.share in (0.0, 1.0):

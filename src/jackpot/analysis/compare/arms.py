@@ -20,12 +20,12 @@ from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.files import write_whole
 from jackpot.training.run_folder.folder import RunFolder
 
-_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that change answers
+_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids")  # settings that answers depend on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonPlan:
-    """A plan of what a comparison measures: each run's budget, the accuracy up to which costs count, the baseline."""
+    """The rules of a comparison: each run's budget, the accuracy up to which costs count, and the baseline."""
 
     unit: str = "sequences"  # unit of the budget, one of UNITS
     budget: float | None = None  # budget of each run, in `unit`; None: what the recipe's iterations spend
@@ -157,7 +157,7 @@ def _evaluation_settings(config: Config) -> dict[str, Any]:
 
 
 def _why_to_stop(plan: ComparisonPlan, run: ArmRun, lines: Lines, events: Lines) -> str | None:
-    """Return why a run stops, a collapse or a used budget; None: it goes on.
+    """Return why a run must stop now, a collapse or a used budget; None: the run goes on.
 
     No run stops early for a budget in sequences: `with_budget` has turned that budget into iterations.
     """

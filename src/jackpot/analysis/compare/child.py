@@ -31,7 +31,7 @@ def train(run: ArmRun) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    # The fork server ignores these signals, and its children have inherited that.
+    # This process has inherited from the fork server that these signals are ignored; here they must act again.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in TERMINATIONS:
         signal.signal(signum, signal.SIG_DFL)
@@ -50,7 +50,7 @@ def train(run: ArmRun) -> None:
 
 
 def runs_at_once(configs: Sequence[Config]) -> int:
-    """Answer `process.runs_at_once`."""
+    """Return how many runs the machine can take now; runs in a child process for `process.runs_at_once`."""
     if any(pick_device(config.device).type == "cuda" for config in configs):
         return 1
     return max(1, free_cores() // max(pick_threads(config.threads) for config in configs))

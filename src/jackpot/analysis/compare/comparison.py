@@ -11,9 +11,9 @@ from jackpot.core.statistics import Sample, paired_differences
 from jackpot.training.limits import two_errors
 from jackpot.training.run_folder.folder import Measure
 
-FEW_SEEDS = 3  # with fewer, the spread over seeds may be small by chance
-_ROUNDING = 1e-9  # share by which rounding may put what a run spent above the budget
-UNITS = {  # units of a budget, with what each counts
+FEW_SEEDS = 3  # fewest seeds whose spread is relied on; with fewer the spread may be small by chance
+_ROUNDING = 1e-9  # share of the budget by which rounding alone may put a run's costs above the budget
+UNITS = {  # unit of a budget -> text that says what the unit measures
     "sequences": "sequences generated",
     "tokens": "response tokens generated",
     "flops": "rollout FLOPs",
@@ -22,7 +22,7 @@ UNITS = {  # units of a budget, with what each counts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The accuracy of an arm minus the baseline's, seed by seed, which cancels the chance that both arms share."""
+    """The accuracy of one arm minus that of another, seed by seed, which cancels the chance that both arms share."""
 
     spread: Sample  # the difference of every seed
     higher: int  # number of seeds on which the arm is above the baseline
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostToAccuracy:
-    """What an arm's runs had spent when their policy reached an accuracy, as medians over the runs.
+    """The costs of an arm's runs until their policy reached an accuracy, as medians over the runs.
 
     A run that never reaches the accuracy counts as infinite (`RunSummary.spent_until`); an infinite median is None.
     """
@@ -68,9 +68,9 @@ class ArmRow:
     seeds: tuple[int, ...]
     before: Sample  # the policy's accuracy before training, of every seed
     after: Sample  # the policy's accuracy at the budget, of every seed
-    rollout_model_after: Sample | None  # the rollout model's at the budget; None where the policy generates alone
-    difference: Difference | None  # None for the baseline, or without a seed in common
-    cost: CostToAccuracy | None  # None without an accuracy to count to
+    rollout_model_after: Sample | None  # the rollout model's accuracy at the budget; None where there is no such model
+    difference: Difference | None  # this arm minus the baseline; None for the baseline, or without a seed in common
+    cost: CostToAccuracy | None  # costs until `Comparison.accuracy`; None where there is no such accuracy
     collapsed: tuple[str, ...]  # a sentence for each seed whose run collapsed
     short: int  # number of runs that ended before the budget without a collapse
 
@@ -80,12 +80,12 @@ class Comparison:
     """The results of all arms, compared at one budget and one accuracy."""
 
     unit: str  # one of UNITS
-    budget: float  # in `unit`
+    budget: float  # budget of each run, in `unit`
     baseline: str  # name of the arm that others are compared with
     accuracy: float | None  # accuracy up to which costs are counted; None where no run rose above the starts
     rows: tuple[ArmRow, ...]
-    best: str  # arm of the highest mean at the budget
-    ahead: Mapping[str, Difference | None]  # the best arm minus each other arm; None without a seed in common
+    best: str  # arm with the highest mean accuracy at the budget
+    ahead: Mapping[str, Difference | None]  # other arm -> the best arm minus this arm; None without a seed in common
     measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
     sampling: str = "sampled"  # how the answers were sampled
 
@@ -97,7 +97,7 @@ def compare(
     accuracy: float | None = None,
     baseline: str | None = None,
 ) -> Comparison:
-    """Compare arms at equal budget.
+    """Compare the arms of a recipe at equal budget, from the summaries of their runs.
 
     Args:
         runs: summaries of at least one run; arms keep the order in which they come.
@@ -112,6 +112,7 @@ def compare(
             rewards of others, or answers that were sampled in different ways.
     """
     baseline = baseline or runs[0].arm
+    # The runs of each arm, in the order of their seeds.
     arms: dict[str, list[RunSummary]] = {run.arm: [] for run in runs}
     for run in sorted(runs, key=lambda run: run.seed):
         arms[run.arm].append(run)
@@ -129,7 +130,7 @@ def compare(
     _check_budget(runs, unit, budget)
     accuracy = _common_accuracy(not_collapsed) if accuracy is None else accuracy
 
-    # The evaluation at the budget, by arm and seed.
+    # The last evaluation within the budget, by arm and seed.
     points = {arm: _points_at(arm_runs, unit, budget) for arm, arm_runs in arms.items()}
     rows = tuple(
         _row(arm_runs, points[arm], {} if arm == baseline else points[baseline], unit, budget, accuracy)
@@ -151,7 +152,7 @@ def compare(
 
 
 def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
-    """Return the highest accuracy that all runs reached which rose above the start; None where no run rose.
+    """Return the highest accuracy reached by every run that rose above the starts of all runs; None if no run rose.
 
     An accuracy that some run began with would cost that run nothing, so the result lies above all starts. The margin is
     two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.
@@ -180,7 +181,7 @@ def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
 
 
 def spent_on(point: EvaluationPoint, unit: str) -> float:
-    """Return what a run had spent at an evaluation, in one of UNITS."""
+    """Return the costs of a run up to an evaluation, in one of UNITS."""
     return getattr(point, unit)
 
 
@@ -205,7 +206,7 @@ def _row(
 
     Args:
         runs: runs of the arm.
-        points: their evaluations at the budget, by seed.
+        points: evaluations of these runs at the budget, by seed.
         base: the baseline's evaluations at the budget, by seed; empty for the baseline itself.
         unit: unit of the budget.
         budget: budget of each run.
@@ -254,10 +255,11 @@ def _is_short(run: RunSummary, unit: str, budget: float) -> bool:
 
 
 def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
-    """Return the medians of what an arm's runs had spent when they reached an accuracy."""
+    """Return the median costs of an arm's runs until they reached an accuracy."""
     spent = [run.spent_until(accuracy) for run in runs]
 
     def median(name: str) -> float | None:
+        """Return the median of one cost over the runs; None if most runs never reach the accuracy."""
         value = statistics.median(getattr(costs, name) if costs else math.inf for costs in spent)
         return value if math.isfinite(value) else None
 

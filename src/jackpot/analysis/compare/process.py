@@ -21,7 +21,7 @@ from typing import Any
 from jackpot.config.config import Config
 from jackpot.training.interrupt import TERMINATIONS
 
-CHILD = "jackpot.analysis.compare.child"  # by name: this process does not import it
+CHILD = "jackpot.analysis.compare.child"  # given by name, since this process must not import the module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def runs_at_once(configs: Iterable[Config]) -> int:
 
 
 def _call(function: str, *arguments: Any) -> Any:
-    """Call a function of `child.py` by its name; only child processes may, since that file imports torch."""
+    """Call a function of `child.py` by its name, in a child process only, since that file imports torch."""
     return getattr(import_module(CHILD), function)(*arguments)
 
 
@@ -80,8 +80,8 @@ def _context() -> ForkServerContext | SpawnContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, CHILD])
-    # The server shares the terminal with this process, and goes on ignoring what is ignored when it starts. A Ctrl-C or
-    # termination sent to both would else end the server, and with it the knowledge of how runs end.
+    # The server goes on ignoring the signals that are ignored when it starts. Ctrl-C and termination, which reach the
+    # server through the shared terminal, must not end it, since only the server learns how runs end.
     with handled((signal.SIGINT, *TERMINATIONS), signal.SIG_IGN):
         forkserver.ensure_running()
     return context
@@ -89,7 +89,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 @contextmanager
 def handled(signals: Iterable[int], handler: Any) -> Iterator[None]:
-    """Set the handler of signals in the body; a process that starts in the body goes on ignoring what is ignored."""
+    """Set a handler for signals while the body runs; a process started in the body inherits ignored signals."""
     handlers_before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
         yield

@@ -15,11 +15,11 @@ from jackpot.analysis.compare.process import ArmRun, handled, start_process
 from jackpot.training.interrupt import TERMINATIONS
 from jackpot.training.run_folder.folder import RunFolder, measure_of
 
-Lines = list[dict[str, Any]]  # of metrics.jsonl or events.jsonl
-POLL_SECONDS = 0.5
+Lines = list[dict[str, Any]]  # records of metrics.jsonl or events.jsonl
+POLL_SECONDS = 0.5  # time between two looks at the runs
 FAILED = "failed"
-StopRule = Callable[[ArmRun, Lines, Lines], str | None]  # (run, metrics, events) -> why to stop it; None: go on
-ArmListener = Callable[[ArmRun, Lines, str], None]  # (run, metrics so far, how it ended or ""), at every new line
+StopRule = Callable[[ArmRun, Lines, Lines], str | None]  # (run, metrics, events) -> why to stop the run; None: go on
+ArmListener = Callable[[ArmRun, Lines, str], None]  # called with (run, metrics so far, how the run ended, or "")
 
 
 @dataclass
@@ -28,10 +28,10 @@ class _Child:
 
     run: ArmRun
     process: BaseProcess
-    file_state: tuple[int, int] | None = None  # size and time of metrics.jsonl when it was last read
+    file_state: tuple[int, int] | None = None  # size and modification time of metrics.jsonl when the file was last read
     evaluation: int = -1  # iteration of the newest evaluation that the stop rule has judged
-    lines: Lines = field(default_factory=list)  # of metrics.jsonl
-    stop_reason: str | None = None  # why the scheduler stopped the run; None: it did not
+    lines: Lines = field(default_factory=list)  # records of metrics.jsonl
+    stop_reason: str | None = None  # why the scheduler stopped the run; None: the scheduler did not stop it
 
 
 def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: ArmListener) -> dict[ArmRun, str]:
@@ -69,7 +69,7 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
             time.sleep(POLL_SECONDS)
 
             for child in list(children):
-                # Whether a run has ended is asked before its lines are read, so that its last lines are among them.
+                # Ask first whether the run has ended and read its lines after that, so that none of them is missed.
                 has_ended = not child.process.is_alive()
                 _follow(child, stop_rule, listen)
                 if not has_ended:
@@ -103,7 +103,7 @@ def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> s
 
 
 def _how_ended(child: _Child) -> str | None:
-    """Say how a run ended that the scheduler did not stop: done, or stopped by one of its guards; None: it failed."""
+    """Return text on how a run ended by itself: done, or stopped by one of its guards; None: the run failed."""
     lines, events = _read(child.run)
     if stop := next((event for event in events if event["event"] == "stopped"), None):
         return f"stopped itself: {stop['why']}"
@@ -149,7 +149,7 @@ def _stops_all(children: list[_Child]) -> Iterator[None]:
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    # Under nohup a hangup is ignored, and stays so.
+    # A signal that is ignored, such as the hangup under nohup, stays ignored.
     heeded = [signum for signum in TERMINATIONS if signal.getsignal(signum) is not signal.SIG_IGN]
     try:
         with handled(heeded, interrupt):

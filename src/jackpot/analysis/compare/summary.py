@@ -20,7 +20,7 @@ PHASES = ("rollout", "score", "train", "sync")  # phases of an iteration whose t
 
 
 class Spent(NamedTuple):
-    """What a run had spent at some moment, without its evaluations."""
+    """The costs of a run from its start to some moment, without its evaluations."""
 
     iterations: float
     flops: float  # FLOPs of generating the rollouts
@@ -48,7 +48,7 @@ class EvaluationPoint:
 
     @property
     def spent(self) -> Spent:
-        """Return what the run had spent at the evaluation."""
+        """Return the costs of the run up to this evaluation."""
         return Spent(self.iteration, self.flops, self.flops + self.training_flops, self.cpu_seconds, self.seconds)
 
 
@@ -78,7 +78,7 @@ class RunSummary:
         return self.collapse is not None or self.last.iteration >= self.iterations
 
     def spent_until(self, accuracy: float) -> Spent | None:
-        """Return what the run had spent when its policy first reached an accuracy; None where the policy never did.
+        """Return the costs of the run until its policy first reached an accuracy; None if the policy never did.
 
         Between two evaluations, accuracy and costs are taken to rise along straight lines.
         """
@@ -134,7 +134,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
     """Yield one point for every evaluation in the lines of metrics.jsonl, in their order."""
     costs = ("sequences", "tokens", "flops", "training_flops", "seconds", "cpu_seconds")
     spent: dict[str, float] = dict.fromkeys(costs, 0.0)
-    since: list[Mapping[str, Any]] = []
+    since: list[Mapping[str, Any]] = []  # lines since the previous evaluation
 
     for line in lines:
         for name, value in _spent(line, config).items():

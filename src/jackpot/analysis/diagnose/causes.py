@@ -1,4 +1,4 @@
-"""The first half of the table of rules: signs of a fault in machine, engine, prompts, rewards or settings.
+"""The first half of the table of rules: signs of a fault in the machine, engine, prompts, rewards or settings.
 
 The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow.
 """
@@ -70,18 +70,18 @@ MORE_TOP = "raise sampling.num_top_log_probs"
 FEWER_STEPS = "raise batch.mini_batch_size or lower batch.ppo_epochs (fewer steps an iteration)"
 _ENGINE = "look at the event engine_check; set guard.check_engine=true, engine.dtype=fp32 and precision=fp32 to compare"
 ENGINE_GAP = "mismatch/engine_gap"
-GAPS = {  # metrics of the mean |p_engine - p_training|: the model that the engine holds
+GAPS = {  # metric of the mean |p_engine - p_training| -> the model that the engine holds
     ENGINE_GAP: "rollout model",
     "eval/rollout_model_engine_gap": "rollout model",
     "eval/policy_engine_gap": "policy",
 }
-WORSE = (  # (metric, the meaning of a fall, the aggregate of a window, the settings that explain a fall)
+WORSE = (  # (metric, text on what its fall means, aggregate of a window of values, settings that explain a fall)
     (EVALUATED[0], "the policy answers fewer held-out problems", latest, unexplained),
     (EVALUATED[1], "the policy earns less on held-out problems", latest, unexplained),
     (REWARDS, "the rollouts earn less", fmean, by_share),
 )
 NOTHING = "the run has learned nothing"
-SAME = {  # metrics that show learning: the subject of an explanation
+SAME = {  # metric that rises if the policy learns -> subject and verb of the sentence that the metric has not risen
     EVALUATED[0]: "the policy's accuracy is",
     EVALUATED[1]: "the policy's reward is",
     REWARDS: "the rollouts' rewards are",

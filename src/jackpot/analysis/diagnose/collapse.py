@@ -17,13 +17,13 @@ class Collapse:
 
     iteration: int  # iteration of the first low evaluation, or at which the run stopped itself
     accuracy: float  # accuracy of the policy in that evaluation
-    best: float  # highest accuracy of the policy before it
-    first_sign: str  # earliest unhealthy metric and its first unhealthy iteration; empty without one
-    why: str  # a phrase for tables
+    best: float  # highest accuracy of the policy before that evaluation
+    first_sign: str  # earliest unhealthy metric and its first unhealthy iteration; empty if no metric is unhealthy
+    why: str  # why the run collapsed, a phrase for tables
 
     @property
     def sentence(self) -> str:
-        """Return why the run collapsed and, if there was one, the first sign of it."""
+        """Return text that says why the run collapsed, with the first sign of the collapse if there was one."""
         return self.why + (f"; first sign: {self.first_sign}" if self.first_sign else "")
 
 
@@ -40,7 +40,7 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
     evaluated = evaluations(lines)
     fall, why = fall_of(evaluated, problems_of(lines, config)), ""
     stopped = next((event for event in events if event["event"] == "stopped"), None)
-    if stopped and not fall:
+    if stopped and not fall:  # a run that a guard stopped counts as collapsed, whatever its evaluations say
         accuracies = [accuracy for _, accuracy in evaluated] or [0.0]
         fall, why = Fall(stopped["iteration"], accuracies[-1], max(accuracies)), f"stopped itself: {stopped['why']}"
     if not fall:

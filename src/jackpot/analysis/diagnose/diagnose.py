@@ -15,12 +15,15 @@ from jackpot.analysis.diagnose.limits import LEAST_VALUES, Group, MetricHistory,
 from jackpot.analysis.diagnose.rules import RULES
 from jackpot.config.config import Config
 
-_SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")  # a path in a suggestion
+_SETTING = re.compile(rf"\b(?:{'|'.join(Config.model_fields)})(?:\.[a-z_]\w*)+")  # a setting's path in a suggestion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A metric beyond its limit. Its values are aggregates over windows of iterations, as the rule says."""
+    """A metric of a run that is beyond the limit of a rule.
+
+    The values are aggregates over windows of iterations, as the rule defines them.
+    """
 
     group: Group
     metric: str
@@ -44,14 +47,14 @@ class Diagnosis:
     ]  # too early: no finding, fewer than LEAST_VALUES iterations
     iteration: int  # the newest iteration in the metrics
     findings: tuple[Finding, ...]  # causes before their symptoms
-    looked_at: tuple[str, ...]  # metrics that a rule judged
+    looked_at: tuple[str, ...]  # metrics that at least one rule judged
     not_looked_at: dict[str, str]  # metrics that no rule judged, each with the reason
     explained: dict[str, str]  # metrics beyond a limit that are no finding, each with the settings that explain it
     summary: str  # one paragraph
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """Say in one sentence which signs were looked at, and in one sentence for each reason which were not."""
+        """Return a sentence on the metrics that were judged, and one on the others for each reason why not."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.not_looked_at.items():
             by_reason.setdefault(reason, []).append(name)
@@ -103,7 +106,10 @@ def diagnose(
 
 
 class _Judgement(NamedTuple):
-    """The judgement of a rule on a run: a finding, or why there is none. Without a reason the limit is kept."""
+    """The judgement of a run by one rule: a finding, or the reason why there is none.
+
+    All fields are empty if the run keeps the limit.
+    """
 
     finding: Finding | None = None
     explained: str = ""  # the settings that explain a value beyond the limit
@@ -111,9 +117,9 @@ class _Judgement(NamedTuple):
 
 
 def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
-    """Judge a run by one rule: find the iteration since which the value is beyond the limit and unexplained.
+    """Judge a run by one rule: find the iteration since which the metric is beyond the limit and unexplained.
 
-    If the value is beyond the limit as soon as there are enough values, that iteration is the first one.
+    A metric that is beyond the limit once it has enough values counts as beyond the limit since its first value.
     """
     series = history.series(rule.metric, rule.over, rule.after_steps)
     values = [value for _, value in series]
@@ -178,7 +184,8 @@ def _has(config: Config, path: str) -> bool:
 
 
 def _details(rule: Rule, history: MetricHistory) -> str:
-    """Return what events and settings add to a rule's explanation; "" for most rules."""
+    """Return text from events and settings to append to a rule's explanation; "" for most rules."""
+    # The table has functions, of which only the one for this rule's metric is called.
     details = {
         ENGINE_GAP: history.computed_differently,
         "events/stopped": lambda: history.newest("stopped", "why") + history.computed_differently(),
@@ -189,7 +196,7 @@ def _details(rule: Rule, history: MetricHistory) -> str:
 
 
 def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, str]) -> str:
-    """Say how many metrics were judged, which settings explain a value beyond its limit, and what is not known.
+    """Return the summary of a run without a finding: what was judged, what settings explain, what is not known.
 
     Args:
         history: the run's metrics.
@@ -210,7 +217,7 @@ def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, 
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:
-    """Say about the first finding, in a line each: what is wrong, its sign, the remedies, and where to look."""
+    """Return the summary of an unhealthy run: a line each on the first finding's fault, sign, remedies and evidence."""
     cause, *symptoms = findings
     remedy, _, further_remedies = cause.suggestion.partition("; ")
     sign = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"

@@ -12,31 +12,34 @@ from jackpot.config.corrections import PolicyCorrection, RolloutModelCorrection
 
 Explained = Callable[[Config, float], str]
 
-# Corrections that drop tokens or responses on purpose.
+# Corrections whose purpose is to drop tokens or responses.
 _DROPPING = ("icepop", "drop", "ipo", "seq_mask", "geo_mask", "prefix", "f_tis", "dppo")
-# Corrections of the rollout model whose weights do not average to 1, even with equal weights of engine and training.
+# Corrections whose weights of tokens do not average to 1, even if engine and training hold the same model.
 _NOT_A_RATIO = ("icepop", "drop", "ipo", "seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix")
 
 
 def unexplained(config: Config, value: float) -> str:
-    """Return "", for a metric that no setting explains."""
+    """Return "" as the explanation of a metric that no setting explains."""
     return ""
 
 
 def by_rejection(limit: float) -> Explained:
-    """Explain a low acceptance by `budget`, or by a `lam` above 1, which divides the acceptance by at most lam.
+    """Return an explanation of a low acceptance: the setting `budget`, or a `lam` above 1.
+
+    OBRS with lam divides the acceptance by at most lam.
 
     Args:
         limit: limit of the acceptance at lam = 1.
     """
 
     def explain(config: Config, value: float) -> str:
+        """Return the settings that explain `value`, as text; "" if none does."""
         correction = config.objective.correction
         budget = getattr(correction, "budget", None)
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
 
-        # At lam = 1 the acceptance would be at most lam times as large. If that is too low, lam is no explanation.
+        # At lam = 1 the acceptance would be at most lam times as large; if even that is too low, lam explains nothing.
         lam = getattr(correction, "lam", 1.0)
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
@@ -44,13 +47,14 @@ def by_rejection(limit: float) -> Explained:
 
 
 def by_cap(*names: str) -> Explained:
-    """Explain many tokens at a cap: the cap is 1 or less, or the correction is made to drop tokens.
+    """Return an explanation of many tokens at a cap: the cap is at most 1, or the correction is made to drop tokens.
 
     Args:
         names: names of the cap's setting in different corrections.
     """
 
     def explain(config: Config, value: float) -> str:
+        """Return the settings that explain `value`, as text; "" if none does."""
         correction = config.objective.correction
         if correction.name in _DROPPING:
             return f"objective.correction={correction.name}"
@@ -62,24 +66,25 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain a clip of the policy's ratio that acts often or never: `proximal: rollout` makes it clip the mismatch."""
+    """Explain why PPO clips the policy's ratio often, or never: with `proximal: rollout` it clips the mismatch."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain a clip of the rollout model's ratio that acts often: `proximal: rollout` makes it clip the mismatch."""
+    """Explain why PPO clips the rollout model's ratio often: with `proximal: rollout` it clips the mismatch."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
 
 def _by_proximal(setting: str, correction: PolicyCorrection | RolloutModelCorrection) -> str:
+    """Return the setting `proximal` of the correction at the path `setting` if it is `rollout`, else ""."""
     return f"{setting}.proximal=rollout" if correction.proximal == "rollout" else ""
 
 
 def by_capped_weights(config: Config, value: float) -> str:
-    """Explain large ratios of policy to engine: a correction that caps its weights, or has none, keeps them harmless.
+    """Explain why large ratios of policy to engine do no harm: the correction caps its weights, or has no weights.
 
-    With `proximal: rollout` large ratios do harm, for PPO's clip does not cap a ratio above 1 at a negative advantage.
+    With `proximal: rollout` large ratios do harm: at a negative advantage PPO's clip does not cap a ratio above 1.
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
@@ -88,20 +93,20 @@ def by_capped_weights(config: Config, value: float) -> str:
 
 
 def by_truncation(config: Config, value: float) -> str:
-    """Explain probabilities of the engine above those of training: top-p or top-k moved the mass of other tokens."""
+    """Explain why the engine's probabilities exceed training's: top-p or top-k took other tokens' probability."""
     sampling = config.sampling
     return f"sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.truncated else ""
 
 
 def by_unused_z(config: Config, value: float) -> str:
-    """Explain an uncertain Z: the correction does not use Z."""
+    """Explain why an uncertain Z does no harm: the correction does not use Z."""
     correction = config.objective.correction
     uses_z = correction.name == "custom" or hasattr(correction, "normalizer") or "topk" in vars(correction).values()
     return "" if uses_z else f"objective.correction={correction.name}"
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain a mean weight of the rollout model other than 1 by its correction, stale rollouts or truncation."""
+    """Explain why the rollout model's mean weight is not 1: by its correction, stale rollouts, or top-p and top-k."""
     correction = config.rollout_model.correction if config.rollout_model else None
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"
@@ -109,17 +114,17 @@ def by_weights_of_rollout_model(config: Config, value: float) -> str:
 
 
 def by_filter(config: Config, value: float) -> str:
-    """Explain tokens that are no fair sample of the engine's distribution: groups were chosen by their rewards."""
+    """Explain why tokens are no fair sample of the engine's distribution: groups were chosen by their rewards."""
     return "batch.filter_groups" if config.batch.filter_groups else ""
 
 
 def by_single_responses(config: Config, value: float) -> str:
-    """Explain groups that are all right or all wrong: each has one response."""
+    """Explain why most groups are all right or all wrong: each group has one response."""
     return "batch.group_size=1" if config.batch.group_size == 1 and value < 1.0 else ""
 
 
 def by_one_loss(config: Config, value: float) -> str:
-    """Explain a dominant one of the rollout model's two losses: the weight of the other loss is 0."""
+    """Explain why one of the rollout model's two losses dominates: the weight of the other loss is 0."""
     model = config.rollout_model
     if model is None:
         return "rollout_model=null"
@@ -128,11 +133,11 @@ def by_one_loss(config: Config, value: float) -> str:
 
 
 def by_frozen_rollouts(config: Config, value: float) -> str:
-    """Explain rewards of rollouts that do not rise: the model that generates the rollouts is not trained."""
+    """Explain why rewards of rollouts do not rise: the model that generates the rollouts is not trained."""
     model = config.rollout_model
     return "rollout_model.optimizer=null" if model and model.optimizer is None else by_share(config, value)
 
 
 def by_share(config: Config, value: float) -> str:
-    """Explain rewards of rollouts that change: the share of each model in the rollouts may change."""
+    """Explain why rewards of rollouts fall: the share of each model in the rollouts may change."""
     return "rollout_model.share" if config.is_mixed else ""

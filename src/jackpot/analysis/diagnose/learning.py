@@ -1,7 +1,7 @@
 """Limits below which a policy has learned nothing, or has lost what it had learned.
 
-They compare levels of skill: evaluations with their standard errors, or mean training rewards over stretches of
-iterations, with errors from the differences between successive iterations.
+The limits compare levels of skill: evaluations with their standard errors, or mean training rewards over windows of
+iterations, with standard errors from the differences between successive iterations.
 """
 
 import math
@@ -12,21 +12,21 @@ from typing import NamedTuple
 from jackpot.analysis.diagnose.limits import Limit, MetricHistory, RunLimit, Values, at_start
 from jackpot.training.limits import COLLAPSED_BELOW
 
-EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the second for a task without a verdict
+EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the reward is for a task without a verdict
 REWARDS = "reward/mean"
-LEAST_ITERATIONS = 30  # iterations after warm-up of the learning rate within which a policy may learn nothing
-LEAST_MOVE = 1e-5  # least learning rate times steps with which anything is learned: about what AdamW moves a weight
+LEAST_ITERATIONS = 30  # iterations after the learning rate's warm-up until a policy must have learned something
+LEAST_MOVE = 1e-5  # least learning rate x steps to learn anything: about the distance that AdamW moves a weight
 LARGEST_ERROR = 0.04  # largest standard error of the difference of two accuracies that can show "learned nothing"
 LARGEST_ERROR_SHARE = 0.25  # the same limit as a share of the accuracy, for tasks of low accuracy
-RARE_REWARDS = 0.99  # share of groups without a right response, from which rewards are too rare
+RARE_REWARDS = 0.99  # share of groups that teach nothing, above which rewards are too rare in a run that begins so
 CUT_SHARE = 0.3  # largest healthy share of responses that are cut at the limit
 CHANCE_ERRORS = 2.0  # standard errors beyond which a difference is not by chance
-FIRST_ITERATIONS = 2  # number of iterations whose rewards are the level at the start if rewards fall at once
+FIRST_ITERATIONS = 2  # number of iterations whose mean reward is the level at the start if rewards fall at once
 _ONE_TAIL = 1.0 - NormalDist().cdf(CHANCE_ERRORS)  # probability of more than CHANCE_ERRORS standard errors by chance
 
 
 class Level(NamedTuple):
-    """The skill of a policy in an evaluation, or over a stretch of iterations."""
+    """The skill of a policy in one evaluation, or in training over a window of iterations."""
 
     mean: float
     error: float  # standard error of the mean
@@ -45,14 +45,18 @@ def levels_of(history: MetricHistory, metric: str) -> list[Level]:
 
 
 def _reward_levels(history: MetricHistory) -> list[Level]:
-    """Return the mean reward of the first window of iterations, and of all later windows, counted back from the end."""
+    """Return the mean training rewards of windows of iterations: the first window, then windows that end at the newest.
+
+    The list is empty for a run of less than two windows.
+    """
     values = [value for _, value in history.series(REWARDS)]
     size = history.window(values)
     if len(values) < 2 * size:
         return []
 
-    # The standard error of a window's mean, from the differences of successive iterations: a trend does not enter.
+    # The standard error of a window's mean, from differences of successive iterations, which a trend hardly changes.
     error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
+    # Windows are counted back from the end, so the second may overlap the first.
     starts = [0, *range(len(values) % size or size, len(values), size)]
     levels = [Level(fmean(values[start : start + size]), error) for start in starts]
 
@@ -63,11 +67,11 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
 
 
 def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
-    """Return the limit of a level below which a policy has lost what it had learned.
+    """Return a limit of a metric, below which the policy has lost what it had learned.
 
     The limit is below the first level, or below the best one, by more than chance. The best of several levels is the
     one that chance raised most, so the more levels there are, the more standard errors are required (Bonferroni).
-    Training rewards also depend on prompts and on the model that generates: a lost level is below half of the best.
+    Training rewards also depend on prompts and on the model that generates, so their limit is at most half of the best.
 
     Args:
         metric: one of EVALUATED, or REWARDS.
@@ -76,6 +80,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         levels = levels_of(history, metric)
         if len(levels) < 2:
             return None
@@ -98,7 +103,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
 
 
 def learning_limit(metric: str) -> RunLimit:
-    """Return the limit of the newest level below which a policy has learned nothing: the first plus a standard error.
+    """Return a limit of a metric, below which the policy has learned nothing: the first level plus a standard error.
 
     Chance alone exceeds that limit in 1 case of 6, and a policy that learns a little stays above it. The limit does not
     apply before LEAST_ITERATIONS, to a policy that has become worse, where nothing is left to learn, and to training
@@ -107,6 +112,7 @@ def learning_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         levels = levels_of(history, metric)
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None
@@ -119,7 +125,7 @@ def learning_limit(metric: str) -> RunLimit:
         if has_fallen or is_full:
             return None
 
-        # Whether it can be known that nothing was learned.
+        # Coarse evaluations, and risen training rewards, leave open whether anything was learned.
         is_coarse = metric == EVALUATED[0] and (error > LARGEST_ERROR or error > LARGEST_ERROR_SHARE * newest > 0.0)
         is_unsure = is_coarse or (metric != REWARDS and _rewards_rise(history))
         return None if is_unsure and not why_nothing(history) else levels[0].mean + error
@@ -134,18 +140,19 @@ def _rewards_rise(history: MetricHistory) -> bool:
 
 
 def entropy_limit(history: MetricHistory, values: Values) -> float:
-    """Return the limit of a healthy entropy: a tenth of that at the start, or a twentieth if the policy is better."""
+    """Return a low limit of an entropy: a tenth of the entropy at the start, or a twentieth if the policy is better."""
     return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
 
 
 def sparse_limit(largest: float) -> RunLimit:
-    """Return the limit of the share of groups that teach nothing: `largest`, or RARE_REWARDS if more do at the start.
+    """Return a limit of the share of groups, or steps, that teach nothing: `largest`, or RARE_REWARDS.
 
-    RARE_REWARDS applies only if the mean over all iterations exceeds it, since in a small batch most groups are without
-    a reward by chance. It applies neither early nor to a policy that has become better.
+    RARE_REWARDS is the limit of a run that begins above `largest`, if the mean over all iterations exceeds it, since in
+    a small batch many groups lack a reward by chance. It applies neither early nor to a policy that has become better.
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         if at_start(history, values) <= largest:
             return largest
         is_rare = fmean(values) > RARE_REWARDS and _is_late(history) and not _has_risen(history)
@@ -160,9 +167,10 @@ def unless_risen(limit: float) -> RunLimit:
 
 
 def unless_rewards_fell(limit: Limit) -> RunLimit:
-    """Return a limit that applies only if the training rewards are at least those of the start."""
+    """Return a limit that applies only if the newest training rewards are at least as high as the first ones."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         rewards = [value for _, value in history.series(REWARDS)]
         applies = bool(rewards) and history.recent(REWARDS) >= rewards[0]
         if not applies:
@@ -173,13 +181,13 @@ def unless_rewards_fell(limit: Limit) -> RunLimit:
 
 
 def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> RunLimit:
-    """Return the limit of `unlearning_limit`, which applies only if the training rewards have risen meanwhile."""
+    """Return `unlearning_limit` as a limit that applies only if the training rewards have risen meanwhile."""
     limit = unlearning_limit(metric, at_once=at_once)
     return lambda history, values: limit(history, values) if _rewards_rise(history) else None
 
 
 def equal_rewards_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit just above 0 for the spread of the mean rewards, if all iterations had the same mean reward."""
+    """Return a limit just above 0 for the spread of mean rewards, if the mean reward was equal in all iterations."""
     return math.ulp(1.0) if max(values) == min(values) else None
 
 
@@ -190,12 +198,12 @@ def paid_length_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def cut_limit_from_start(history: MetricHistory, values: Values) -> float | None:
-    """Return `cut_limit` if the share of cut responses was above CUT_SHARE from the start."""
+    """Return `cut_limit` if the share of responses cut at the limit was above CUT_SHARE at the start, else None."""
     return cut_limit(history, values) if at_start(history, values) > CUT_SHARE else None
 
 
 def cut_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return CUT_SHARE, the limit of the share of cut responses, if cut responses earn nothing.
+    """Return a limit of the share of responses cut at the length limit: CUT_SHARE, if cut responses earn nothing.
 
     The limit does not apply if the share was above CUT_SHARE from the start and the policy has become better anyway.
     """
@@ -206,9 +214,9 @@ def cut_limit(history: MetricHistory, values: Values) -> float | None:
 def swapped_models_limit(history: MetricHistory, values: Values) -> float | None:
     """Return the policy's first accuracy as a limit of the rollout model's, if the two models may be swapped.
 
-    They may be if the rollout model begins above the policy by more than chance, and costs more FLOPs than the policy.
-    Training takes three passes of each trained model, so six times the FLOPs of the rollouts if both models cost the
-    same.
+    The models may be swapped if the rollout model begins above the policy by more than chance, and costs more FLOPs.
+    Training takes three passes of each of the two models, so if both cost the same, six times the FLOPs of the
+    rollouts, and less if the rollout model costs more.
     """
     policy, rollout_model = (levels_of(history, f"eval/{role}_accuracy") for role in ("policy", "rollout_model"))
     is_behind = policy and rollout_model and rollout_model[0].exceeds(policy[0])
@@ -218,7 +226,7 @@ def swapped_models_limit(history: MetricHistory, values: Values) -> float | None
 
 
 def why_nothing(history: MetricHistory) -> str:
-    """Return a sentence, to follow another, about the setting that keeps a run from learning; "" if none does."""
+    """Return a sentence, to append to another, on the setting that keeps a run from learning; "" if none does."""
     optimizer, batch = history.config.policy.optimizer, history.config.batch
     steps = history.iteration * batch.steps_per_iteration
     if optimizer and optimizer.learning_rate * steps < LEAST_MOVE:
@@ -227,7 +235,7 @@ def why_nothing(history: MetricHistory) -> str:
 
 
 def why_unknown(history: MetricHistory) -> str:
-    """Say why it is not known whether the policy learns; "" if it is known to learn."""
+    """Return text that says why it is not known whether the policy learns; "" for a policy that is known to learn."""
     evaluations = _evaluations(history)
     if _has_risen(history):
         return ""
@@ -239,6 +247,7 @@ def why_unknown(history: MetricHistory) -> str:
 
 
 def _evaluations(history: MetricHistory) -> int:
+    """Return the number of evaluations of the policy in a run."""
     return max(len(levels_of(history, metric)) for metric in EVALUATED)
 
 

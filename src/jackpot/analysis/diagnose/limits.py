@@ -1,4 +1,4 @@
-"""Rules about metrics: the class `Rule`, the history of metrics that a rule reads, and limits for a given run."""
+"""The class `Rule`, the history of a run's metrics that rules read, and limits that depend on the run."""
 
 import math
 import re
@@ -13,17 +13,17 @@ from jackpot.config.engines import EngineConfig, is_quantized, unified_formats
 from jackpot.core.roles import Writer
 from jackpot.training.limits import LARGEST_GAPS, problems_of, two_errors
 
-LEAST_VALUES = 5  # fewest values of a metric for a median
+LEAST_VALUES = 5  # fewest values of a metric whose median is judged
 AVERAGED_ITERATIONS = 20  # number of iterations over which acceptance and Z are compared
 CHANCE_ERRORS = 4.0  # standard errors beyond which a difference is not by chance
 ROUNDING = 1e-6  # rounding of acceptance and Z in float32
-LARGE_STEP_KL = 5e-3  # KL(p_old || p_new) of a mean step, from which on some ratios have left a clip of 0.2
-SMALL_KL = 0.2  # KL(policy || rollout model) below which the policy cannot have a tenth of its mass on unseen tokens
+LARGE_STEP_KL = 5e-3  # nats; mean KL(p_old || p_new) of a step above which some ratios are outside of a clip of 0.2
+SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) less than a tenth of the policy is on unseen tokens
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
 PHASES = ("rollout", "score", "check", "train", "sync")  # phases that take about equally long in all iterations
 LEAST_DELAY = 5.0  # seconds beyond its median that make a phase slow
-LEAST_DELAY_ITERATIONS = 3.0  # the same in median iterations; the larger one counts
-SHORTEST_MEDIAN = 1e-3  # seconds; shorter medians of a phase count as this
+LEAST_DELAY_ITERATIONS = 3.0  # the same delay in durations of a median iteration; the longer of both delays counts
+SHORTEST_MEDIAN = 1e-3  # seconds; a phase with a shorter median is divided by this duration
 
 MetricSeries = list[tuple[int, float]]  # (iteration, value)
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
@@ -34,9 +34,10 @@ class MetricHistory:
 
     Four metrics are derived here:
     - `mismatch/prefix_ess` is the prefix ESS in the middle of a mean response.
-    - `obrs/acceptance_error` is |acceptance - Z| over what chance and the bounds of Z allow (`_add_acceptance_error`).
-    - `seconds/slowest` is how many times its median the slowest phase so far took (`_add_slowest`).
-    - `events/NAME` counts the events of that name in the newest tenth of the iterations.
+    - `obrs/acceptance_error` is |acceptance - Z|, divided by what chance and the bounds of Z allow
+      (`_add_acceptance_error`).
+    - `seconds/slowest` is the longest delay of a phase so far: its duration over the phase's median (`_add_slowest`).
+    - `events/NAME` is the running number of events of that name in the newest tenth of the iterations.
 
     Args:
         lines: records of metrics.jsonl, in their order.
@@ -63,15 +64,15 @@ class MetricHistory:
         self._lines += map(dict, saved)
 
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
-        """Return the values of a metric, as (iteration, value), without iterations that lack the metric.
+        """Return the values of a metric as (iteration, value), for all iterations that have the metric.
 
         Args:
             metric: name of the metric.
             over: name of a metric to divide by; None: no division.
-            after_steps: optimizer steps of the run before the first value.
+            after_steps: number of the run's optimizer steps before which values are left out.
         """
         if metric.startswith("events/"):
-            # The running count of such events in the newest tenth of the iterations.
+            # The n-th event in the newest tenth of the iterations gives the value n, at the event's iteration.
             begin = self.iteration - max(LEAST_VALUES, self.iteration // 10)
             recent = [event["iteration"] for event in self._events_named(metric.removeprefix("events/"))]
             recent = [iteration for iteration in recent if iteration >= begin]
@@ -91,22 +92,24 @@ class MetricHistory:
 
         If the guard checked neither that engine nor one with the same settings, return the gap that the dtypes of
         engine and training allow on a GPU. Return that gap too in evaluations of a run with inexact drafts (`draft.lam`
-        below 1): the guard's limit is for these, and evaluations use exact drafts.
+        below 1), since the guard's limit is for inexact drafts, and evaluations use exact ones.
 
         Args:
-            metric: name of the gap.
+            metric: name of the gap metric.
             model: the model that the engine holds.
             engine: settings of the engine.
         """
-        of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[self.config.compute_dtype])
+        gap_of_dtypes = max(LARGEST_GAPS[engine.dtype], LARGEST_GAPS[self.config.compute_dtype])
         draft = self.config.draft
         if draft and draft.lam < 1.0 and metric == "eval/policy_engine_gap":
-            return of_dtypes
+            return gap_of_dtypes
 
+        # The newest check of the model's engine counts; if there is none and all engines have the same settings, the
+        # newest check of any engine.
         checks = [event for event in self._events if "allowed" in event]
-        of_model = [event for event in checks if event.get("model", model) == model]
-        alike = checks if self.config.evaluation.engine is None else []
-        return [of_dtypes, *(event["allowed"] for event in of_model or alike)][-1]
+        checks_of_model = [event for event in checks if event.get("model", model) == model]
+        checks_of_equals = checks if self.config.evaluation.engine is None else []
+        return [gap_of_dtypes, *(event["allowed"] for event in checks_of_model or checks_of_equals)][-1]
 
     def computed_differently(self) -> str:
         """Return a sentence, to follow another, about the layers that engine and training compute differently.
@@ -118,28 +121,37 @@ class MetricHistory:
         return f". They compute differently: {'; '.join(texts)}" if texts else ""
 
     def newest(self, name: str, key: str) -> str:
-        """Return what the newest event of a name says under a key, as ": text" to follow a sentence; "" without one."""
+        """Return the newest event's text under a key, as ": text" to append to a sentence; "" without such an event.
+
+        Args:
+            name: name of the events.
+            key: key of the text in an event.
+        """
         texts = [event[key] for event in self._events_named(name) if key in event]
         return f": {texts[-1]}" if texts else ""
 
     def _events_named(self, name: str) -> list[Mapping[str, Any]]:
+        """Return all events of a name, oldest first."""
         return [event for event in self._events if event["event"] == name]
 
     def recent(self, metric: str) -> float:
-        """Return the median of a metric's newest window of values; 0 for a metric without values."""
+        """Return the median of the newest window of a metric's values; 0 for a metric without values."""
         values = [value for _, value in self.series(metric)]
         return median(values[-self.window(values) :]) if values else 0.0
 
     def window(self, values: Sequence[float]) -> int:
-        """Return how many of `values` a rule aggregates at a time: a tenth, and at least LEAST_VALUES."""
+        """Return the number of `values` that a rule aggregates at a time: a tenth, but at least LEAST_VALUES."""
         return max(LEAST_VALUES, len(values) // 10)
 
 
 def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the prefix ESS in the middle of a mean response as a metric; empty if the line has none there."""
+    """Return the metric `mismatch/prefix_ess` of a line: the prefix ESS in the middle of a response of mean length.
+
+    The dict is empty if the line has no prefix ESS up to there.
+    """
     middle = (line.get("response/tokens") or 0.0) / 2
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}
-    reached = [begin for begin in begins if begin <= middle]
+    reached = [begin for begin in begins if begin <= middle]  # the largest of these positions is taken
     return {"mismatch/prefix_ess": line[begins[max(reached)]]} if reached else {}
 
 
@@ -160,7 +172,7 @@ def _add_acceptance_error(lines: list[dict[str, Any]]) -> None:
 
 
 def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> None:
-    """Add the metric `seconds/slowest` to the lines: how many times its median the slowest phase so far took.
+    """Add the metric `seconds/slowest` to the lines: the duration of the slowest phase so far, over its median.
 
     A phase is slow if it took LEAST_DELAY seconds and LEAST_DELAY_ITERATIONS median iterations more than its median,
     unless all phases were slow, as on a busy machine. The first iteration of every start is left out, since it checks
@@ -175,7 +187,7 @@ def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]
     for line in timed:
         took = {phase: line.get(f"seconds/{phase}") or 0.0 for phase in PHASES}
         for phase, seconds in usual.items():
-            elsewhere = sum(took.values()) - took[phase]
+            elsewhere = sum(took.values()) - took[phase]  # seconds of all other phases
             is_delayed = took[phase] - seconds > max(LEAST_DELAY, LEAST_DELAY_ITERATIONS * total)
             if is_delayed and elsewhere < 2.0 * (total - seconds):
                 slowest = max(slowest, took[phase] / max(seconds, SHORTEST_MEDIAN))
@@ -204,12 +216,14 @@ def spread(values: Values) -> float:
 
 
 def rounding_limit(metric: str) -> RunLimit:
-    """Return the largest gap, mean |p_engine - p_training|, that rounding explains.
+    """Return a limit of a gap metric: the largest mean |p_engine - p_training| that rounding explains.
 
     The limit does not apply if engine and training are quantized differently.
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
+        # Alike are engines without quantization or, if training is quantized, engines in its one format.
         config, engines = history.config, _engines_of(metric, history.config)
         formats = {unified_formats(engine) for engine in (config.engine, *engines.values())}
         if config.trained_quantization:
@@ -225,9 +239,10 @@ def rounding_limit(metric: str) -> RunLimit:
 
 
 def if_kept_at_first(limit: RunLimit) -> RunLimit:
-    """Return a limit that applies only if the first value kept the limit, so that what is wrong began later."""
+    """Return a limit that applies only if the metric's first value kept it, so that the fault began later."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         largest = limit(history, values)
         return largest if largest is not None and values[0] <= largest else None
 
@@ -235,12 +250,16 @@ def if_kept_at_first(limit: RunLimit) -> RunLimit:
 
 
 def lost_engines_limit(kind: str) -> RunLimit:
-    """Return the limit of how often an engine may be lost: as often as engines came back, and at most twice."""
+    """Return a limit of how often an engine may be lost: as often as engines came back, but at most twice.
+
+    Args:
+        kind: kind of engine in the names of events, peer or server.
+    """
     return lambda history, values: min(2.0, float(len(history.series(f"events/{kind}_back"))))
 
 
 def is_uncorrected(config: Config) -> bool:
-    """Tell whether the rollouts are another model's and no correction is applied to them."""
+    """Tell whether another model than the policy generates, and no correction is applied to the rollouts."""
     return config.rollout_model is not None and config.objective.correction.name == "none"
 
 
@@ -251,26 +270,29 @@ def is_loose(config: Config) -> bool:
 
 
 def only_for(applies: Callable[[Config], bool], limit: RunLimit) -> RunLimit:
-    """Return a limit that applies only to runs with certain settings."""
+    """Return a limit that applies only to runs whose settings fulfil the condition `applies`."""
     return lambda history, values: limit(history, values) if applies(history.config) else None
 
 
 def clip_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit just above 0 for the share of clipped tokens, if the policy moves far within an iteration."""
+    """Return a low limit just above 0 for the share of clipped tokens, if the policy moves far in an iteration."""
     objective = history.config.objective
     has_clip = objective.clip_low is not None and objective.clip_high is not None and objective.surrogate != "oapl"
     return math.ulp(1.0) if has_clip and history.recent("policy/approx_kl_k3") > LARGE_STEP_KL else None
 
 
 def quantization_limit(metric: str) -> RunLimit:
-    """Return the gap, mean |p_engine - p_training|, above which a quantized engine needs a correction."""
+    """Return a limit of a gap metric: the mean |p_engine - p_training| above which a correction matters.
+
+    The limit applies to quantized engines only.
+    """
     return lambda history, values: (
         QUANTIZED_GAP if any(map(is_quantized, _engines_of(metric, history.config).values())) else None
     )
 
 
 def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
-    """Return the engines whose log-probs a gap compares with training's, by their models."""
+    """Return the settings of the engines whose log-probs a gap metric compares with training's, by model."""
     evaluated: dict[Writer, EngineConfig] = {
         "policy": config.evaluation.engine or config.engine,
         "rollout_model": config.engine,
@@ -285,13 +307,14 @@ def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
 
 
 def ratio_limit(distance: float) -> RunLimit:
-    """Return a limit of the mean ratio of policy to engine: 1 plus `distance`, or CHANCE_ERRORS if these are more.
+    """Return a limit of the mean ratio of policy to engine: 1 plus `distance`, or CHANCE_ERRORS standard errors from 1.
 
-    The limit applies if the models are close (SMALL_KL). Else much of the policy's probability can be on tokens that
-    are hardly ever sampled, and the mean ratio of the sampled tokens is then below 1 in a sound run.
+    The farther of the two counts. The limit applies if the models are close (SMALL_KL). Else much probability can be on
+    tokens that are hardly ever sampled, and the mean ratio of the sampled tokens is below 1 in a sound run.
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
+        """Return the limit for the run of `history`; None if it does not apply."""
         deviation = max(abs(distance), CHANCE_ERRORS * history.recent("mismatch/ratio_stderr"))
         is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
         return 1.0 + math.copysign(deviation, distance) if is_close else None
@@ -300,30 +323,30 @@ def ratio_limit(distance: float) -> RunLimit:
 
 
 def above_start(least: float, factor: float) -> RunLimit:
-    """Return a limit for a metric: `factor` times the metric at the start, but at least `least`."""
+    """Return a high limit for a metric: `factor` times the metric's value at the start, but at least `least`."""
     return lambda history, values: max(least, factor * at_start(history, values))
 
 
 def below_start(most: float, factor: float) -> RunLimit:
-    """Return a limit for a metric: `factor` times the metric at the start, but at most `most`."""
+    """Return a low limit for a metric: `factor` times the metric's value at the start, but at most `most`."""
     return lambda history, values: min(most, factor * at_start(history, values))
 
 
 def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return the rollout model's first accuracy plus two standard errors, if the policy has fallen by as much."""
+    """Return a limit of the rollout model's accuracy: its start plus two standard errors, if the policy fell as far."""
     policy = [value for _, value in history.series("eval/policy_accuracy")]
     has_fallen = policy[-1] < policy[0] - two_errors(history.problems, policy[0])
     return values[0] + two_errors(history.problems, values[0]) if has_fallen else None
 
 
 def generation_batches_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return the limit of the generation batches: one less than group filtering may use; None without filtering."""
+    """Return a limit of the number of generation batches: one less than filtering allows; None without filtering."""
     filtering = history.config.batch.filter_groups
     return filtering.max_num_gen_batches - 1 if filtering else None
 
 
 def at_start(history: MetricHistory, values: Values) -> float:
-    """Return the median of the first window of values."""
+    """Return a metric's value at the start of the run: the median of the first window of values."""
     return median(values[: history.window(values)])
 
 
@@ -337,12 +360,12 @@ class Rule:
     low: Limit = -math.inf
     high: Limit = math.inf
     explained_by: Explained = unexplained  # settings that explain a value beyond the limit
-    aggregate: Callable[[Values], float] = median  # makes one number of the values in the window
+    aggregate: Callable[[Values], float] = median  # function that makes one number of the values in a window
     after_steps: int = 0  # optimizer steps before the rule applies
     source: str = "21 honest runs of the quickstart keep it"  # where the limit comes from
     explanation: str  # what is wrong
     suggestion: str  # what to do, the obvious first; behind each semicolon another remedy
-    look: str = ""  # what to look at; empty: what `LOOKS` says of the group
+    look: str = ""  # what to look at; empty: the text of the group in `LOOKS`
 
     @property
     def name(self) -> str:
@@ -351,10 +374,10 @@ class Rule:
 
     @property
     def needs_many(self) -> bool:
-        """Tell whether the rule needs LEAST_VALUES values."""
+        """Tell whether the rule needs LEAST_VALUES values of the metric, and not just one."""
         return self.aggregate in (median, fmean, spread)
 
     def limits(self, history: MetricHistory, values: Values) -> tuple[float, float]:
-        """Return the low and the high limit for values of the metric; infinite if a limit does not apply."""
+        """Return the low and the high limit for a run; a limit that does not apply is infinite."""
         low, high = (limit(history, values) if callable(limit) else limit for limit in (self.low, self.high))
         return -math.inf if low is None else low, math.inf if high is None else high

@@ -1,4 +1,4 @@
-"""The whole table of rules: when a metric is unhealthy, why, and how to mend it. docs/metrics.md lists the limits.
+"""The whole table of rules: when a metric is unhealthy, why, and how to mend the run. docs/metrics.md lists the limits.
 
 The rules are in causal order, so that an earlier finding can cause a later one.
 """

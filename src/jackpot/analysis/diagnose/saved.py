@@ -1,4 +1,4 @@
-"""Signs in saved rollouts that no metric shows, from a comparison of prompts, responses and rewards with each other.
+"""Signs of faults that no metric shows, found by comparing saved prompts, responses and rewards with each other.
 
 Each sign is a number for an iteration, under a name that begins with `saved/`.
 """
@@ -33,7 +33,7 @@ _END = re.compile(r"<(/s>|eos|\|?(im_)?end|\|?eot)")  # beginning of a token tha
 
 
 def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
-    """Return the signs in a run's saved rollouts: for each readable file the iteration, and the signs by name."""
+    """Return the signs of faults in a run's saved rollouts: for each readable file its iteration, and signs by name."""
     files, _ = list_rollout_files(run)
     held_out = _held_out(run)
     answers: dict[Any, set[str]] = defaultdict(
@@ -83,7 +83,8 @@ def _of_prompts(
     rows = table.select(["prompt_uid", "prompt", "answer", "prompt_ids"]).to_pylist()
     by_uid = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
     prompts = by_uid.values()
-    if not all(answer for _, answer, _ in prompts):  # an environment, with a state that the text does not show
+    # Problems without an answer are of an environment, whose state the prompt's text does not show.
+    if not all(answer for _, answer, _ in prompts):
         return {}
 
     for text, answer, ids in prompts:
@@ -98,20 +99,20 @@ def _of_prompts(
 
 
 def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
-    """Return the signs from how alike responses are, and from how they end."""
+    """Return the signs from the ends of responses, and from the share of the most frequent response."""
     rows = table.select(["response", "token_ids", "tokens"]).to_pylist()
     stops = set(config.sampling.stop_token_ids)
     signs = {
         "saved/end_inside": fmean(any(map(_END.match, row["tokens"][:-1])) for row in rows),
         "saved/ended_by_stop_ids": fmean(not stops.isdisjoint(row["token_ids"][-1:]) for row in rows),
     }
-    if len(set(table.column("prompt").to_pylist())) > 1:
+    if len(set(table.column("prompt").to_pylist())) > 1:  # equal responses to one prompt are no sign of a fault
         signs["saved/commonest"] = max(Counter(row["response"] for row in rows).values()) / len(rows)
     return signs
 
 
 def _of_rewards(table: pa.Table) -> dict[str, float]:
-    """Return the signs from comparing rewards with verdicts and with lengths, and from the rewards of cut responses."""
+    """Return the signs from rewards: correlation with length, whether right answers earn more, and cut responses."""
     rewards = table.column("reward").to_numpy()
     columns = table.select(["correct", "finish", "token_ids"]).to_pydict()
     right = np.array([verdict is True for verdict in columns["correct"]])
@@ -120,11 +121,11 @@ def _of_rewards(table: pa.Table) -> dict[str, float]:
     lengths = np.array([*map(len, columns["token_ids"])])
 
     signs = {}
-    width = float(np.ptp(rewards))
+    width = float(np.ptp(rewards))  # largest minus smallest reward
     if width and np.ptp(lengths):
         signs["saved/length_reward"] = float(np.corrcoef(rewards, lengths)[0, 1])
     if width and right.any() and wrong.any():
         signs["saved/right_earn"] = float(rewards[right].mean() - rewards[wrong].mean()) / width
-    if cut.any():
+    if cut.any():  # how much more cut responses earn than the worst response
         signs["saved/cut_earn"] = float(rewards[cut].mean() - rewards.min())
     return signs

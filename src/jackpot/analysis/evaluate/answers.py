@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """The file of a set with `k` scored responses to each problem, those of earlier processes included."""
+    """The file on disk with `k` scored responses to each problem of a set, which several processes may fill in turn."""
 
     def __init__(self, folder: Path, name: str, problems: int, k: int) -> None:
         """Open the file of a set, and find the responses that are in it already.
@@ -96,7 +96,7 @@ class AnswerFile:
         return int(self._missing.size - self._missing.sum())
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield index of the problem and sample of every response that was not in the file when it was opened."""
+        """Yield (index of the problem, sample) of every response that was not in the file when it was opened."""
         for index, sample in np.argwhere(self._missing):
             yield int(index), int(sample)
 
@@ -115,7 +115,7 @@ class AnswerFile:
             ) from error
 
     def finish(self, prompt: Callable[[int], Prompt], metadata: Mapping[str, str]) -> None:
-        """Write the table and remove the lines.
+        """Write the table of the complete set, NAME.parquet, and remove NAME.jsonl.
 
         Args:
             prompt: function that returns the prompt of a problem by its index.
@@ -147,9 +147,9 @@ class AnswerFile:
         self._lines.unlink(missing_ok=True)
 
     def _offsets(self) -> NDArray[np.int64]:
-        """Return the byte at which the line of each response begins, [problems, k]; -1 for a missing response.
+        """Return the byte offset at which the line of each response begins, [problems, k]; -1 for a missing response.
 
-        All are 0 for a complete set, whose responses are in the table.
+        All offsets are 0 for a complete set, whose responses are in the table.
         """
         offsets = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
         unreadable = 0
@@ -182,7 +182,7 @@ class AnswerFile:
             yield rows
 
     def _check_table(self) -> None:
-        """Refuse a table that has not k rows for each problem."""
+        """Raise CheckpointError if the table cannot be read, or does not have k rows for each problem."""
         problems, k = self._shape
         try:
             rows = pq.read_metadata(self.path).num_rows
@@ -199,7 +199,7 @@ class AnswerFile:
 
 
 def read_outcomes(path: Path) -> ResponseOutcomes:
-    """Read the outcomes of the responses in the table of a set, [problems, k] each.
+    """Read the verdicts, rewards, lengths and ends of all responses in the table of a set, [problems, k] each.
 
     Raises:
         CheckpointError: the table does not exist or has another schema version.
@@ -228,7 +228,7 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
 
 
 def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
-    """Return the fields of a line of NAME.jsonl."""
+    """Return the fields of the line of NAME.jsonl for one scored response."""
     rollout, score = answer.rollout, answer.score
     return {
         "number": index,
@@ -258,7 +258,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _key(text: bytes) -> tuple[int, int]:
-    """Return index of the problem and sample of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
+    """Return (index of the problem, sample) of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

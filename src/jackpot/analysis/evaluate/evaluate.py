@@ -49,19 +49,19 @@ from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_
 from jackpot.training.run_folder.plain_yaml import parse_yaml
 
 SCHEMA_VERSION = 1
-OWN = "own"  # the benchmark that is the held-out problems of the model's run
+OWN = "own"  # name of the benchmark that consists of the held-out problems of the model's own run
 _KEYS = ("schema_version", "model_digest", "data")  # keys of config.yaml other than `asked`
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationProgress:
-    """The progress of one set. A response counts when it is scored."""
+    """The progress of an evaluation with one set of problems; responses are counted when they are scored."""
 
     benchmark: str
-    done: int  # responses so far, those of earlier processes too
-    total: int  # responses of the whole set
-    fresh: int  # responses of this process
+    done: int  # number of responses scored so far, including those of earlier processes
+    total: int  # number of responses that the whole set will have
+    fresh: int  # number of responses scored by this process
     tokens: int  # tokens of the fresh responses
     seconds: float  # wall-clock time of the fresh responses
 
@@ -71,7 +71,7 @@ ProgressListener = Callable[[EvaluationProgress], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkResult:
-    """The results of one complete set."""
+    """The results of an evaluation with one set of problems, all of which are answered."""
 
     benchmark: str
     summary: EvaluationSummary
@@ -91,7 +91,7 @@ class _Benchmark:
 
 
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
-    """Build the settings of an evaluation.
+    """Build the settings of an evaluation of one model on sets of problems.
 
     For the model of a run, the run's settings are the defaults of sampling, template, rewards and the engine's dtype.
 
@@ -113,7 +113,8 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
         }
 
     settings = lay(settings, (*changes, {"model": model}))
-    if run and isinstance(settings["engine"], Mapping):  # a change of the engine's name would have replaced the dtype
+    # The dtype is set last, since a change of the engine's name replaces all other settings of the engine.
+    if run and isinstance(settings["engine"], Mapping):
         settings["engine"] = {"dtype": run.engine.dtype, **settings["engine"]}
 
     if "benchmarks" not in settings:
@@ -122,7 +123,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
     config = validated(BenchmarksConfig, settings)
     check_sets([name for name in config.benchmarks if name != OWN])
 
-    # The task matters to the set of the run's own problems alone.
+    # Only the benchmark OWN reads the task; without this benchmark the settings hold no task.
     if OWN not in config.benchmarks:
         return config.model_copy(update={"task": None})
     if config.task is None:
@@ -179,7 +180,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
                 engine = engine or _make_engine(config, path, [waiting for waiting, _ in unfinished.values()], cleanup)
                 _answer(engine, tokenizer, benchmark, file, config, listen)
 
-            # The table says by which settings this set was answered.
+            # The file's metadata say by which settings this set was answered.
             decisive = _decisive(record | {"data": {name: record["data"][name]}})
             file.finish(partial(benchmark.task.prompt, "test"), {"asked": json.dumps(decisive)})
             _write_summary(folder, record)  # after every set, so that a kill loses no result
@@ -249,7 +250,8 @@ def _answer(
     under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (index of the problem, sample)
 
     def requests() -> Iterator[Request]:
-        prompts: dict[int, Prompt] = {}  # the newest prompt by its index, for all its samples
+        """Yield a request for each missing response, and note in `under_way` which one."""
+        prompts: dict[int, Prompt] = {}  # the newest prompt by its index; all samples of a problem share it
         for index, sample in file.missing():
             if index not in prompts:
                 prompts = {index: benchmark.task.prompt("test", index)}
@@ -299,7 +301,7 @@ def _write_record(
     record = {"schema_version": SCHEMA_VERSION, "asked": settings, "model_digest": digest, "data": data}
 
     if before := _read_record(path):
-        # Sets that the earlier process did not have, and a task that it did not read, are no difference.
+        # Not compared are sets that the earlier process did not have, and a task that it did not read.
         old_data = {name: before["data"].get(name, identity) for name, identity in data.items()}
         old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": settings["task"]}
         old, new = _decisive(before | {"asked": old_asked, "data": old_data}), _decisive(record)
@@ -309,6 +311,7 @@ def _write_record(
                 f"{folder} holds an evaluation with other settings:\n  {listed}\n"
                 f"Use the same settings to continue it, or --out with another folder"
             )
+        # The new record keeps the sets of earlier processes, and their task if this process reads none.
         record["data"] = before["data"] | data
         settings |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": old_asked["task"]})
 
@@ -346,8 +349,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings and digests of a record that decide responses and scores."""
-    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # settings, and blocks with all settings below them
+    """Return those settings and digests of a record that responses and scores depend on, by dotted key."""
+    free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # prefixes of keys that may change
     free += () if OWN in record["data"] else ("task.",)
     decisive = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return decisive | {key: record[key] for key in _KEYS}

@@ -1,4 +1,4 @@
-"""`jackpot sample`: responses of both models of a run to held-out problems, before and after training."""
+"""The command `jackpot sample`: responses of a run's models to held-out problems, before and after training."""
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     checkpoint = newest_checkpoint(run, config)
     before, after = config.model_paths(), config.model_paths(checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config.device)
-    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and this needs four
+    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and up to four are read
 
     with closing(run_task(config, before, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]

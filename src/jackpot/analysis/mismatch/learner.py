@@ -32,7 +32,7 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 class LearnerScores:
     """The scores of one response by the learner, whose distribution is q; nats.
 
-    An engine that scores single tokens gives `log_probs` alone, and the others are None.
+    An engine that scores single tokens gives `log_probs` alone, and the other fields are None.
     """
 
     log_probs: Tensor  # [T] log q of the response's tokens
@@ -89,7 +89,8 @@ def learner_scores(
                 chunks = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
                 columns = [torch.cat(pieces).cpu() for pieces in zip(*starmap(_columns, chunks), strict=True)]
 
-            # Every column is cut into the responses of the batch.
+            # Every column is cut into the responses of the batch. Experts are recorded for prompt and response of a
+            # single rollout, of which the last rows are the response.
             experts = newest_experts()
             lengths = [len(rollout.token_ids) for rollout in batch]
             for log_probs, top_log_probs, lowest, entropy, most_probable in zip(
@@ -106,7 +107,7 @@ def learner_scores(
 
 
 def _columns(log_probs: Tensor, ids: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
-    """Read the columns of `LearnerScores` from the learner's log-probs at n tokens.
+    """Compute the columns of `LearnerScores` from the learner's whole distributions at n tokens.
 
     Args:
         log_probs: [n, V] log q.

@@ -19,14 +19,14 @@ from jackpot.core.statistics import Estimate, Sample
 
 ENTROPY_BANDS = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
-HIGH_GAP = 0.5  # gap above which the TIS post counts a response
-FAR = 2.0  # ratio q/p above which a token counts as far; below 1 / FAR too
-DRAWN_TOKENS = 2_000  # tokens kept for the picture
+HIGH_GAP = 0.5  # gap |p - q| above which a response is counted as high, as in the blog post on TIS
+FAR = 2.0  # ratio q/p above which, or below 1 / FAR, the two probabilities of a token count as far apart
+DRAWN_TOKENS = 2_000  # most tokens that are kept for the picture of p against q
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseGap:
-    """The gaps of one response."""
+    """The gaps |p - q| between sampler and learner at the tokens of one response."""
 
     uid: str
     tokens: int  # number of sampled tokens
@@ -36,7 +36,7 @@ class ResponseGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBand:
-    """The numbers of all tokens in one band of response length, of position or of entropy, as in `MismatchNumbers`."""
+    """The mismatch at all tokens in one band of response length, position or entropy; fields as `MismatchNumbers`."""
 
     name: str
     tokens: int  # number of tokens
@@ -70,20 +70,20 @@ class MismatchNumbers:
     kl_is_exact: bool  # whether the two bounds are equal
     variation: tuple[Estimate, Estimate] | None  # bounds of the total variation, the share OBRS rejects at lam = 1
     ratio: Estimate  # mean q/p: the learner's mass on tokens that the sampler can draw; 1 where it can draw all
-    quantiles: dict[str, float]  # of q/p
+    quantiles: dict[str, float]  # share of tokens -> quantile of q/p
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
     bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and entropy of the learner if it is known
-    each: tuple[ResponseGap, ...]  # every response
+    each: tuple[ResponseGap, ...]  # gaps of every response
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
 
 class MismatchSums:
-    """Sums of the gaps of all responses, added in any order."""
+    """A collector of the mismatch of responses, which are added in any order."""
 
     def __init__(self) -> None:
-        self._sums: ClusteredMean | None = None  # [bands, columns]
+        self._sums: ClusteredMean | None = None  # [bands, columns], a column for each quantity that is averaged
         self._largest = torch.tensor(-math.inf)  # [bands] largest gap
         self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
         self._columns: list[str] = []  # names of the columns
@@ -98,17 +98,19 @@ class MismatchSums:
         if not len(gap):
             return
 
-        # Sums in each band and column: of the values y, of the counts n, and of their products for standard errors.
+        # Sums [bands, columns]: of the values, of the numbers of tokens, and of their products for standard errors.
         bands, columns = _masks(tokens), _columns(tokens)
         self._bands, self._columns = [*bands], [*columns]
         masks, values = torch.stack([*bands.values()]), torch.stack([*columns.values()])
-        y = torch.where(masks[:, None], values, 0.0).sum(-1)
-        n = masks.sum(-1, keepdim=True).double().expand_as(y)
-        response_sums = ClusteredMean(y, n, y.square(), y * n, n.square(), (n > 0).double())
+        totals = torch.where(masks[:, None], values, 0.0).sum(-1)
+        counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
+        has_tokens = (counts > 0).double()
+        products = (totals.square(), totals * counts, counts.square())
+        response_sums = ClusteredMean(totals, counts, *products, has_tokens)
         self._sums = self._sums + response_sums if self._sums else response_sums
         self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
 
-        # What a sum does not hold: each response's numbers, and the tokens' for quantiles and the picture.
+        # Kept beside the sums: gaps of each response, and log-ratios and probabilities of tokens.
         self._responses.append(
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )
@@ -117,7 +119,7 @@ class MismatchSums:
         self._is_exact &= tokens.is_exact
 
     def numbers(self) -> MismatchNumbers:
-        """Return the numbers of all responses that were added.
+        """Return the mismatch over all responses that were added.
 
         Raises:
             DataError: no response had a sampled token.
@@ -131,7 +133,7 @@ class MismatchSums:
 
         bands: dict[str, tuple[TokenBand, ...]] = {}
         for row, (kind, name) in enumerate(self._bands):
-            if row and (band := self._band(row, name)):
+            if row and (band := self._band(row, name)):  # row 0 is of all tokens
                 bands[kind] = (*bands.get(kind, ()), band)
 
         return MismatchNumbers(
@@ -163,13 +165,14 @@ class MismatchSums:
     def _means(self, row: int) -> dict[str, Estimate]:
         """Return the mean of every column in a band, by name; empty for a band without tokens."""
         sums = self._sums
-        assert sums is not None  # there is a response
+        assert sums is not None  # `numbers` has checked that there is a response
+        # Each field of the sums is a tensor [bands, columns]; a mean is made of the same entry of all fields.
         band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
         means = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *band_sums, strict=True)}
         return {name: mean for name, mean in means.items() if mean}
 
     def _band(self, row: int, name: str) -> TokenBand | None:
-        """Return the numbers of a band; None for a band without tokens."""
+        """Return the mismatch in the band of row `row` of the sums; None for a band without tokens."""
         means = self._means(row)
         if not means:
             return None
@@ -193,6 +196,7 @@ def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimat
 def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
     """Return which tokens lie in each band, [N] bool, by the band's kind and name; the first band has all tokens."""
     count = len(tokens.gap)
+    # For each kind the value of every token, and the values at which the bands start.
     kinds: dict[str, tuple[Tensor, Sequence[float]]] = {
         "length": (torch.full_like(tokens.position, count), POSITIONS),
         "position": (tokens.position, POSITIONS),
@@ -218,7 +222,7 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
         "ratio": tokens.log_ratio.exp(),
     }
 
-    # The others may be unknown.
+    # Quantities that are unknown for some pairs of engines.
     for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
         if bounds is not None:
             columns |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
@@ -229,14 +233,14 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """Return the quantiles of the ratio by share: the smallest ratio that this share of the tokens does not exceed."""
+    """Return share -> quantile of q/p: the smallest ratio that this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
     indices = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
     return {f"{share:g}": math.exp(float(ordered[index])) for share, index in zip(QUANTILES, indices, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
-    """Pick at most DRAWN_TOKENS rows (p, q) of [N, 2] at equal distances, always with the row of the largest gap."""
+    """Pick at most DRAWN_TOKENS rows (p, q) of [N, 2] at equal distances, and the row of the largest gap."""
     step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})

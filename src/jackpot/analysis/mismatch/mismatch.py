@@ -1,6 +1,6 @@
-"""`jackpot mismatch`: every sampler generates responses, and every learner scores the responses of each sampler.
+"""The command `jackpot mismatch`: every sampler generates responses, which every learner scores.
 
-One model is in memory at a time, and the responses of one sampler.
+Only one model, and the responses of one sampler, are in memory at a time.
 
 Status: supported.
 """
@@ -34,14 +34,14 @@ from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_sets, make_task
 
-_MOST_LOG_PROBS = 2**26  # log-probs of all tokens that are kept by default: 800 MB
-_TOP_LOG_PROBS = 64  # log-probs of a token where the whole distribution would be more
+_MOST_LOG_PROBS = 2**26  # most log-probs that are kept in all by default: 800 MB with their token ids
+_TOP_LOG_PROBS = 64  # log-probs that are kept of each token where whole distributions would exceed _MOST_LOG_PROBS
 _VERSION = Version(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchPair:
-    """A learner compared with a sampler, on the sampler's responses."""
+    """The result of comparing one learner with one sampler, on the sampler's responses."""
 
     name: str  # name of the side that differs from other pairs, or of both sides
     sampler: str
@@ -63,7 +63,7 @@ class MismatchResult:
 
 
 def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> MismatchResult:
-    """Have every sampler generate and every learner score, and compare all pairs.
+    """Let every sampler generate responses and every learner score them, and compare all pairs.
 
     Args:
         config: settings of the measurement.
@@ -128,14 +128,17 @@ def _compare(samplers: Sequence[SamplerScores], learners: Sequence[LearnerScores
 
 
 def _pair_name(config: MismatchConfig, sampler: str, learner: str) -> str:
-    """Name a pair by the side of which there are several, or by both sides where there are several of both or none."""
+    """Return the name of a pair: the side of which there are several, or both sides if there are several of both.
+
+    A single sampler with a single learner is named by both sides too.
+    """
     if (len(config.samplers) > 1) == (len(config.learners) > 1):
         return f"{sampler} | {learner}"
     return sampler if len(config.samplers) > 1 else learner
 
 
 def _check_servers(sides: Sequence[SideConfig], rows: int) -> None:
-    """Refuse servers whose model has more rows in its output layer than another side's: servers read all rows."""
+    """Raise ModelError for a server whose model has more output rows than `rows`: servers always read all rows."""
     for side in sides:
         rows_read = head_rows({side.path: side.path})
         if is_remote(side.engine) and rows_read > rows:
@@ -230,7 +233,7 @@ def _learner_scores(
 
 
 def _read_again(scores: SamplerScores, second_pass: LearnerScores, reread: bool) -> SamplerScores:
-    """Add the experts of each token, which the sampler's second pass over a response has found, to the scores.
+    """Add to a response's scores what the sampler's second pass found: experts, and on request other log-probs.
 
     Args:
         scores: the sampler's scores from sampling.

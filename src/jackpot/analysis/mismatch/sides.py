@@ -24,7 +24,7 @@ Changes = Sequence[Mapping[str, Any]]
 def mismatch_config(
     model: str, samplers: Sequence[Changes], learners: Sequence[Changes], changes: Changes
 ) -> MismatchConfig:
-    """Build the settings of a comparison.
+    """Build the settings of a comparison between samplers and learners.
 
     By default both sides have the weights of `model`. For a run, the sampler is the run's engine with the rollout model
     of the best, or else newest, checkpoint. There are two learners: that rollout model in the precision of training
@@ -40,6 +40,7 @@ def mismatch_config(
         ConfigError: settings that do not exist or do not fit, or two sides that are the same.
         CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
     """
+    # The defaults of the sampler, of one or two learners, and of the other settings; first those of a model.
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
     defaults, settings = [sampler], {}
     if run := config_of_run(model):
@@ -81,7 +82,7 @@ def mismatch_config(
 
 
 def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
-    """Build the settings of a side. In `changes`, keys of the side's engine may lack the prefix `engine`."""
+    """Build the settings of a sampler or learner; in `changes`, settings of its engine may lack the prefix `engine`."""
     nested = [
         {key: value} if key in _SIDE_KEYS else {"engine": {key: value}}
         for change in changes
@@ -95,7 +96,7 @@ def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
 
 
 def side_name(side: SideConfig) -> str:
-    """Return a name of a side for messages: its path and the settings of its engine."""
+    """Return the name of a side in messages: the model's path and the settings of the engine."""
     return f"{side.path} {_settings_name(side)}"
 
 
@@ -114,7 +115,7 @@ def short_names(sides: Sequence[SideConfig]) -> list[str]:
 
 
 def _settings_name(side: SideConfig) -> str:
-    """Name a side by its engine and by those settings that differ from their defaults."""
+    """Return the name of a side without its path: its engine, and those settings that differ from their defaults."""
     engine = side.engine
     attention = getattr(engine, "attn_implementation", "sdpa")
 
@@ -169,7 +170,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
 
 
 def _precision(side: SideConfig) -> str:
-    """Return the precision of a side, a key of `LARGEST_GAPS`."""
+    """Return the precision in which a side computes, a key of `LARGEST_GAPS`."""
     if is_quantized(side.engine):
         return "quantized"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

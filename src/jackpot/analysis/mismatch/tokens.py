@@ -14,7 +14,7 @@ from torch import Tensor
 from jackpot.analysis.mismatch.learner import LearnerScores
 from jackpot.core.errors import EngineError
 
-_SMALLEST_MASS = 1e-6  # below it, 1 - sum p is rounding of float32
+_SMALLEST_MASS = 1e-6  # probability of the tail, 1 - sum p, below which it may be float32's rounding of the sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class SamplerScores:
     top_log_probs: Tensor  # [T, K] log p at `top_ids`, -inf outside the support of a truncated distribution
     vocabulary: int  # V
     truncated: bool  # whether p is renormalized after top-p or top-k
-    experts: Tensor | None = None  # as in `LearnerScores`
+    experts: Tensor | None = None  # experts of each token, as in `LearnerScores`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class TokenMismatch:
     """
 
     position: Tensor  # int64, place among all tokens of the response, sampled or not
-    sampler: Tensor  # p
-    learner: Tensor  # q; of a truncated sampler renormalized on its support
+    sampler: Tensor  # p, the sampler's probability of the token
+    learner: Tensor  # q, the learner's; with a truncated sampler renormalized on the sampler's support
     log_ratio: Tensor  # log q/p
     kl: tuple[Tensor, Tensor] | None
     variation: tuple[Tensor, Tensor] | None
@@ -90,7 +90,7 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
     if top_q is not None and top_p.shape[1]:
         lowest = None
         if not is_whole:
-            assert learner.lowest is not None  # a learner that gives the log-probs of some tokens gives it too
+            assert learner.lowest is not None  # a learner that gives `top_log_probs` gives `lowest` too
             lowest = learner.lowest[sampled].double()
         kl, variation = _divergences(top_p, top_q, lowest)
 
@@ -110,7 +110,14 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
 
 
 def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log q renormalized where p > 0, [N, K] with -inf elsewhere, and the log of q's mass there, [N]."""
+    """Restrict q to the support of a truncated sampler, the tokens with p > 0, and renormalize.
+
+    Returns:
+        The renormalized log q, [N, K] with -inf outside the support; and the log of q's mass on the support, [N].
+
+    Raises:
+        EngineError: the learner scores single tokens only, or the support is larger than K.
+    """
     if top_q is None:
         raise EngineError(
             "the sampler leaves out tokens (top_p, top_k), and this learner gives the probability of single tokens "
@@ -153,13 +160,13 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     # The tail: its masses m_p and m_q, and the bounds of its terms.
     p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
     is_known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
-    least = torch.where(is_known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
-    spread = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
-    most = torch.maximum(least, spread - p_rest + q_rest)
+    tail_low = torch.where(is_known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
+    log_term_high = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
+    tail_high = torch.maximum(tail_low, log_term_high - p_rest + q_rest)
 
     variation_low = variation + 0.5 * (p_rest - q_rest).abs()
     variation_high = variation + 0.5 * (p_rest + q_rest)
-    return (kl + least, kl + most), (variation_low, variation_high)
+    return (kl + tail_low, kl + tail_high), (variation_low, variation_high)
 
 
 def _other_token(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:

@@ -157,13 +157,13 @@ def _cut_mean(scale: float, limit: int) -> float:
 
 
 class Linear(NamedTuple):
-    """The time that an operation of quantized linear layers takes in training, over the time of any other operation."""
+    """The relative time of an operation in quantized linear layers in training; any other operation takes 1."""
 
     forward: float
     backward: float
 
 
-PLAIN = Linear(1.0, 1.0)  # where nothing is quantized
+PLAIN = Linear(1.0, 1.0)  # relative times where nothing is quantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +175,7 @@ class ModelCost:
     body: int  # cost of a token without the output layer, FLOPs
     head: int  # cost of the output layer for a token, FLOPs
     pair: int  # cost of one (query, key) pair of attention, FLOPs
-    cache: int  # numbers in the cached keys and values of a token
+    cache: int  # number of values in the cached keys and values of a token
     layers: int
 
     def drafting_head(self) -> "ModelCost":
@@ -218,7 +218,7 @@ class ModelCost:
 
 
 class Drafts(NamedTuple):
-    """The drafts that an engine's model verifies, and the model that makes them."""
+    """The drafts of speculative decoding that an engine's model verifies, and the model that makes the drafts."""
 
     model: ModelCost  # the model that drafts
     tokens: int  # drafts before each pass of the engine's model
@@ -241,9 +241,9 @@ class EngineSpeed:
     drafts: Drafts | None = None  # None: the model generates alone
 
     def concurrent(self, sequences: float, lengths: Lengths) -> float:
-        """Return how many of `sequences` one engine decodes at once: limited by `max_num_seqs` and by the cache.
+        """Return how many of `sequences` one engine decodes at once, as far as `max_num_seqs` and the cache allow.
 
-        On average over time, the response of a running sequence is half the mean square over the mean long.
+        The mean length of a response that is being generated is E[length^2] / (2 E[length]), averaged over time.
         """
         length = lengths.prompt + lengths.square / (2 * lengths.mean)
         cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)
@@ -253,10 +253,10 @@ class EngineSpeed:
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:
         """Return the seconds in which `engines` engines generate `sequences` responses each, up to the longest of all.
 
-        A decoding step gives every sequence one token. With k drafts, a pass of the engine's model reads k + 1 tokens,
-        after k passes of the model that drafts; all these together give several tokens and are scheduled once.
+        A decoding step gives every sequence one token. With k drafts, k passes of the drafting model precede a pass of
+        the engine's model, which reads k + 1 tokens; these passes together give several tokens and are scheduled once.
         """
-        if self.most_gain:
+        if self.most_gain:  # quantization saves at most this factor over the same engine in bf16
             fast = replace(self, most_gain=None)
             plain = replace(fast, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
             return max(fast.seconds(sequences, lengths, gpu, engines), plain / self.most_gain)
@@ -287,7 +287,7 @@ class EngineSpeed:
             self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
         )
 
-        # With tensor parallelism every layer adds up two small tensors.
+        # With tensor parallelism the GPUs of an engine add up two small tensors in every layer.
         sums = 2 * sum(passes * model.layers for model, passes in models) if self.gpus > 1 else 0
         overhead = (STEP_SECONDS + sums * ALL_REDUCE_SECONDS) * steps
         return (decoding + overhead) / tokens_given + sequences * prefill / rate

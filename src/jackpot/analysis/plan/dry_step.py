@@ -44,11 +44,11 @@ from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.joint_optimizer import GradientSplit
 
-RUN_TILES = 2  # tiles of the output layer that are run: the second holds what every later one does
+RUN_TILES = 2  # number of vocabulary tiles of the output layer that are run; all later ones need memory as the second
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A counter of bytes of tensors made while the mode is active: those alive now, and the most at any time so far."""
+    """A counter of the bytes of tensors that are made while the mode is active: alive now, and at the peak so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +56,7 @@ class MemoryTracker(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -64,6 +65,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a new storage as alive until the storage is freed."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
@@ -71,6 +73,7 @@ class MemoryTracker(TorchDispatchMode):
             weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
+        """Stop counting a storage that was freed."""
         self._known.discard(key)
         self.alive -= size
 
@@ -99,6 +102,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
         ModelError: as `load_meta_model`, or a model whose activations cannot be checkpointed.
     """
     models = _meta_models(config)
+    # The logger of fake tensors is silent until the step is done.
     warnings = logging.getLogger(fake_tensor.__name__)
     was_quiet, warnings.disabled = warnings.disabled, True
 
@@ -106,7 +110,7 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
         with fake_tensor.FakeTensorMode(), MemoryTracker() as tracker:
             for model in models.values():
                 _give_memory(model)
-            lasting = tracker.alive
+            lasting = tracker.alive  # weights, which are no part of the result
             trained = [weight for model in models.values() for weight in model.parameters() if weight.requires_grad]
 
             _score(config, models["rollout_model" if config.rollout_model else "policy"], shape)
@@ -153,9 +157,9 @@ def _give_memory(model: PreTrainedModel) -> None:
 
 
 def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Score as many tokens as a thorough check of the engine scores.
+    """Compute log-probs of as many tokens as a thorough check of the engine does, to count the memory for it.
 
-    The backbone is left out: its activations in training take more memory than in scoring.
+    The backbone is not run here, since its activations take more memory in training.
     """
     layer, sampling = output_layer(model), config.sampling
     rows = min(shape.rows, math.ceil(CHECKED_TOKENS / shape.response_tokens))
@@ -168,7 +172,10 @@ def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> No
 def _train(
     config: Config, models: Mapping[str, PreTrainedModel], trained: Sequence[nn.Parameter], shape: MicroBatchShape
 ) -> None:
-    """Train on one micro-batch; if an optimizer step has several, gradients of earlier micro-batches exist already."""
+    """Run the forward and the backward pass of training on one micro-batch.
+
+    If an optimizer step has several micro-batches, gradients of earlier ones exist already.
+    """
     if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -181,12 +188,13 @@ def _train(
         reference_kl = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
-    # The split separates the gradients of the rollout model's two losses; its PPO loss (eq. 6) reads log-probs alone.
+    # The split separates the gradients of the rollout model's two losses; its PPO loss (eq. 6) reads nothing but the
+    # rollout model's log-probs, `values[2]`.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split
 
-    if "critic" in models:  # after the other models
+    if "critic" in models:  # as in training, the critic runs after the other models' tensors are freed
         _critic_backward(config, models["critic"], shape)
 
 
@@ -204,9 +212,9 @@ def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchS
 def _reference_kl(
     config: Config, models: Mapping[str, PreTrainedModel], shape: MicroBatchShape, policy_hidden: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run the frozen reference, and return the values of the exact KL that carry the policy's gradient.
+    """Run the frozen reference model, and return the values of the exact KL, which carry the policy's gradient.
 
-    Nothing is returned without a reference, or for a KL that is estimated from sampled tokens.
+    The tuple is empty without a reference, and for a KL that is estimated from sampled tokens.
     """
     settings = config.objective.reference
     if settings is None:
@@ -226,7 +234,7 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     For each model these are its top log-probs with their ids, its log-probs at the engine's top ids and at the other
     model's, and, where several responses share a prompt, an attention mask.
     """
-    # The sizes are those of an id and of a log-prob in each of three lists, bytes.
+    # The sizes in bytes are those of an int64 id, and of a float32 log-prob in each of three lists.
     count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
     held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
 
@@ -294,10 +302,11 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     run_weights = [weight[:rows_run] if rows_run < vocabulary else weight for weight in weights]
     heads = [replace(head, weight=run_weight) for head, run_weight in zip(whole_heads, run_weights, strict=True)]
     ids = torch.zeros(positions, dtype=torch.int64)
-    # No top-k here, for `_waiting_tensors` counts it.
+    # The head makes no top-k lists here, since `_waiting_tensors` counts the memory of these lists.
     values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
 
-    # In backward the gradients of the rows that were not run take memory too.
+    # In backward the gradients of the rows that were not run take memory too. `values` has two outputs of each head,
+    # and then the outputs that read both heads.
     for index, (weight, run_weight) in enumerate(zip(weights, run_weights, strict=True)):
         if rows_run < vocabulary and run_weight.requires_grad:
             of_head, of_pair = values[2 * index : 2 * index + 2], values[2 * len(heads) :]
@@ -306,14 +315,16 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
 
 def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]) -> None:
-    """Hold a tensor of `shape` in backward, from the gradient of the first of `values` to the gradient of `weight`."""
+    """Make backward hold a tensor of `shape` from the first gradient of any of `values` to the gradient of `weight`."""
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:
+        """Allocate the tensor when backward reaches the first of the values."""
         if gradient is not None and not held:  # None: this pass does not go through the value
             held.append(torch.empty(shape))
 
     def release(_: Tensor) -> None:
+        """Free the tensor when the gradient of the weight is complete."""
         held.clear()
 
     for value in values:
@@ -322,6 +333,6 @@ def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, i
 
 
 def _precision(config: Config) -> torch.autocast:
-    """Return the autocast of training's forward pass."""
+    """Return the autocast context of training's forward pass; in float32 it changes nothing."""
     dtype = DTYPES[config.compute_dtype]
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)

@@ -59,23 +59,23 @@ from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # drafts a pass, assumed for `engine.draft.tokens: auto`
 ENGINES_SHARE = 0.9  # share of a GPU's memory that engines take if no learner is on it: vLLM's own default
-AT_ONCE = 4  # batches generated at once by engines that run ahead, as with batch.ahead 7: their tails overlap
-LARGE = 100_000_000  # parameters of all models from which on a plan shows GPUs and hours
-SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)
+AT_ONCE = 4  # batches that engines which run ahead generate at once, as with batch.ahead 7: long tails overlap
+LARGE = 100_000_000  # least number of parameters of all models at which a plan shows GPUs and hours
+SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)  # kinds and numbers of GPUs that every plan shows
 
 
 class MachineEstimate(NamedTuple):
-    """Memory and hours of a run on some GPUs."""
+    """The memory and the hours of a run on some GPUs, and the hours of the policy alone for comparison."""
 
     kind: str  # name of the GPU, a key of GPUS
     shard: Shard  # memory of each GPU
     hours: Hours | None  # hours of the run; None where it does not fit
-    alone: Hours | None  # hours of the policy alone, on-policy: as many responses, one step on each batch
-    ahead: Hours | None = None  # hours of the policy alone that generates ahead, with drafts; None: no room, or one GPU
+    alone: Hours | None  # hours if the policy alone generates as many responses, on-policy, with one step on each batch
+    ahead: Hours | None = None  # hours if the policy alone generates ahead, with drafts; None: no room, or one GPU
 
 
 class FlopShares(NamedTuple):
-    """The FLOPs of a run over those of the policy alone, on-policy, with as many responses."""
+    """The FLOPs of a run, divided by the FLOPs of an on-policy run of the policy alone with as many responses."""
 
     rollouts: float  # FLOPs of generating the rollouts
     all: float  # FLOPs of rollouts, training and evaluations
@@ -87,7 +87,7 @@ class CostEstimate(NamedTuple):
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
     rows: list[MachineEstimate]
-    stated: MachineEstimate  # on the GPUs that were asked about or that the recipe names, else on one H100
+    stated: MachineEstimate  # estimate on the GPUs that were asked about or that the recipe names, else on one H100
     this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
     flops: FlopShares
@@ -132,6 +132,7 @@ def gpus_here() -> GpusConfig | None:
     if not torch.cuda.is_available():
         return None
 
+    # Variants of a kind, such as the A100 of 40 and of 80 GB, differ in their memory.
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for kind, gpu in GPUS.items():
         if all(kind in device.name.replace(" ", "") and device.total_memory > 0.85 * gpu.memory for device in devices):
@@ -140,7 +141,7 @@ def gpus_here() -> GpusConfig | None:
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs that engines have on GPUs without a learner, where vLLM can take more of the memory.
+    """Return the needs of engines that have GPUs without a learner, where vLLM can take more of the memory.
 
     The shares of the memory that vLLM engines take are scaled to `ENGINES_SHARE` in all.
     """
@@ -164,8 +165,8 @@ class ShareHours:
     A batch takes the same optimizer steps, whichever model generates the batch.
     """
 
-    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # hours of all iterations with one engine
-    work: Work  # of one iteration
+    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # returns the hours of all iterations with an engine
+    work: Work  # work of one iteration
     policy: EngineSpeed  # the policy's engine alone on the GPUs
     beside: EngineSpeed  # the policy's engine beside the rollout model's
     rollout_model: EngineSpeed
@@ -220,7 +221,7 @@ class Estimator:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Return the memory that training takes in one process, without autocast's copies of weights."""
+        """Return the memory that training takes in one process, without the copies of weights that autocast makes."""
         with sharded():
             return plan_memory(self._config, self._sizes, self._prompt)
 
@@ -244,6 +245,7 @@ class Estimator:
         evaluating = self.evaluating(shares)
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
 
+        # The same number of responses in on-policy iterations of the policy alone.
         work, times = on_policy(shares.work)
         once = shares.run(work, shares.policy, [self._costs["policy"]])
         alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
@@ -272,6 +274,7 @@ class Estimator:
             engine, trained = needs_of(self._config, "policy", self._config.engine, self._prompt), [policy]
             drafts_tried.append(Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE))
         needs = without_learner({"engine": engine})
+        # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
         fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
         # Every split of the GPUs into some that generate and others that train.
@@ -299,7 +302,7 @@ class Estimator:
         model = self._costs.get("rollout_model", policy)
         iterations = range(1, config.iterations + 1)
 
-        # What one response costs, on average over the models that generate; with drafts both read every drafted token.
+        # FLOPs of generating one response, averaged over the models; with drafts both read every drafted token.
         by_policy, by_model = policy.forward(self.lengths), model.forward(self.lengths)
         share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
         written = share * by_model + (1.0 - share) * by_policy
@@ -307,7 +310,7 @@ class Estimator:
             passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
             written = passes * (by_model + by_policy)
 
-        # What training on one response costs; an on-policy step needs no extra pass.
+        # FLOPs of training on one response; an on-policy step needs no extra pass.
         work = self.work()
         trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
         if "rollout_model" in self._costs:
@@ -315,7 +318,7 @@ class Estimator:
             trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
         trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
 
-        # What the evaluations cost, for each response trained on.
+        # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
         evaluated = self.evaluations * evaluation / (work.sequences * config.iterations)
 
@@ -329,8 +332,8 @@ class Estimator:
         if model is None or not config.is_mixed:
             return shares.run(shares.work, shares.rollout_model, [*self._costs.values()])
 
-        # The mean over iterations, each kind of which is computed once. Where the rollout model is not used any more,
-        # the policy generates everything and is trained alone.
+        # Hours are averaged over iterations, and computed once for all iterations of the same share. Where the rollout
+        # model is not used any more, the policy generates everything and is trained alone.
         kinds = Counter(
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
@@ -410,7 +413,7 @@ class Estimator:
         )
 
     def work(self) -> Work:
-        """Return the work of one iteration."""
+        """Return the work of one iteration, as the settings and the assumed lengths define it."""
         config, batch = self._config, self._config.batch
         step = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
         return Work(
@@ -476,7 +479,7 @@ def _evaluated(config: Config) -> list[tuple[Role, int]]:
 
 
 def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
-    """Return the size of a model and the FLOPs of its forward pass."""
+    """Return the cost of a model: its size, and the FLOPs of its forward pass by part."""
     forward, head = forward_cost(model), head_cost(model)
     return ModelCost(
         parameters=size.parameters,

@@ -27,13 +27,13 @@ from jackpot.models.quantization.quantizer import SCHEMES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """The bytes of a run's tensors by purpose; the tensors of training and of generation do not exist together."""
+    """The bytes of a run's tensors by purpose; those of training and those of generation do not exist together."""
 
     weights: int  # weights of all models in training, float32
     engines: int  # the engines' own copies of the weights
     sleeping: int = 0  # part of `engines` that is released while the learner trains
     optimizer: int  # AdamW's two moments
-    copies: int  # copies of trained weights that check what was generated ahead; in the host's memory
+    copies: int  # copies of old weights in the host's memory, with which rollouts generated ahead are checked
     gradients: int  # gradients of all trained weights, and those that wait for the end of the iteration
     training: int | None  # activations and loss of the largest micro-batch; None where shapes depend on values
     generation: int  # keys and values with the distributions of one step, or weights on their way to an engine
@@ -58,6 +58,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     Raises:
         ModelError: as `model_sizes`, or a model whose activations cannot be checkpointed.
     """
+    # A parameter takes 4 bytes as a weight, 4 as a gradient, and 8 in AdamW's moments.
     trained = sum(size.trained for size in sizes.values())
     rollout_model = config.rollout_model
     reference = sizes["policy"].parameters if config.objective.reference else 0
@@ -89,7 +90,7 @@ def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
 
 
 def _copied_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
-    """Return the bytes of the copies of weights that check what was generated ahead (`training.old_policy`)."""
+    """Return the bytes of copies of old weights, with which rollouts generated ahead are checked (`old_policy`)."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
     roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
@@ -119,14 +120,14 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
 
 def engine_weights(settings: EngineConfig, path: str) -> int:
     """Return the bytes of the weights that an engine holds after its start, codes and scales if it is quantized."""
-    # vLLM does not hold codes for int8_w8a16.
+    # For int8_w8a16 vLLM holds plain weights, and no codes.
     is_plain = settings.quantization == "int8_w8a16" and not isinstance(settings, TransformersEngineConfig)
     scheme = SCHEMES[settings.quantization] if settings.quantization and not is_plain else None
     return weight_bytes(outline(path), scheme, DTYPES[settings.dtype])
 
 
 def cached_number_bytes(settings: EngineConfig) -> int:
-    """Return the size of one of the numbers in an engine's cached keys and values, bytes."""
+    """Return the bytes of one number in an engine's cached keys and values."""
     return 1 if settings.kv_cache_dtype else DTYPES[settings.dtype].itemsize
 
 
@@ -150,7 +151,7 @@ def _merged_weights(config: Config) -> int:
 
 
 def _generation(config: Config, prompt_tokens: int) -> int:
-    """Return the most bytes that a transformers engine holds in generation, with rollouts and evaluations compared."""
+    """Return the most bytes that a transformers engine holds beside weights, in rollouts or in evaluations."""
     paths, evaluation = config.model_paths(), config.evaluation
     policy = paths["policy"]
     rollouts = _decoding(
@@ -161,13 +162,17 @@ def _generation(config: Config, prompt_tokens: int) -> int:
 
 
 def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:
-    """Return the bytes of a transformers engine's cache, distributions of one step and responses; 0 for any other."""
+    """Return the bytes that a transformers engine holds beside weights in generation; 0 for any other engine.
+
+    These are the cache, the responses with their log-probs, and the distributions of one step.
+    """
     if not isinstance(settings, TransformersEngineConfig):
         return 0
 
     model, sampling = load_config(path).get_text_config(), config.sampling
     cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
     cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
+    # Numbers of four bytes: an id and a log-prob of each token and of its top-k list, and three distributions.
     responses = sampling.max_new_tokens * (2 + 2 * sampling.num_top_log_probs) * 4
     distributions = 3 * 4 * model.vocab_size
     return min(requests, settings.max_num_seqs) * (cache + responses + distributions)

@@ -30,16 +30,19 @@ ENGINE_BYTES = 2e9
 
 
 class Blocks(NamedTuple):
-    """Numbers of parameters that each GPU gathers as a whole."""
+    """Numbers of parameters that each GPU gathers whole from all shards during training."""
 
     layer: int  # parameters of the largest layer of all models
     heads: int  # parameters of the output layers of policy and rollout model, which the joint head needs together
     reference: int  # parameters of the reference's output layer, gathered with the others, without a gradient
-    copied: int  # parameters of trained models that autocast copies where nothing is sharded
+    copied: int  # parameters of trained models that autocast copies on a single GPU, where nothing is sharded
 
     @property
     def gathered(self) -> int:
-        """Return the most bytes gathered at a time: two layers, all heads, and the gradient of a layer or the heads."""
+        """Return the most bytes that a GPU gathers at a time.
+
+        Gathered are two layers, all output layers, and the gradient of a layer or of the output layers.
+        """
         return 4 * (2 * self.layer + self.heads + self.reference) + 4 * max(self.layer, self.heads)
 
 
@@ -55,10 +58,10 @@ class EngineNeeds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The memory of a run on each of several GPUs by purpose, bytes."""
+    """The memory of a run on each of its GPUs by purpose, bytes."""
 
     gpus: int  # number of GPUs
-    limit: float  # memory of a GPU
+    limit: float  # whole memory of a GPU
     weights: float  # weights of all models in training, float32
     optimizer: float
     gradients: float
@@ -66,7 +69,7 @@ class Shard:
     training: float | None  # activations and loss of a micro-batch; None where shapes alone do not decide them
     resting: float  # memory of engines while the learner trains
     generation: float  # memory of engines while they generate
-    tensor_parallel: dict[str, int]  # GPUs of one engine, by setting; 0 where it does not fit
+    tensor_parallel: dict[str, int]  # setting of an engine -> GPUs of one such engine; 0 if it does not fit
 
     @property
     def peak(self) -> float:
@@ -110,7 +113,7 @@ def blocks(config: Config) -> Blocks:
 
 
 def _copied(config: Config, role: Role, model: PreTrainedModel) -> int:
-    """Count the parameters of linear layers that autocast copies: all of a model's, or none unless all are trained."""
+    """Count the parameters that autocast copies: those of a model's linear layers; 0 unless all weights are trained."""
     settings = getattr(config, role)
     if settings.optimizer is None or settings.lora is not None:
         return 0
@@ -124,7 +127,7 @@ def _largest_layer(model: PreTrainedModel) -> int:
 
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
-    """Return the needs of the rollout engine and of a separate evaluation engine, by setting.
+    """Return the memory needs of the engine of rollouts and, if there is one, that of evaluations, by setting.
 
     Args:
         config: settings of the run.
@@ -175,6 +178,7 @@ def shard(
         gpus: number of GPUs.
         offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
     """
+    # A single GPU gathers nothing, and holds autocast's copies of two bytes for each parameter.
     share = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(engine, gpu, gpus) for name, engine in needs.items()}
     engine_bytes = {name: _engine_bytes(engine, degrees[name] or gpus, gpu) for name, engine in needs.items()}
@@ -194,7 +198,7 @@ def shard(
 
 
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that one engine has on `spread` GPUs for keys and values.
+    """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
 
     Without a setting, a vLLM engine takes what weights and activations leave of its share of the memory.
     """
@@ -207,7 +211,7 @@ def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
 
 
 def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
-    """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0: no number suffices.
+    """Return the fewest GPUs on which one engine holds its weights and one longest sequence; 0: no number suffices.
 
     Args:
         engine: needs of the engine.
@@ -222,7 +226,7 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 
 
 def _engine_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that an engine always holds on one GPU; transformers allocates a cache for each batch."""
+    """Return the bytes that an engine always holds on one GPU: weights and, for vLLM, the cache; 0 if remote."""
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
         return engine.weights if isinstance(settings, TransformersEngineConfig) else 0.0

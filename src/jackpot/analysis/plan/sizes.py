@@ -25,10 +25,10 @@ from jackpot.rollout.tasks.data import find_sources
 
 
 class ModelSize(NamedTuple):
-    """The number of parameters of a model, and how many parameters are trained."""
+    """The number of all parameters of a model, and the number of trained parameters."""
 
     parameters: int  # parameters of the model without an adapter; tied ones count once
-    trained: int  # all of these, those of the adapter alone, or 0 for a frozen model
+    trained: int  # equal to `parameters`, or the number of the adapter's parameters, or 0 for a frozen model
 
 
 def model_sizes(config: Config) -> dict[Role, ModelSize]:
@@ -64,7 +64,7 @@ def critic_outline(path: str) -> PreTrainedModel:
 
 
 def _size(config: Config, role: Role, path: str) -> ModelSize:
-    """Count the parameters of policy or rollout model, all and trained ones."""
+    """Count the parameters, and the trained parameters, of policy or rollout model."""
     model, settings = outline(path), getattr(config, role)
     count = parameter_count(model)
     if settings.optimizer is None:
@@ -72,7 +72,7 @@ def _size(config: Config, role: Role, path: str) -> ModelSize:
     return ModelSize(count, count if settings.lora is None else adapter_size(model, settings.lora))
 
 
-PROMPTS_LOOKED_AT = 256
+PROMPTS_LOOKED_AT = 256  # number of prompts of the training split that are measured
 LONGEST_PROMPT = 1024  # tokens; assumed if no prompt can be read and task.max_prompt_tokens is not set
 
 
@@ -109,7 +109,7 @@ def prompt_lengths(config: Config) -> PromptLengths:
 
 
 def _left_out(events: Sequence[Mapping[str, Any]]) -> str:
-    """Say from a task's events how many problems it leaves out, and why; "" for none."""
+    """Return text, made from a task's events, on how many problems the task leaves out, and why; "" for none."""
     reasons = {
         "too_long": "have prompts of more than {max_prompt_tokens} tokens",
         "without_answer": "have no answer",

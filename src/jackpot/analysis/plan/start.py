@@ -49,7 +49,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
 
 
 def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the program that starts `gpus` ranks, and the settings of placement that must be added for it."""
+    """Return the words that start a program on `gpus` ranks, and the settings that this program needs in addition."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     if gpus <= MACHINE or process_rank().size > 1:
@@ -60,9 +60,9 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
     """Return the GPUs on which a large run can start.
 
-    If GPUs were asked about, only these are considered. Else it is the GPUs that the recipe names, or the fewest of a
-    kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not fit, or if an
-    engine needs several of them: in the process that trains, an engine has one GPU.
+    If GPUs were asked about, these alone are considered. Else it is first the GPUs that the recipe names, or the fewest
+    of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not fit, or an
+    engine needs several GPUs: in the process that trains, an engine has one.
 
     Args:
         config: settings of the run.

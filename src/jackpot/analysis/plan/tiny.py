@@ -50,7 +50,7 @@ from jackpot.rollout.tasks.registry import set_name
 from jackpot.rollout.tasks.rows import Problem
 from jackpot.rollout.tasks.synthetic import synthetic_rows
 
-ITERATIONS = 2  # most iterations
+ITERATIONS = 2  # most iterations of a small run
 PROBLEMS = 4  # most problems of a set
 ANSWERS = 2  # most answers to a problem in an evaluation
 GROUP = 4  # most responses of a group
@@ -66,7 +66,7 @@ SMALL_ENOUGH = 10_000_000  # most parameters of a local model that stays as it i
 class ReplacedModels(NamedTuple):
     """The models that small ones replace, all or none, and the model whose tokenizer the small ones take."""
 
-    configs: dict[str, PreTrainedConfig]  # by the model's path; empty: all models stay
+    configs: dict[str, PreTrainedConfig]  # configs of the large models by path; empty: all models stay
     tokenizer: str  # path of the policy, or `BYTES`
 
 
@@ -100,7 +100,7 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
 
 
 def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
-    """Return the settings of a small run.
+    """Return the settings of a recipe, made small as the table at the top of this file says.
 
     Args:
         config: settings of the recipe.
@@ -144,6 +144,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         changes["task"] |= {"reward_workers": 1, "max_prompt_tokens": config.task.max_prompt_tokens and prompt}
         changes["batch"]["micro_batch_tokens"] = prompt + new_tokens
 
+    # Every replaced model gets the path of its small model, in the block of settings that had the large one's path.
     for key, path in _model_paths(config).items():
         if path in models.configs:
             parent, _, block = key.rpartition(".")
@@ -164,7 +165,11 @@ def _model_paths(config: Config) -> dict[str, str]:
 
 
 def _batch(batch: BatchConfig) -> dict[str, Any]:
-    """Return settings of the smallest batch that keeps the recipe's optimizer steps; empty if the batch is so small."""
+    """Return the settings of the smallest batch with the recipe's number of optimizer steps.
+
+    The dict is empty if the recipe's batch is small enough.
+    """
+    # The batch must split into whole groups, and into equal optimizer steps.
     steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
@@ -181,7 +186,7 @@ def _engine(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _longest_prompt(task: MathConfig) -> int:
-    """Return an upper bound of the tokens of a prompt: the number of its bytes, for every token has at least one."""
+    """Return an upper bound of the tokens in a prompt: its number of bytes, since every token has at least one byte."""
     texts = (task.instruction, task.system_prompt or "")
     return PROBLEM_BYTES + AROUND_TOKENS + sum(len(text.encode()) for text in texts)
 
@@ -196,7 +201,7 @@ def _split_data(task: MathConfig, split: Split, folder: Path) -> dict[str, Any] 
 
 
 def _split_files(task: MathConfig, split: Split, folder: Path) -> dict[Path, DataConfig]:
-    """Return the sources of a split by the file that replaces each source."""
+    """Return file -> source for each source of a split, where the file holds the few problems that replace it."""
     return {
         folder / "data" / f"{split}{index or ''}" / f"{set_name(data.source)}.jsonl": data
         for index, data in enumerate(task.sources(split))
@@ -209,6 +214,7 @@ def _is_data(benchmark: str) -> bool:
 
 
 def _set_file(benchmark: str, folder: Path) -> Path:
+    """Return the file that holds the few problems which replace a benchmark."""
     return folder / "data" / "benchmarks" / f"{set_name(benchmark)}.jsonl"
 
 
@@ -218,7 +224,9 @@ def _model_folder(path: str, folder: Path) -> Path:
 
 
 def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, old value, new value) of every setting that differs; of a block whose `name` differs, the name alone.
+    """Yield (key, old value, new value) for every setting that differs.
+
+    For a block of settings whose `name` differs, only the name is yielded.
 
     Args:
         old, new: nested mappings with equal keys.
@@ -279,7 +287,7 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
 
 
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
-    """Return all data that the run reads, by the file that replaces each source."""
+    """Return file -> source for all data that the run reads, where the file holds the few problems that replace it."""
     shared = sets_of(config.task)
 
     sources = {
@@ -336,6 +344,7 @@ def _cut(problem: Problem) -> str | list[dict[str, str]]:
 
 
 def _first_bytes(text: str, size: int) -> str:
+    """Cut a text to at most `size` bytes of UTF-8, without a part of a character at the end."""
     return text.encode(errors="ignore")[:size].decode(errors="ignore")
 
 

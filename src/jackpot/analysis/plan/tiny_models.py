@@ -50,7 +50,7 @@ def save_tiny(
         like: config of the large model whose architecture the small one has.
         size: settings of the small model's size, LARGE or SMALL.
         tokenizer: path of the model whose tokenizer the small one gets.
-        answers: texts that become tokens, in a box.
+        answers: answers of problems; each becomes several tokens, one for each of _ANSWER_FORMS.
         seed: seed of the random weights.
 
     Raises:
@@ -59,13 +59,13 @@ def save_tiny(
     if (tokens := own_tokenizer(tokenizer)) is None:
         raise ModelError(f"the tokenizer of {tokenizer} is not on this disk any more; type the same command again")
 
-    # Every answer becomes several tokens.
+    # Every answer that is not too long becomes a token in each form.
     plain_tokens = len(tokens)
     boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
     forms = [AddedToken(form.format(answer), normalized=False) for answer in boxed for form in _ANSWER_FORMS]
     tokens.add_tokens(forms)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
     tokens.model_max_length = CONTEXT
-    tokens.unk_token = tokens.unk_token or tokens.pad_token  # else the class of some architectures adds a token
+    tokens.unk_token = tokens.unk_token or tokens.pad_token  # without one, some tokenizer classes add a token
 
     config = tiny_config(like, size, tokens)
     with torch.random.fork_rng(devices=[]):
@@ -111,7 +111,7 @@ def tiny_config(
 
 
 def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) -> float:
-    """Return the factor by which the answers' rows of the output layer grow, so that answers occur often enough.
+    """Return the factor for the output layer's rows of answer tokens, so that random responses hold answers often.
 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
     exponential is exp(s^2 / 2). With the factor, answers have a tenth of the probability.

@@ -1,4 +1,4 @@
-"""Reasons against any recommendation, found in the log-probs before any correction is looked at."""
+"""Checks, made before any correction is judged, whether the saved log-probs allow a recommendation at all."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ LEAST_EFFECTIVE_SEQUENCES = 0.2  # share of effective responses below which weig
 
 
 def is_stale(run: Sums) -> bool:
-    """Tell whether the saved policy had been updated since it received the batch."""
+    """Tell whether the saved log-probs show a policy that was updated after it had received the batch."""
     return float(run["stale_max"].value) > 1e-3
 
 
 def few_sequences(run: Sums) -> str:
-    """Return a warning of weights of whole responses, to follow a sentence; "" if enough responses stay effective."""
+    """Return a warning against weights of whole responses, to append to a sentence; "" if they do little harm."""
     effective = float(run["mismatch/sequence_ess"].value)
     if effective >= LEAST_EFFECTIVE_SEQUENCES:
         return ""
@@ -59,7 +59,7 @@ def why_not(run: Sums) -> str | None:
 
 
 def _mean_is_not_1(run: Sums) -> str | None:
-    """Return a reason if the mean ratio of policy to rollout model is not 1, at tokens without top-k lists."""
+    """Return a reason against advice if the mean p_policy / p_rollout is not 1 at tokens without lists, else None."""
     ratio = Mean.named(run, "sampled_only_ratio")
     is_reliable = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < LARGEST_TAIL_RATIO
     if ratio.count == 0 or not is_reliable or not _is_off(ratio, 1.0):
@@ -73,7 +73,7 @@ def _mean_is_not_1(run: Sums) -> str | None:
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
-    """Return a reason if the top-k lists do not fit the sampled tokens' log-probs, or miss the policy's tokens."""
+    """Return a reason against advice if top-k lists contradict the log-probs or miss the policy's tokens, else None."""
     # Both means are 0 if lists and log-probs are of one distribution, and the rollout model can sample every token.
     unreachable, gap = Mean.named(run, "unreachable"), Mean.named(run, "acceptance_minus_z")
     if _is_off(unreachable, 0.0):

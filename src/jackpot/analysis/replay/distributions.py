@@ -1,7 +1,7 @@
-"""Both models' distributions at a token, recovered from the saved top-k lists.
+"""Next-token distributions of the rollout model and of the policy, recovered from the saved top-k lists of a token.
 
-If both lists hold nearly all of the mass, the effect of a correction is summed over the vocabulary instead of estimated
-from the sampled token: over the tokens in both lists, and one column for all other tokens together.
+If both lists hold nearly all probability, the effect of a correction is summed over the vocabulary instead of estimated
+from the sampled token. The sum is over the tokens in both lists, and one column for all other tokens together.
 
 Shapes: `B` responses of up to `T` tokens, `N` sampled tokens, `K` entries of a list, `M` = K + 1 columns.
 """
@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 from jackpot.analysis.replay.responses import ResponseBatch
 from jackpot.objectives.obrs import ZEstimate, exact_z, known_z
 
-CAPTURED = 0.999  # least mass of each distribution in its list at which the vocabulary is summed over
-EQUAL = 1e-3  # largest difference between log-probs of a sampled token under two equal distributions
-_TINY = 1e-12  # smallest mass of the column of all other tokens
-_NEGLIGIBLE = -200.0  # log-prob of an empty column; equal in both models, so that the column weighs nothing
+CAPTURED = 0.999  # least probability, under each model, of the tokens in both lists, for sums over the vocabulary
+EQUAL = 1e-3  # nats; largest difference between the log-probs of a sampled token at which two policies count as equal
+_TINY = 1e-12  # smallest probability of the column of all other tokens
+_NEGLIGIBLE = -200.0  # log-prob of an empty column under both models, so that the column adds nothing to a sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,16 @@ class StateDistributions:
     """The distributions of both models at N sampled tokens; float64, nats."""
 
     at: Tensor  # [B, T] bool, True at the N tokens
-    held: Tensor  # [N] bool, True where both lists hold at least CAPTURED of the mass
+    held: Tensor  # [N] bool, True where the tokens in both lists have a probability of at least CAPTURED in each model
     rollout: Tensor  # [N, M] log p_inf; the last column stands for all tokens that are not in both lists
     new: Tensor  # [N, M] log p_new
     old: Tensor | None  # [N, M] log p_old; None: not known, since p_old is neither p_new nor p_inf
     advantages: Tensor  # [N]
 
     def z(self, lam: float, target: str) -> Tensor | None:
-        """Return Z of p_inf and the target, [N], exact but for the last column; None for a target that is not known.
+        """Return the acceptance Z of OBRS between p_inf and a target, [N]; None if the target is not known.
+
+        Z is exact but for the last column, in which many tokens count as one.
 
         Args:
             lam: lambda of OBRS.
@@ -44,7 +46,7 @@ class StateDistributions:
 
     @property
     def known(self) -> "StateDistributions | None":
-        """Return the distributions at tokens whose lists hold enough mass to sum over; None without such tokens."""
+        """Return the states in which the lists hold enough probability (`held`); None if there is no such state."""
         if not self.held.any():
             return None
 
@@ -59,16 +61,18 @@ class StateDistributions:
 
 
 def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
-    """Match the top-k lists of both models at every sampled token of a batch; None if a response lacks a list."""
+    """Recover both models' distributions at every sampled token of a batch; None if a response lacks a top-k list."""
     if not all(response.has_lists for response in batch.responses):
         return None
 
+    # Lists are padded with two different ids, so that padding never matches padding.
     rollout_ids, rollout_top = _sampled_lists(batch, "rollout", -1)
     policy_ids, policy_top = _sampled_lists(batch, "policy", -2)
     matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
     in_both = matches.any(-1)
 
-    # Columns in the order of the rollout model's list; a token that the policy's list lacks leaves an empty column.
+    # Columns follow the order of the rollout model's list; a token that the policy's list lacks gets an empty column.
+    # For a token in both lists, argmax finds the token's place in the policy's list.
     nothing = torch.tensor(_NEGLIGIBLE, dtype=torch.float64)
     rollout = torch.where(in_both, rollout_top, nothing)
     new = torch.where(in_both, policy_top.gather(-1, matches.int().argmax(-1)), nothing)
@@ -86,15 +90,18 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
 
 
 def z_of(lists: StateDistributions | None, batch: ResponseBatch, lam: float, target: str) -> ZEstimate | None:
-    """Return Z for a correction's inputs, [B, T]; None without the target's distributions."""
+    """Return the acceptance Z of OBRS at the tokens of a batch, [B, T]; None if the target is not known.
+
+    Tokens that no model sampled get 1.
+    """
     if lists is None or (z := lists.z(lam, target)) is None:
         return None
     return known_z(torch.ones_like(batch.rollout).masked_scatter(lists.at, z))
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """Append the column of all other tokens to log-probs: [N, K] -> [N, K + 1]."""
-    # Rounding of saved values may take the mass above 1.
+    """Append a column for all unlisted tokens together to the log-probs of listed tokens: [N, K] -> [N, K + 1]."""
+    # Saved values are rounded, so their probabilities may sum to more than 1, and are divided by the sum then.
     log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True).clamp(min=0.0)
 
     rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=_TINY)
@@ -102,9 +109,9 @@ def _with_rest(log_probs: Tensor) -> Tensor:
 
 
 def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
-    """Return log p_old, which has no list of its own, if it equals p_new or p_inf; else None.
+    """Return log p_old, [N, M], which no list holds, as p_new or p_inf if one equals p_old; else None.
 
-    It equals p_new before the first step on a batch, and p_inf where the policy itself sampled the batch.
+    Before the first step on a batch p_old is p_new, and where the policy itself sampled the batch p_old is p_inf.
     """
     if (batch.old - batch.new).abs().max() < EQUAL:
         return new
@@ -112,7 +119,7 @@ def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
 
 
 def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tensor, Tensor]:
-    """Return the ids and log-probs of a model's lists at the sampled tokens, [N, K] each.
+    """Return the ids and the log-probs of a model's top-k lists at the sampled tokens, [N, K] each.
 
     Args:
         batch: responses with lists of both models.
@@ -121,6 +128,7 @@ def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tens
     """
 
     def padded(column: str, value: float) -> Tensor:
+        """Stack a column of the lists over all responses, [N, K], with `value` behind shorter lists."""
         rows = [getattr(response, f"{model}_{column}")[response.sampled_mask] for response in batch.responses]
         width = max(lists.shape[1] for lists in rows)
         return torch.cat([pad(lists, (0, width - lists.shape[1]), value=value) for lists in rows])

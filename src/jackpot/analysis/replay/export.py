@@ -34,8 +34,8 @@ class Export:
     files: tuple[Path, ...]
     responses: int  # number of responses written
     tokens: int  # number of response tokens written
-    lost: str  # names our columns that the format does not have
-    problems: tuple[str, ...]  # says which files of the run are left out, and why
+    lost: str  # text that names our columns that the format does not have
+    problems: tuple[str, ...]  # sentences that say which files of the run are left out, and why
 
 
 def export_rollouts(
@@ -53,7 +53,7 @@ def export_rollouts(
         run: the run folder.
         name: name of the format, OURS or one of WRITABLE.
         out: folder of the new files; it must be empty or not exist yet.
-        listen: takes the number of responses written so far.
+        listen: function that is called with the number of responses written so far.
         iteration: the only iteration that is written; None: all.
         sample: uid of the only response that is written; None: all.
 
@@ -67,7 +67,7 @@ def export_rollouts(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; give --out a folder that is empty or does not exist")
 
-    run_config(run)  # refuses a folder that has no run
+    run_config(run)  # raises CheckpointError for a folder that has no run
     saved, problems = list_rollout_files(run)
     chosen = saved if iteration is None else [file for file in saved if file.iteration == iteration]
     if iteration is not None and not chosen:
@@ -100,7 +100,7 @@ def export_rollouts(
 
 
 def _rows_of(file: RolloutFile, sample: str) -> list[int]:
-    """Return the indices of the rows with the uid `sample`."""
+    """Return the indices of the rows of a saved iteration whose uid is `sample`."""
     uids = read_columns(file, ["uid"])["uid"].to_pylist()
     return [row for row, uid in enumerate(uids) if uid == sample]
 

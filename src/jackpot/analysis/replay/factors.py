@@ -1,4 +1,4 @@
-"""The factor F by which a correction multiplies a token's gradient, averaged over the correction's Bernoulli mask.
+"""The factor F by which a correction multiplies a token's gradient, averaged over the random mask of accepted tokens.
 
 The gradient of a token's loss at the policy that is updated, p_new, is F A grad log p_new(x) with
 
@@ -23,7 +23,7 @@ from jackpot.objectives.joint import references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFactors:
-    """A correction's factors on tokens, tensors of one shape. Means E are over the Bernoulli mask of each token."""
+    """A correction's factors on the gradients of tokens, tensors of one shape. Means E are over the random mask."""
 
     mean: Tensor  # E F
     either: Tensor  # E F, averaged over both signs of the advantage, for sums over all tokens of a state
@@ -74,6 +74,7 @@ def factors(
     positive, negative = (
         replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
     )
+    # The factors `up` for an advantage of 1 at every token, and `down` for an advantage of -1.
     reads_sign = "advantages" in setting.objective.correction.reads
     average = _averaged_over_mask(setting, positive, totals)
     up = _factors_of_sign(setting, positive, new, average)
@@ -81,15 +82,16 @@ def factors(
         setting, negative, new, _averaged_over_mask(setting, negative, totals) if reads_sign else average
     )
 
-    # Mixed by the share of positive advantages: 0, 1/2 or 1.
-    share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
+    # The two are mixed by the share of positive advantages at a token: 0, 1/2 or 1.
+    positive_share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
 
     def mixed(name: str) -> Tensor:
-        return share * getattr(up, name) + (1.0 - share) * getattr(down, name)
+        """Mix a field of `up` and of `down`, token by token."""
+        return positive_share * getattr(up, name) + (1.0 - positive_share) * getattr(down, name)
 
     return GradientFactors(
         either=(up.mean + down.mean) / 2.0,
-        capped=(up.capped & (share > 0.0)) | (down.capped & (share < 1.0)),
+        capped=(up.capped & (positive_share > 0.0)) | (down.capped & (positive_share < 1.0)),
         **{name: mixed(name) for name in ("mean", "square", "weight", "accepted", "clipped", "scale")},
     )
 
@@ -97,9 +99,9 @@ def factors(
 def _factors_of_sign(
     setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, average: "_MaskAveraged"
 ) -> GradientFactors:
-    """Compute the factors for one sign of the advantage; the inputs have the advantage 1 or -1 everywhere."""
+    """Compute the factors on tokens [B, T] for inputs in which every advantage is 1, or every advantage is -1."""
     through, clipped = _through_surrogate(setting, inputs, new)
-    factor = average.value * through  # of an accepted token
+    factor = average.value * through  # F of an accepted token
     mean = average.chance * factor
 
     return GradientFactors(
@@ -115,7 +117,10 @@ def _factors_of_sign(
 
 
 def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the surrogate's factor on each token's gradient, r without a clip, and 1 where it clips, else 0."""
+    """Return two tensors [B, T]: the surrogate's factor on a token's gradient, and 1.0 where it clips, else 0.0.
+
+    Without a clip PPO's factor is the ratio r.
+    """
     objective, mask = setting.objective, inputs.response_mask
     clips = (objective.clip_low, objective.clip_high)
     proximal = torch.where(mask, inputs.proximal_log_probs, 0.0)
@@ -132,7 +137,8 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     """Return h, the sum of p_inf F over each state if nothing were capped: [B, T]."""
     log_ratio = inputs.log_ratio
 
-    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):  # a weight has Z, or the mask accepts Z
+    # In these corrections Z is in the weight, or is the share of accepted tokens.
+    if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):
         return correction.kappa * inputs.z.value
     if setting.name == "prefix":
         return _before(correction.weights)  # 0 behind a rejected prefix
@@ -151,21 +157,21 @@ def prefix_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _before(values: Tensor) -> Tensor:
-    """Return the value of the token before each token, [B, T], and 1 at the first."""
+    """Shift values [B, T] by one token: each token gets the value of the token before, and the first token 1."""
     return pad(values[:, :-1], (1, 0), value=1.0)
 
 
 class _MaskAveraged(NamedTuple):
-    """A correction's weight as a random variable, [B, T] each: `value` with probability `chance`, else 0."""
+    """A correction's random weight on tokens, [B, T] each: `value` with probability `chance`, else 0."""
 
     value: Tensor
     chance: Tensor
-    accepted: Tensor  # E accept
-    correction: Correction  # at the smallest uniform
+    accepted: Tensor  # E accept, the probability that the token is accepted
+    correction: Correction  # the result for the smallest uniform random number, which accepts the most tokens
 
 
 def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, totals: Sums) -> _MaskAveraged:
-    """Average a correction over its Bernoulli mask.
+    """Average a correction over its random mask of accepted tokens.
 
     If the smallest and the largest uniform give the same mask, a token's mask is deterministic. Else the token is
     accepted with probability a(x). With an expected mask the weight is always a w; with a sampled mask the weight is w

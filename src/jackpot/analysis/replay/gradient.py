@@ -1,4 +1,4 @@
-"""Bias, variance and drift of the corrected gradient against the exact one, from sums over all tokens of each state.
+"""Bias, variance and drift of a corrected gradient against the exact gradient, from sums over all tokens of a state.
 
 Gradients are with respect to the logits of a state. docs/replay.md has the formulas and their symbols.
 
@@ -16,7 +16,7 @@ from jackpot.core.metrics import Mean, Sum, Sums
 
 
 class StateValues(NamedTuple):
-    """The effect of one correction in each of N states, on M tokens."""
+    """The effect of one correction on the gradient in each of N states, whose M tokens all have known probabilities."""
 
     trained: Tensor  # [N, M] f, the weight of each token in the corrected gradient
     second: Tensor  # [N, M] p_inf E F^2
@@ -40,15 +40,16 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
 
 
 def state_sums(values: StateValues, states: StateDistributions) -> Sums:
-    """Sum the effect of one correction over states, for `exact_numbers`."""
+    """Sum the effect of one correction over N states; `exact_numbers` computes bias and variance from the sums."""
     target = states.new.exp()
     trained, second, of_state, variation = values
-    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x of each token
+    norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x, the squared norm of grad log p_new(x)
 
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
     squares = states.advantages.square()
 
     def total(products: Tensor) -> Sum:
+        """Sum products [N, M] over tokens and states, each state weighted by its squared advantage."""
         return Sum((squares * products.sum(-1)).sum())
 
     return {
@@ -58,7 +59,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         "estimator": total(trained.square() * norms),  # S_ff
         "product": total(trained * target * norms),  # S_ft
         "exact": total(target.square() * norms),  # S_tt
-        "noise": total((second - trained.square()) * norms),  # the variance times c^2
+        "noise": total((second - trained.square()) * norms),  # variance of the corrected gradient, times c^2
         "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
         "drift": total((trained - of_state.unsqueeze(-1) * target).square()),
     }
@@ -78,6 +79,7 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     if "state" not in sums:
         return {}
 
+    # docs/replay.md derives the formulas below.
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
     noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))
@@ -93,5 +95,5 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
 
 
 def known_states(sums: Sums) -> int:
-    """Return the number of tokens over whose whole distributions the sums were taken."""
+    """Return the number of tokens whose whole distributions entered the sums."""
     return int(Mean.named(sums, "state").count) if "state" in sums else 0

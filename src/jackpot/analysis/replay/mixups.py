@@ -1,4 +1,4 @@
-"""Mix-ups in the two columns of log-probs, the engine's and the policy's, which no correction can mend.
+"""Detection of mix-ups in the two columns of log-probs, the engine's and the policy's, which no correction can mend.
 
 The columns may be swapped, unrelated, at two temperatures, or shifted by one token against each other.
 """
@@ -12,28 +12,28 @@ from torch import Tensor
 from jackpot.analysis.replay.responses import SavedResponse
 from jackpot.core.statistics import Sample
 
-MOST_TOKENS = 100_000  # tokens that are looked at, the first of a dump
+MOST_TOKENS = 100_000  # tokens that are compared, from the beginning of a dump
 LEAST_LOG_PROB = -20.0  # lower log-probs and log-odds count as this one, so that no single token decides a correlation
-LEAST_TOKENS = 100  # fewest tokens about which anything is said
-LEAST_CORRELATION = 0.5  # least correlation of two columns after one was shifted back
-LEAST_GAIN = 0.2  # least gain of correlation by shifting back
+LEAST_TOKENS = 100  # fewest tokens for which a mix-up, or rounding, is reported
+LEAST_CORRELATION = 0.5  # least correlation of two columns, after one was shifted back, at which a shift is reported
+LEAST_GAIN = 0.2  # least increase of the correlation by shifting back, at which a shift is reported
 LEAST_EXPLAINED_DIFFERENCE = 0.05  # least difference in explained variance that says which of two columns is shifted
 UNRELATED_CORRELATION = 0.1  # correlation below which two columns have nothing to do with each other
 RELIABLE_PROBABILITIES = (0.02, 0.98)  # probabilities between which log-odds are reliable
-LEAST_QUOTIENT = 1.15  # least quotient of two temperatures that is reported; the inverse of a smaller one counts
-LEAST_LINEARITY = 0.85  # least correlation of the log-odds of one model at two temperatures
+LEAST_QUOTIENT = 1.15  # least quotient of the higher over the lower temperature that is reported
+LEAST_LINEARITY = 0.85  # least correlation of two columns of log-odds that may be one model's at two temperatures
 LEAST_EXPLAINED = 0.4  # least share of the variance of the difference of log-odds that the slope explains
 SURE_ERRORS = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
-LIKELY_ERRORS = 3.0  # standard errors that say which of two columns is wrong if one must be
-LEAST_KL = 0.005  # nats; a smaller negative mean may be rounding
+LIKELY_ERRORS = 3.0  # standard errors from 0 beyond which a mean says which column is wrong, if one of two must be
+LEAST_KL = 0.005  # nats; a negative mean that is closer to 0 may be rounding
 LEAST_ROUNDED = (
     0.99  # least share of log-probs on the grid of a number format in a column that was rounded to the format
 )
-GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # the coarser grid first
+GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # formats of rounded log-probs, the coarser first
 
 
 class ColumnPairs:
-    """The two columns of log-probs at the first sampled tokens of a dump, the engine's and the policy's.
+    """A collector of the engine's and the policy's log-probs at the first sampled tokens of a dump, to compare both.
 
     Args:
         engine, policy: names of the columns in the dump.
@@ -47,7 +47,7 @@ class ColumnPairs:
         self._tokens = 0
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add the next responses, which have log-probs of a policy."""
+        """Add the sampled tokens of the next responses, which all have log-probs of the policy."""
         for response in responses:
             if self._tokens < MOST_TOKENS:
                 old, _ = response.policy_log_probs
@@ -57,14 +57,14 @@ class ColumnPairs:
 
     @property
     def mixup(self) -> str | None:
-        """Say what is mixed up and what to do first; None if nothing is, or there are too few tokens to tell."""
+        """Return a sentence on the mix-up and its remedy; None if there is none, or there are too few tokens."""
         if self._tokens < LEAST_TOKENS:
             return None
         return self._shifted() or self._two_temperatures() or self._swapped()
 
     @property
     def rounding(self) -> str:
-        """Say which columns are in half precision, and the total variation of rounding alone; "" if none is."""
+        """Return text on columns in half precision, with the total variation that rounding makes; "" if none is."""
         engine, policy, _ = torch.cat(self._rows, 1)
         texts = (_rounding_text(self._engine, engine), _rounding_text(self._policy, policy))
         return "; ".join(filter(None, texts))
@@ -75,10 +75,11 @@ class ColumnPairs:
         The log-probs of a shifted column correlate with the other column at the next token. The token ids tell which of
         the two columns is wrong, since a log-prob depends on its token.
         """
+        # Engine's log-probs, policy's log-probs and ids, [3, N]: at all tokens that have a next one, and at the next.
         before = torch.cat([row[:, :-1] for row in self._rows], 1)
         after = torch.cat([row[:, 1:] for row in self._rows], 1)
         unshifted = _correlation(before[0], before[1])
-        shifts = (  # the correlation shifted back, the column that is ahead, the column behind, and the sum of both
+        shifts = (  # (correlation after shifting back, name of the column ahead, name of the one behind, sum of both)
             (_correlation(before[0], after[1]), self._engine, self._policy, before[0] + after[1]),
             (_correlation(before[1], after[0]), self._policy, self._engine, before[1] + after[0]),
         )
@@ -86,7 +87,7 @@ class ColumnPairs:
         correlation, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
         if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
             where = f"{ahead} is one token ahead of {behind}"
-            # Above 0 the values are log-probs of the next token.
+            # How much better the next token's id explains the values than the id of the token itself.
             by_next = _explained(values, after[2]) - _explained(values, before[2])
             wrong = self._padded()
             if not wrong and abs(by_next) >= LEAST_EXPLAINED_DIFFERENCE:
@@ -107,7 +108,11 @@ class ColumnPairs:
         return None
 
     def _padded(self) -> str | None:
-        """Return the column that is constant at the first, or last, token of all responses, if only one column is."""
+        """Return the name of the column that has padding in place of a log-prob; None if none or both have.
+
+        Padding shows as a column that has the same value at the first, or at the last, token of all responses.
+        """
+        # [responses, 2, 2]: both columns at the first and at the last token.
         edges = torch.stack([row[:2, [0, -1]] for row in self._rows])
         engine, policy = edges.eq(edges[0]).all(0).any(-1).tolist()
         if engine == policy:
@@ -127,6 +132,7 @@ class ColumnPairs:
         if not self._one_model or len(engine) < LEAST_TOKENS:
             return None
 
+        # The variance that the slope leaves unexplained, as a share; it is the same if the columns are exchanged.
         slope = float(engine.std() / policy.std())
         unexplained = float((engine - slope * policy).var() / (slope * (engine - policy).var()).clamp(min=1e-12))
         is_linear = _correlation(engine, policy) >= LEAST_LINEARITY and unexplained <= 1.0 - LEAST_EXPLAINED
@@ -160,6 +166,7 @@ class ColumnPairs:
 
     def _kl(self) -> tuple[float, float]:
         """Return the mean of log p_engine - log p_policy over tokens, and the standard error of the mean."""
+        # The error comes from sums over responses, since the tokens of a response depend on each other.
         sums = [float((row[0] - row[1]).sum()) for row in self._rows]
         mean = sum(sums) / self._tokens
         deviations = Sample(tuple(total - mean * row.shape[1] for total, row in zip(sums, self._rows, strict=True)))
@@ -167,14 +174,14 @@ class ColumnPairs:
 
 
 def _rounding_text(name: str, column: Tensor) -> str:
-    """Say to which number format a column is rounded, and the total variation of rounding alone; "" if to none."""
+    """Return text on a column's half precision, with the total variation that rounding makes; "" if there is none."""
     values = column[column < 0.0]
     if len(values) < LEAST_TOKENS:
         return ""
 
     for grid, dtype in GRIDS.items():
         if values.to(dtype).double().eq(values).double().mean() >= LEAST_ROUNDED:
-            # Rounding to a grid of spacing u is off by u / 4 on average; the total variation is half of that.
+            # Rounding to a grid of spacing u changes a log-prob by u / 4 on average; half of that is total variation.
             spacing = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
             return f"{name} is rounded to {grid}, which alone makes {float(spacing) / 8.0:.2%} total variation"
     return ""

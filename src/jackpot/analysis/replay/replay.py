@@ -1,4 +1,4 @@
-"""`jackpot replay`: every correction applied to saved rollouts, in one pass over the files.
+"""The command `jackpot replay`, which applies every correction to saved rollouts in one pass over the files.
 
 Status: supported.
 """
@@ -26,8 +26,8 @@ from jackpot.config.config import Config
 from jackpot.core.errors import DataError, JackpotError
 from jackpot.training.run_folder.checkpoint import resolve_model_path
 
-MOST_WARNINGS = 20  # kinds of warnings that are shown; all are counted
-MOST_CHARACTERS = 400  # longest warning, which may quote the file
+MOST_WARNINGS = 20  # kinds of warnings that are shown; warnings of other kinds are only counted
+MOST_CHARACTERS = 400  # characters after which a warning is cut, since a warning may quote the file
 _FULLY_MASKED = "they have no sampled token (sampled_mask is false throughout)"
 _BY_POLICY = "the policy sampled them itself, and the others are judged"
 _DIGITS = re.compile(r"[-+]?[0-9][0-9.,_]*(?:e[-+]?[0-9]+)?")
@@ -46,12 +46,13 @@ def replay(
 
     Args:
         path: a run folder, or a file or folder of saved rollouts.
-        name: name of a format, or `auto`.
-        names: names of corrections; empty: all.
-        model: model, or run folder of a best policy, that scores the responses; None: saved log-probs count.
-        temperature: temperature of `model`; None: that of the run, or 1.
-        every: one of `every` responses is replayed, which suffices for a run with many tokens.
-        listen: takes the number of responses read so far.
+        name: name of the files' format, or `auto`, which finds the format.
+        names: names of the corrections to apply; empty: all.
+        model: path of a model, or of a run folder, whose best policy is taken, that scores the responses; None: the
+            policy's saved log-probs are used.
+        temperature: sampling temperature at which `model` scores; None: that of the run, or 1.
+        every: only one of `every` responses is replayed, which suffices for a run with many tokens.
+        listen: function that is called with the number of responses read so far.
 
     Raises:
         ConfigError: an unknown format or correction.
@@ -75,7 +76,7 @@ def replay(
         listen(reading.read)
     reading.check()
 
-    # Whose weights scored the tokens, and whose generated them.
+    # Texts for the report: where the policy's log-probs come from, and the first and the last file that were read.
     policy = "as training scored it when it saved the batch" if config else "as the file has it"
     weights = " to ".join(dict.fromkeys(where for where, _ in ends.gaps))
     if scorer:
@@ -83,6 +84,7 @@ def replay(
         weights += f" under {policy}"
 
     costs, why = _costs(config)
+    # A dump in which engine and policy differ at no token has one column of log-probs, written twice.
     is_copied = not (config or scorer) and float(sums.run["policy_max"].value) == 0.0
     return ReplayResult(
         path=path,
@@ -100,13 +102,14 @@ def replay(
 
 
 def _column_pairs(dump: DumpFormat, config: Config | None, scorer: PolicyScorer | None) -> ColumnPairs:
+    """Return an empty `ColumnPairs`, which names both columns of log-probs as the dump does."""
     columns = dump.columns or OURS
     policy = "what --model gives" if scorer else columns.old_log_probs or columns.log_probs
     return ColumnPairs(columns.rollout_log_probs, policy, one_model=not (config and config.rollout_model))
 
 
 class _Reading:
-    """A reader of the responses of all files, with counts of the responses that are left out.
+    """A reader of the saved responses in all files, which counts the responses that it leaves out.
 
     Args:
         dump: format of the files.
@@ -117,17 +120,18 @@ class _Reading:
 
     def __init__(self, dump: DumpFormat, files: Sequence[Path], config: Config | None, needs_policy: bool) -> None:
         self._dump, self._files, self._needs_policy = dump, files, needs_policy
+        # Of a run in which both models generate, only the rollout model's responses are replayed.
         writers = config.writers(1, config.iterations) if config else ()
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
         self.read = 0  # number of responses that can be replayed
-        self.unreadable = 0  # number of problems
-        self._first: dict[str, str] = {}  # first problem of each kind, by its text without digits
+        self.unreadable = 0  # number of reading problems of all kinds
+        self._first: dict[str, str] = {}  # first problem of each kind, by the problem's text with 0 for every number
         self._alike: Counter[str] = Counter()  # number of problems of each kind
         self._left_out = {_FULLY_MASKED: 0, _BY_POLICY: 0}  # number of responses by the reason why they are left out
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of `every` responses, without those that cannot be replayed or are not the rollout model's."""
+        """Yield one of `every` responses, but none that cannot be replayed, nor the policy's in a mixed run."""
         responses = read_files(self._dump, self._files, self._warn)
 
         for response in islice(responses, 0, None, every):
@@ -146,7 +150,7 @@ class _Reading:
                 yield response
 
     def check(self) -> None:
-        """Refuse files without any response to replay. Raises DataError."""
+        """Raise DataError if the files held no response that can be replayed."""
         if self.read:
             return
         why = "; ".join((*self.problems, *self.left_out)) or "its files are empty"
@@ -154,17 +158,17 @@ class _Reading:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Say for each reason how many responses were left out."""
+        """Return a sentence for each reason, with the number of responses that were left out for this reason."""
         return tuple(f"{count:,} responses: {why}" for why, count in self._left_out.items() if count)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return the first problem of each kind that kept a record from being read, and how many more are like it."""
+        """Return the first reading problem of each kind as text, with the number of further problems of that kind."""
         more = {kind: f" (and {count - 1:,} more like this)" for kind, count in self._alike.items() if count > 1}
         return tuple(first + more.get(kind, "") for kind, first in self._first.items())
 
     def _warn(self, problem: str) -> None:
-        """Count a problem; of problems that differ in digits alone, only the text of the first is shown."""
+        """Count a reading problem, and keep its text unless the text of an earlier one differs in numbers alone."""
         self.unreadable += 1
         text = problem[:MOST_CHARACTERS]
         kind = _DIGITS.sub("0", text)
@@ -180,7 +184,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the costs of the run's models, or None with the reasons why shares and drafts have no price."""
+    """Return the relative costs of a run's rollout model, None if unknown, and sentences on advice that lacks them."""
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "

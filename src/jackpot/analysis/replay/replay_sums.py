@@ -1,4 +1,4 @@
-"""Sums over batches of responses for all corrections, from which the tables and the advice are made."""
+"""Sums over saved responses for every correction, from which `jackpot replay` makes its tables and its advice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ class ReplayedCorrection:
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """Return the total variation after the correction, from sampled tokens only; 1 if F is 0 everywhere."""
+        """Return the total variation after the correction, from sampled tokens; 1 if it gives all tokens weight 0."""
         variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 
@@ -52,13 +52,13 @@ class ReplayedCorrection:
 
 
 class ReplaySums:
-    """The sums over all responses, before any correction and for every correction."""
+    """A collector of sums over saved responses, before any correction and for every correction."""
 
     def __init__(self, settings: Sequence[CorrectionSetting]) -> None:
         self.run: Sums = {}
         self._corrections = [ReplayedCorrection(setting) for setting in settings]
         self._left_out: dict[str, dict[str, None]] = {}  # reason -> labels of what is left out for that reason
-        self._prompts = -1  # index of the newest prompt
+        self._prompts = -1  # index of the newest prompt, from 0
         self._newest_prompt: object = None
 
     @property
@@ -73,7 +73,7 @@ class ReplaySums:
 
     @property
     def left_out(self) -> list[str]:
-        """Say what could not be computed at all, and which corrections were replayed on some tokens only."""
+        """Return sentences on what could not be computed, and on corrections that were replayed on some tokens only."""
         by_tokens: dict[int, list[str]] = {}
         for correction in self.corrections:
             if correction.tokens < self.tokens:
@@ -88,9 +88,12 @@ class ReplaySums:
         ]
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add responses, each with log-probs of a policy and a sampled token; those to one prompt must be adjacent."""
+        """Add responses to all sums. Each has log-probs of the policy and at least one sampled token.
+
+        Responses to the same prompt must follow each other.
+        """
         groups = {id(response): self._group(response) for response in responses}
-        for has_lists in (True, False):  # all responses of a batch have top-k lists, or none has
+        for has_lists in (True, False):  # in a batch either all responses have top-k lists, or none has
             if alike := [response for response in responses if response.has_lists == has_lists]:
                 self._add(collate(alike), torch.tensor([groups[id(response)] for response in alike]))
 
@@ -123,38 +126,39 @@ class ReplaySums:
         problem = problem or not_finite(self.run, sums) or why_not(self.run)
         advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
 
-        # Two remarks about the tokens themselves.
+        # Two remarks that `judge` does not make: rounded log-probs, and too few effective responses.
         lines = {"Precision": rounding} if rounding else {}
         for label, text in advice.lines.items():
             lines[label] = text + (few_sequences(self.run) if label.startswith("After") else "")
         return replace(advice, lines=lines)
 
     def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
-        """Say which tokens were judged, and their total variation before the correction."""
+        """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
-        if candidates:
+        if candidates:  # all have the same overlap, here with a standard error over groups of prompts
             gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
 
     def _group(self, response: SavedResponse) -> int:
-        """Return the group of a response's prompt; prompts are dealt to the GROUPS in turn."""
+        """Return the index of a response's group, below GROUPS; new prompts are assigned to the groups in turn."""
         prompt = response.uid if response.prompt_ids is None else tuple(response.prompt_ids.tolist())
-        self._prompts += prompt != self._newest_prompt
+        self._prompts += prompt != self._newest_prompt  # 1 more if the prompt is new
         self._newest_prompt = prompt
         return self._prompts % GROUPS
 
     def _add(self, batch: ResponseBatch, groups: Tensor) -> None:
+        """Add a batch to all sums; `groups` [B] has the index of each response's group of prompts."""
         has_signs = all(response.advantages is not None for response in batch.responses)
         if not has_signs:
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
 
-        # The run before any correction.
+        # Sums of the run before any correction.
         lists = saved_distributions(batch)
         states = lists.known if lists else None
         self.run = add_sums(self.run, run_sums(batch, states))
 
-        # Tensors that all corrections share.
+        # Tensors [B, T] that all corrections share.
         bands = bands_of(batch, states)
         log_ratio = torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
@@ -183,7 +187,7 @@ class ReplaySums:
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
-        """Build a correction's inputs at the sampled tokens; None if the correction needs a Z that is not known."""
+        """Build the inputs of a correction for a batch; None if the correction needs a Z that is not known."""
         correction = setting.objective.correction
         z = z_of(lists, batch, correction.lam, setting.objective.target)
         if z is None and "z" in correction.reads:
@@ -195,14 +199,15 @@ class ReplaySums:
         return inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
 
     def _leave_out(self, label: str, why: str) -> None:
+        """Note that a correction, or a number, could not be computed for a reason."""
         self._left_out.setdefault(why, {})[label] = None
 
 
 def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """Tell whether the rule may recommend a correction.
 
-    Single parts of OBRS and weights of whole responses and prefixes may not be recommended. If the policy has not been
-    updated, corrections aligned to the updated policy equal those aligned to the old one, and are left out too.
+    Single parts of OBRS and corrections that weigh whole responses or prefixes are never recommended. If the policy has
+    not been updated, corrections toward the updated policy equal those toward the old one, and are left out too.
 
     Args:
         setting: the correction.
@@ -213,17 +218,18 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
 
-    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")  # these align to the new by default
+    # By default dppo and ipo target the updated policy, so they have no equal that targets the old one.
+    return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
-    """Compute the effect of a correction in every state; None if the effect depends on log-probs that are not known."""
+    """Compute a correction's effect in every state, summed over the vocabulary; None if it needs unknown log-probs."""
     objective = setting.objective
     reads_old = "old" in (objective.target, objective.proximal)
     if setting.weighs_whole_responses or (states.old is None and reads_old):
         return None
 
-    # Where Z or p_old are not known, the correction does not read them.
+    # If Z or p_old is not known, this correction does not read it, and any value serves.
     z = states.z(objective.correction.lam, objective.target)
     z = torch.ones_like(states.new[:, 0]) if z is None else z
     old = states.new if states.old is None else states.old

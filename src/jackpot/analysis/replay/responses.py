@@ -14,12 +14,12 @@ from jackpot.models.packing import pack
 BATCH_TOKENS = 8_192  # response tokens of one batch, padding included
 NEEDED = ("token_ids", "rollout_log_probs")  # columns without which no response can be replayed
 _LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
-_ROUNDING = 1e-2  # error of a list's mass that rounding to half precision may cause
+_ROUNDING = 1e-2  # excess over 1 of the sum of a list's probabilities that rounding to half precision may cause
 _ADVICE = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 class DamagedRecord(DataError):
-    """The error of a response whose columns do not fit each other; the replay leaves the response out."""
+    """The error that a saved response's columns do not fit each other; the replay leaves the response out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class SavedResponse:
 
     uid: str
     sampled_by: str | None  # role of the model that sampled the response, in our own runs
-    where: str  # file of the response, with the step if it is known
+    where: str  # name of the response's file in messages, with the training step if it is known
     prompt_ids: Tensor | None  # [P]; needed if a model is to score the response
     token_ids: Tensor  # [T]
     sampled_mask: Tensor  # [T] bool, False at tokens that no model sampled, such as a tool's
@@ -55,7 +55,7 @@ class SavedResponse:
 
 
 def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedResponse:
-    """Make a response from a record, and check it.
+    """Make a `SavedResponse` from a record of a file, and check the values.
 
     Args:
         record: columns by the names of `SavedResponse`, each a list or tensor; `advantages` may be one number.
@@ -87,6 +87,7 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
     _check_values(columns, lists, mask, name_in_messages)
     _check_lists(lists, mask, name_in_messages)
 
+    # If the record has only one of the policy's two columns of log-probs, that one stands for both.
     old, new = optional["old_log_probs"], optional["log_probs"]
     return SavedResponse(
         uid=str(record.get("uid") or f"{where}#{index}"),
@@ -129,7 +130,7 @@ def _column(values: Any, length: int) -> Tensor:
 
 
 def _lists(values: Any, are_ids: bool) -> Tensor | None:
-    """Return top-k lists as [T, K]; None for missing or empty lists."""
+    """Return top-k lists as [T, K], int64 ids or float64 log-probs; None for missing or empty lists."""
     rows = torch.as_tensor([] if values is None else values, dtype=torch.int64 if are_ids else torch.float64)
     if not rows.numel():
         return None
@@ -143,7 +144,7 @@ def _check_values(
 ) -> None:
     """Refuse impossible values at sampled tokens, such as NaN or log-probs above 0. Raises DamagedRecord.
 
-    A single infinite number would spoil every mean. Lists may have -inf for tokens that cannot be sampled.
+    A single infinite number would spoil every mean. Top-k lists may have -inf for tokens that cannot be sampled.
     """
     for name, column in (*columns.items(), *lists.items()):
         if column is None or name.endswith("ids"):
@@ -187,6 +188,7 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
         probs = log_probs[mask].exp()
         if (probs.sum(-1) > 1.0 + _ROUNDING).any():
             raise DamagedRecord(f"{where}: {model}_top_log_probs hold {probs.sum(-1).max():.4g} of all probability")
+        # Sorted ids show a repeated one beside itself; entries of probability 0 get distinct negative ids.
         possible = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
         if (possible[:, 1:] == possible[:, :-1]).any():
             raise DamagedRecord(f"{where}: {model}_top_ids name a token twice; pad a list with log-probs of -inf")
@@ -194,7 +196,7 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseBatch:
-    """A batch of responses, padded on the right: [B, T] float64 each unless noted, 0 where the mask is False."""
+    """A batch of saved responses, padded on the right: [B, T] float64 each unless noted, 0 where `mask` is False."""
 
     responses: tuple[SavedResponse, ...]
     mask: Tensor  # bool, True at tokens that the model sampled
@@ -205,18 +207,20 @@ class ResponseBatch:
 
 
 def response_batches(responses: Iterable[SavedResponse]) -> Iterator[list[SavedResponse]]:
-    """Yield the responses in order, in batches of at most `BATCH_TOKENS` tokens with padding, or of one response."""
+    """Yield responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, or of one response."""
     return pack(responses, BATCH_TOKENS, lambda response: (0, len(response.token_ids)))
 
 
 def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
-    """Stack responses with log-probs of a policy; missing advantages become 1."""
+    """Stack responses, which all have log-probs of the policy, into a padded batch; missing advantages become 1."""
     mask = pad_sequence([response.sampled_mask for response in responses], batch_first=True)
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
+        """Stack rows [T] of all responses to [B, T], with 0 where the mask is False."""
         return torch.where(mask, pad_sequence(list(rows), batch_first=True), 0.0)
 
     def advantages(response: SavedResponse) -> Tensor:
+        """Return the advantages of a response, [T], or 1 at every token."""
         return torch.ones_like(response.rollout_log_probs) if response.advantages is None else response.advantages
 
     return ResponseBatch(

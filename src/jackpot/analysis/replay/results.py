@@ -11,8 +11,8 @@ from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Histogram, Mean, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
-LEAST_GROWTH = 3.0  # times that the total variation grows, from the first file or iteration to the last, if reported
-NOTABLE_GAP = 0.02  # total variation up to which growth does not matter
+LEAST_GROWTH = 3.0  # least factor of growth, of the total variation from the first file to the last, that is reported
+NOTABLE_GAP = 0.02  # total variation in the last file up to which growth does not matter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +22,12 @@ class ReplayResult:
     path: Path
     format: str  # name of the format
     files: int  # number of files
-    policy: str  # source of the policy's log-probs
+    policy: str  # text that says where the policy's log-probs come from
     run: Sums  # sums before any correction
     ends: tuple[tuple[str, float], ...]  # (name, total variation) of the first and the last file or iteration
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
-    unreadable: int  # records and files that could not be read
+    unreadable: int  # number of records and files that could not be read
     problems: tuple[str, ...]  # reasons why records could not be read, the first of each kind, at most MOST_WARNINGS
     answer: Recommendation
 
@@ -50,7 +50,7 @@ class CorrectionResult:
     effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2
     sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
     states: int  # tokens whose whole distributions are known; the next six numbers are exact sums over these tokens
-    exact_effective: float | None = None  # as `exact_numbers` defines these six
+    exact_effective: float | None = None  # `exact_numbers` defines these six numbers
     tv_after_correction: float | None = None
     bias: float | None = None
     variance: float | None = None
@@ -60,7 +60,7 @@ class CorrectionResult:
 
     @property
     def fingerprint(self) -> tuple[float | None, ...]:
-        """Return the rounded numbers that corrections with the same effect on these rollouts share."""
+        """Return rounded numbers that are equal for two corrections with the same effect on these rollouts."""
         effect = (
             self.accepted,
             self.capped,
@@ -77,7 +77,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
 
-    # Rounded, since a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
+    # Quantiles are rounded: a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
     p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
 
@@ -102,7 +102,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
 
 
 def result_numbers(result: ReplayResult) -> dict[str, Any]:
-    """Return all numbers of a replay as plain values, NaN and infinite ones among them."""
+    """Return all numbers of a replay as plain values for JSON; some may be NaN or infinite."""
     run = result.run
     entries = {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
     quantiles = {f"ratio_p{share * 100:g}": ratio_quantile(run, "mismatch/log_ratio", share) for share in QUANTILES}

@@ -1,4 +1,4 @@
-"""`jackpot replay --rewards`: the rewards of our saved rollouts, computed again by the task of the run's settings."""
+"""The command `jackpot replay --rewards`, which scores Jackpot's saved rollouts again with the task of the run."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -18,7 +18,7 @@ from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.run_folder.saved_rollouts import open_rollout_file, read_columns
 
 _COLUMNS = ["uid", "prompt", "answer", "finish", "reward", "prompt_ids", "token_ids", "sampled_mask"]
-_ROUNDING = 1e-6  # largest difference of two equal rewards
+_ROUNDING = 1e-6  # largest difference between two rewards that count as equal
 
 
 class RewardAgain(NamedTuple):
@@ -67,7 +67,7 @@ def score_again(path: Path) -> list[RewardAgain]:
 def _response(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, turn_end_token_ids: Sequence[int]
 ) -> DecodedResponse:
-    """Make the response that a task scores of a row of saved rollouts."""
+    """Rebuild the response that a task scores from a row of saved rollouts."""
     answer, *other_answers = row["answer"].split(" or ")
     prompt = Prompt(
         uid=row["uid"].rpartition("#")[0],

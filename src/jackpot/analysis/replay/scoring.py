@@ -1,4 +1,4 @@
-"""Log-probs of saved responses by a model, in place of the policy's saved log-probs."""
+"""A model that scores saved responses; its log-probs take the place of the policy's saved ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ class PolicyScorer:
         self.path, self.temperature = path, temperature
 
     def score(self, responses: Sequence[SavedResponse]) -> list[SavedResponse]:
-        """Return the responses with this model's log-probs as those of the old and of the new policy.
+        """Return the responses with this model's log-probs in place of those of the old and of the updated policy.
 
         The model scores the responses' tokens and, for the policy's top-k list, the tokens of the engine's list.
 
@@ -70,7 +70,7 @@ class PolicyScorer:
         tokens = [response.token_ids.tolist() for _, response in rows]
         hidden, _, mask = forward_responses(self._model, prompts, tokens)
 
-        # All lists of token ids get the width of the longest.
+        # The ids to score at each token, [tokens, 1 + K], where shorter lists are padded to the longest list.
         lists = [_ids_to_score(response) for _, response in rows]
         width = max(ids.shape[1] for ids in lists)
         padded = [pad(ids, (0, width - ids.shape[1])) for ids in lists]

@@ -10,7 +10,7 @@ from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.objectives.joint import PolicyObjective
 from jackpot.training.objectives import policy_objective
 
-CLIP = 0.2  # PPO's clip if the run sets none, or the file is not of a run
+CLIP = 0.2  # PPO's clip for a run that sets none, and for another library's dump
 # Corrections whose factor on a token depends on other tokens of its response.
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
 # Surrogates whose factor depends on other tokens too, once the policy was updated after it had received the batch.
@@ -29,7 +29,7 @@ _VARIANTS = {  # settings that are replayed in addition to the defaults
     "obrs": ({"mask": "expected"}, {"mask": "expected", "c1": 10.0}),
 }
 _TO_NEW = {"target": "new", "proximal": "new"}
-_VARIANTS_TO_NEW = {  # more such settings, for stale rollouts: aligned to the policy now, so that PPO's ratio is 1
+_VARIANTS_TO_NEW = {  # more settings, for stale rollouts: the correction targets the newest policy, so PPO's ratio is 1
     "tis": ({"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
     "obrs": (_TO_NEW, {**_TO_NEW, "mask": "expected"}, {**_TO_NEW, "mask": "expected", "c1": 10.0}),
 }
@@ -37,7 +37,7 @@ _VARIANTS_TO_NEW = {  # more such settings, for stale rollouts: aligned to the p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSetting:
-    """A correction with fixed settings."""
+    """A correction with fixed settings, which is replayed on saved rollouts."""
 
     name: str  # key of CORRECTIONS, or custom
     label: str  # the name, with the settings that differ from the defaults
@@ -86,6 +86,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
 
 
 def _setting(name: str, changes: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
+    """Build a correction with some settings changed, beside the run's surrogate and clips, or PPO's without a run."""
     base = config.objective if config else ObjectiveConfig()
     surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor
     default = CLIP if surrogate == "ppo" else None
@@ -99,7 +100,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
     )
 
     correction = objective.correction
-    fields = type(correction).model_fields  # a custom correction has settings without a default
+    fields = type(correction).model_fields  # settings of a custom correction may have no default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     changes = {key: value for key, value in correction.model_dump().items() if value != defaults[key]}
 
@@ -127,6 +128,7 @@ def _label(name: str, changes: dict[str, object], policies: list[str]) -> str:
 
 
 def _change_text(key: str, value: object) -> str:
+    """Return a changed setting as text: `key=value`, or the value alone for `mask`."""
     if key == "mask":
         return str(value)
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"

@@ -1,4 +1,4 @@
-"""Sums over batches of responses, for each correction and for the run before any correction.
+"""Functions that sum a batch of saved responses, for one correction or for the run before any correction.
 
 Shapes: `B` responses of up to `T` tokens, `N` tokens whose whole distributions are known.
 """
@@ -33,13 +33,13 @@ def ratio_quantile(sums: Sums, name: str, share: float) -> float:
 
 
 class EndGaps:
-    """The total variation between rollout model and policy in the first and in the last file or iteration."""
+    """A collector of the total variation between rollout model and policy in the first and in the last file."""
 
     def __init__(self) -> None:
-        self._ends: list[tuple[str, Mean]] = []  # (file or iteration, gap) of the first and the last
+        self._ends: list[tuple[str, Mean]] = []  # (name, mean total variation) of the first and the last file
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add the next responses; files must come in their order."""
+        """Add the next responses to the means; the responses of each file must come together, and files in order."""
         for response in responses:
             _, new = response.policy_log_probs
             gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
@@ -50,26 +50,26 @@ class EndGaps:
 
     @property
     def gaps(self) -> tuple[tuple[str, float], ...]:
-        """Return (file or iteration, total variation) of the first and the last one, from sampled tokens."""
+        """Return (name, total variation) of the first and the last file or iteration, from sampled tokens."""
         return tuple((where, float(mean.value)) for where, mean in self._ends)
 
 
 class SampledColumns(NamedTuple):
-    """Columns that the rule reads at the sampled tokens, [B, T] each.
+    """Numbers of one correction at the sampled tokens, [B, T] each, from which the advice rule judges the correction.
 
-    The total variation that a correction leaves in a state is E |F - F_s rho| / (2 F_s) (`gradient`), but F_s is not
-    known from one token. The estimate of F_s is h m: h is the F_s of the state without caps, and m is the share that
-    caps leave of all tokens, as if m were the same in all states.
+    F is the correction's factor on a token's gradient, F_s the mean of F in a state. The total variation that remains
+    in a state is E |F - F_s rho| / (2 F_s) (`gradient`), but one token does not show F_s. The estimate of F_s is h m: h
+    is the F_s of the state without caps, and m is the share that caps leave over all tokens, as if equal in all states.
     """
 
-    factor: Tensor  # E F
-    square: Tensor  # E F^2
-    wrong: Tensor  # F_s times the total variation that is left
+    factor: Tensor  # E F, the mean of F over the random mask of accepted tokens
+    square: Tensor  # E F^2, over the same mask
+    wrong: Tensor  # F_s times the total variation that the correction leaves
     trained: Tensor  # F, averaged over both signs of the advantage
 
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
-        """Estimate the columns from the factors and rho at the sampled tokens, [B, T] each."""
+        """Estimate all columns from the correction's factors and rho = p_new / p_inf at the sampled tokens, [B, T]."""
         uncapped = factors.scale * ratio  # F without caps
         total = uncapped[mask].sum()
         left_by_caps = torch.where(total > 0, factors.either[mask].sum() / total, 1.0)
@@ -77,7 +77,7 @@ class SampledColumns(NamedTuple):
         return cls(factors.mean, factors.square, wrong, factors.either)
 
     def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
-        """Replace the estimates by exact sums at the tokens whose distributions are known.
+        """Return the columns with exact sums in place of estimates at the tokens whose distributions are known.
 
         Args:
             values: exact sums in N states.
@@ -88,13 +88,13 @@ class SampledColumns(NamedTuple):
 
 
 def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
-    """Sum the columns that the rule reads over the tokens of each response: [B, COLUMNS].
+    """Sum over the tokens of each response what the advice rule reads, one number for each of COLUMNS: [B, 7].
 
     Args:
         columns: columns at the sampled tokens, [B, T] each.
         scale: [B, T] h, the weight of a state if nothing were capped.
-        prefixes: [B, T] R_t, the product of rho over the tokens before.
-        overlap: [B, T] acceptance at lam = 1, or Z at tokens with a known Z.
+        prefixes: [B, T] R_t, the product of rho over all tokens of the response before token t.
+        overlap: [B, T] acceptance of the sampled token at lam = 1, or Z at tokens with a known Z.
         mask: [B, T] bool, True at sampled tokens.
     """
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
@@ -107,7 +107,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
 
     Args:
         factors: the correction's factors, [B, T] each.
-        wrong: [B, T] the column of `SampledColumns`.
+        wrong: [B, T] the column `wrong` of `SampledColumns`.
         mask: [B, T] bool, True at sampled tokens.
         bands: [B, T] masks of bands by name, for the rejected share in each band.
     """
@@ -166,7 +166,8 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
     if states is not None:
         z = exact_z(states.rollout, states.new, 1.0)
-        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)  # mass never sampled
+        # The policy's probability of tokens that the rollout model never samples.
+        unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)
         everywhere = torch.ones_like(z, dtype=torch.bool)
         sums |= {
             "acceptance_minus_z": Mean.of(accepted[states.at] - z, everywhere),
@@ -177,12 +178,12 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
 
 
 def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[str, Tensor]:
-    """Return named masks [B, T] of bands of position, and of the policy's entropy where its distribution is known."""
+    """Return masks [B, T] by name: bands of position, and of the policy's entropy where its distribution is known."""
     position = torch.arange(batch.mask.shape[1]).expand(batch.mask.shape)
     bands = {f"position {name}": batch.mask & band for name, band in band_masks(position, POSITIONS).items()}
 
     if states is not None:
-        entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)  # in no band
+        entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)  # -1 is in no band
         entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)  # unlisted tokens count as one
         bands |= {f"entropy {name}": band for name, band in band_masks(entropy, ENTROPIES).items()}
     return bands

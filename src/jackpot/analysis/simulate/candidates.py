@@ -1,4 +1,4 @@
-"""`jackpot simulate`: candidate rollout models compared with a policy, before a run trains with one of them.
+"""The command `jackpot simulate`, which compares candidate rollout models with a policy, before any training.
 
 Each candidate answers prompts, and both models score the candidate's tokens.
 
@@ -40,7 +40,7 @@ from jackpot.rollout.tasks.base import PromptStream, Split, Task
 
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
-LOW_ACCEPTANCE = 0.5  # a Z below which the models are far apart
+LOW_ACCEPTANCE = 0.5  # acceptance Z of OBRS below which the models are far apart in a state
 FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
@@ -60,7 +60,7 @@ class Candidate:
     kl_policy_rollout: float  # KL(policy || rollout model), nats a token
     kl_rollout_policy: float  # KL(rollout model || policy), nats a token
     kl_after: float  # KL(policy || accepted tokens) at lam = 1
-    acceptance: float  # mean Z at lam = 1
+    acceptance: float  # mean acceptance Z of OBRS at lam = 1
     acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
     low_acceptance: float  # share of states with Z below 0.5
     tis_cut: float  # share of the policy's probability that TIS's cap takes away
@@ -86,7 +86,7 @@ class PairBench:
         prompts: number of prompts.
         seed: seed of prompts and sampling.
         split: split of the task from which prompts are taken.
-        listen: takes the seconds that a rollout model needed for its answers.
+        listen: function that is called with the seconds that a rollout model needed for its answers.
 
     Raises:
         ConfigError: sampling that leaves out tokens, or limits that the models or the task do not allow.
@@ -133,27 +133,29 @@ class PairBench:
             of_policy = self._evaluate(engine)
             scores = engine.score(sampled.rollouts, temperature)
 
-        # Whole distributions of both models, at the tokens of the first responses.
-        policy, writer = (load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model))
-        for model in (policy, writer):
+        # Compare whole distributions of both models, at the tokens of the first responses.
+        loaded_policy, loaded_rollout_model = (
+            load_model(path, torch.float32, self._device) for path in (self._policy, rollout_model)
+        )
+        for model in (loaded_policy, loaded_rollout_model):
             cut_head(model, self._rows)
 
         chosen = first_rollouts(sampled.rollouts, MOST_STATES)
         chunks, columns = [], []
-        for states in pair_states(policy, writer, chosen, temperature):
+        for states in pair_states(loaded_policy, loaded_rollout_model, chosen, temperature):
             chunks.append(measure_states(states))
             columns.append(saved_columns(states, self._config.sampling.num_top_log_probs))
 
-        # The advice that `jackpot replay` would give about the same tokens.
+        # Give the advice that `jackpot replay` would give about the same tokens.
         sums = ReplaySums(settings_of(self._config, ()))
         sums.add(saved_responses(chosen, columns, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {self._policy}"
-        answer = sums.advice(weights, relative_costs(policy, writer))
+        answer = sums.advice(weights, relative_costs(loaded_policy, loaded_rollout_model))
 
         return Candidate(
             name=rollout_model,
-            parameters=writer.num_parameters(),
-            policy_parameters=policy.num_parameters(),
+            parameters=loaded_rollout_model.num_parameters(),
+            policy_parameters=loaded_policy.num_parameters(),
             responses=len(sampled.rollouts),
             accuracy=sampled.accuracy if sampled.has_verdict else None,
             policy_accuracy=of_policy.accuracy if of_policy.has_verdict else None,
@@ -165,15 +167,17 @@ class PairBench:
         )
 
     def answers(self, path: str) -> Evaluation:
-        """Have the model at a path answer the prompts, and score the answers."""
+        """Let the model at a path answer all prompts, and score the answers."""
         with closing(self._engine(path)) as engine:
             return self._evaluate(engine)
 
     def _evaluate(self, engine: Engine) -> Evaluation:
+        """Generate one answer to each prompt with an engine, and score the answers."""
         return evaluate(engine, self._task, self._tokenizer, self.prompts, self._config.sampling, self._seed, k=1)
 
     def _engine(self, path: str) -> Engine:
-        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds one model only
+        """Start a transformers engine with the model at a path."""
+        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds a single model
         return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
 
 
@@ -191,7 +195,7 @@ def simulate_candidates(
         candidates: paths of rollout models; empty: the recipe's own.
         prompts: number of held-out prompts that each rollout model answers.
         seed: seed of prompts and sampling.
-        listen: takes the seconds that a candidate needed for its answers.
+        listen: function that is called with the seconds that a candidate needed for its answers.
 
     Raises:
         ConfigError: the recipe has no rollout model and no candidate is named, or a path is named twice.
@@ -230,13 +234,14 @@ def saved_columns(states: StatePairs, k: int) -> dict[str, Tensor]:
 def saved_responses(
     rollouts: Sequence[Rollout], columns: Sequence[dict[str, Tensor]], where: str
 ) -> list[SavedResponse]:
-    """Make saved responses of the sampled tokens of rollouts, without advantages.
+    """Convert rollouts to saved responses, which hold only sampled tokens and have no advantages.
 
     Args:
         rollouts: the rollouts.
         columns: chunks of `saved_columns` that together cover all sampled tokens, in their order.
         where: name of the rollouts' source, for messages.
     """
+    # The columns of each response, by name: every column over all tokens is cut by the responses' numbers of tokens.
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
     by_name = {name: torch.cat([chunk[name] for chunk in columns]).split(counts) for name in columns[0]}
     of_each = [dict(zip(by_name, tensors, strict=True)) for tensors in zip(*by_name.values(), strict=True)]
@@ -261,9 +266,9 @@ def saved_responses(
 def pair_states(
     policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[StatePairs]:
-    """Yield both models' distributions at every sampled token, n tokens at a time.
+    """Yield both models' next-token distributions at every sampled token of rollouts, n tokens at a time.
 
-    The `token_ids`, [n, 1], are the sampled tokens.
+    The `token_ids`, [n, 1], of the yielded pairs are the sampled tokens.
 
     Args:
         policy, rollout_model: the two models, with equal rows in their output layers.
@@ -287,8 +292,9 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 
 
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
-    """Return the fields of `Candidate` that are about tokens whose whole distributions were compared."""
+    """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]
+    # Means over states of t, t^2, e, a w^2, e^2 and t e, which `weight_moments` defines.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return {
@@ -309,7 +315,7 @@ def _state_means(numbers: StateNumbers) -> dict[str, Any]:
 
 
 def _sequence_means(rollouts: Sequence[Rollout], scores: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the fields of `Candidate` that are about whole responses, from the engines' log-probs of every response.
+    """Return those fields of `Candidate` that are about whole responses, from log-probs by the engines.
 
     Args:
         rollouts: responses of the rollout model.

@@ -1,4 +1,4 @@
-"""Next-token distributions of two models at the same states: how far apart they are, and what OBRS accepts there.
+"""Next-token distributions of two models at the same states: how far apart both are, and how much OBRS accepts.
 
 All tensors are float64. Shapes: `N` states, `V` vocabulary, `D` tokens drawn at each state, `L` values of lam.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from jackpot.objectives import obrs
 
 LAMS = (0.5, 1.0, 2.0)
-RECIPE_LAM = LAMS.index(1.0)  # index of the paper's lam, which is our default
+RECIPE_LAM = LAMS.index(1.0)  # index of the lam of the paper and of our default settings
 CAP = 3.0  # cap of TIS's weights, and c1 of OBRS
-_CACHED_ELEMENTS = 2**16  # size of a tensor that stays in a processor's cache
+_CACHED_ELEMENTS = 2**16  # number of elements of a tensor that stays in a processor's cache
 
 
 class _Columns(Protocol):
@@ -29,7 +29,7 @@ Rows = TypeVar("Rows", bound=_Columns)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePairs:
-    """The distributions of both models at N states, and tokens drawn from the rollout model's distribution."""
+    """The next-token distributions of rollout model and policy at N states, and tokens that the rollout model drew."""
 
     rollout: Tensor  # [N, V] log p_inf, float64
     target: Tensor  # [N, V] log p_target, float64
@@ -50,13 +50,13 @@ class StatePairs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateNumbers:
-    """The numbers of N states, exact sums over the whole vocabulary."""
+    """Divergence, acceptance and weights at each of N states, as exact sums over the whole vocabulary."""
 
     kl: Tensor  # [N] KL(target || rollout), nats
     reverse_kl: Tensor  # [N] KL(rollout || target), nats
     acceptance: Tensor  # [N, L] Z, the expected acceptance
     kl_after: Tensor  # [N, L] KL(target || p~), p~ the distribution of accepted tokens; inf where none is accepted
-    weights: Tensor  # [N, 6] `weight_moments`
+    weights: Tensor  # [N, 6] the means that `weight_moments` returns
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
@@ -78,12 +78,13 @@ def rejected_divergence(states: StatePairs, lam: float | Tensor) -> Tensor:
 
 
 def measure_states(states: StatePairs) -> StateNumbers:
-    """Compute the numbers of all states, a few states at a time so that tensors stay in the processor's cache."""
+    """Compute the `StateNumbers` of all states, a few at a time, so that tensors stay in the processor's cache."""
     size = max(1, _CACHED_ELEMENTS // states.rollout.shape[1])
     return concatenate([_measure_chunk(states.pick(rows)) for rows in torch.arange(len(states)).split(size)])
 
 
 def _measure_chunk(states: StatePairs) -> StateNumbers:
+    """Compute the `StateNumbers` of a few states."""
     rollout, target = states.rollout, states.target
     return StateNumbers(
         kl=divergence(target, rollout),
@@ -95,7 +96,7 @@ def _measure_chunk(states: StatePairs) -> StateNumbers:
 
 
 def weight_moments(states: StatePairs) -> Tensor:
-    """Return the means over p_inf at each state, [N, 6], that decide between TIS and OBRS, both with the cap CAP.
+    """Return six means over tokens drawn from p_inf, [N, 6], that decide between TIS and OBRS, both with the cap CAP.
 
     TIS weights a token by t = min(rho, CAP). OBRS at lam = 1 accepts it with probability a = min(1, rho) and weights it
     by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps e = Z t. The means are those of
@@ -105,7 +106,7 @@ def weight_moments(states: StatePairs) -> Tensor:
     tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)
     z = (p_inf * accepted).sum(-1, keepdim=True)
 
-    obrs_weight = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a is 1 where rho is smaller
+    obrs_weight = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a = max(rho, 1)
     expected = accepted * obrs_weight
     moments = (tis, tis.square(), expected, expected * obrs_weight, expected.square(), tis * expected)
     return torch.stack([(p_inf * moment).sum(-1) for moment in moments], dim=-1)
@@ -115,6 +116,7 @@ def concatenate(chunks: Sequence[Rows]) -> Rows:
     """Concatenate one or more instances of a dataclass whose fields are all tensors [n, ...], in their order."""
 
     def column(name: str) -> Tensor:
+        """Concatenate one field of all chunks."""
         return torch.cat([getattr(chunk, name) for chunk in chunks])
 
     return type(chunks[0])(**{name: column(name) for name in chunks[0].__dataclass_fields__})

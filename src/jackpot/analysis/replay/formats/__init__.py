@@ -8,7 +8,8 @@ from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.core.errors import ConfigError, DataError, unknown_name
 
 AUTO = "auto"
-_MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)  # tried in this order, cheap ones first
+# Formats are tried in this order, those that are cheap to recognize first.
+_MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)
 FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
 WRITABLE = {name: dump.writer for name, dump in FORMATS.items() if dump.writer}
 MOST_FILES = 8  # files whose columns are compared with the marks of a format

@@ -1,4 +1,4 @@
-"""The format of saved rollouts as data, and one reader for the files of all formats."""
+"""The description of a format of saved rollouts, and one reader for the files of all formats."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ class DumpWriter:
 
     file_name: str  # file below the folder of an export, with braces for the iteration
     columns: tuple[str, ...]  # our columns from which a record is made
-    lost: str  # names our columns that the format does not have
+    lost: str  # text that names our columns that the format does not have
     record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row  # makes a record of our row
 
 
@@ -34,14 +34,14 @@ class DumpFormat:
     """The format of one library's saved rollouts: how to find, recognize and read files, and maybe to write them."""
 
     name: str
-    files: Callable[[Path], list[Path]]  # finds the files of this format in a folder, or the file itself, in order
-    records: RecordReader  # yields the records of a file
-    marks: tuple[frozenset[str], ...]  # a file with all columns of one set has the format; none: its name suffices
+    files: Callable[[Path], list[Path]]  # function that finds the files of this format at a path, in order
+    records: RecordReader  # function that yields the records of a file
+    marks: tuple[frozenset[str], ...]  # a file that has all columns of any set has the format; (): its name suffices
     needed: tuple[str, ...]  # columns without which no correction can be replayed
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
-    where: Callable[[Path], str] = lambda path: path.name  # returns a file's name in messages
-    batch: tuple[str, ...] = ()  # columns in which a file equals the file that it repeats; none: no file repeats one
+    where: Callable[[Path], str] = lambda path: path.name  # function that returns a file's name for messages
+    batch: tuple[str, ...] = ()  # columns that are equal if a file repeats the batch of the file before; (): none does
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
@@ -61,7 +61,7 @@ class DumpFormat:
         Args:
             path: the file.
             warn: receives a sentence about each record that is left out.
-            incomplete: receives what the first record lacks, if no record has all needed columns.
+            incomplete: gets a sentence on what the first record lacks, if no record has all needed columns.
         """
         where = self.where(path)
         is_whole = False  # whether any record has all needed columns
@@ -96,7 +96,7 @@ class DumpFormat:
 
 
 def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[SavedResponse]:
-    """Yield the responses of all files in order, and warn of files without a needed column.
+    """Yield the responses of all files in their order, and warn of files that lack a needed column.
 
     A file that repeats the batch of the file before is skipped.
 
@@ -128,6 +128,7 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
 
 
 def _parquet_columns(path: Path, warn: Warn) -> set[str]:
+    """Return the names of a parquet file's columns; for a damaged file warn, and return an empty set."""
     try:
         return set(pq.read_schema(check_foreign(path)).names)
     except (OSError, pa.ArrowException) as error:
@@ -136,11 +137,11 @@ def _parquet_columns(path: Path, warn: Warn) -> set[str]:
 
 
 def _batch_digest(path: Path, names: Sequence[str]) -> str | None:
-    """Return a digest of a parquet file's batch; None for a damaged file, of which the reader of records warns.
+    """Return a digest of some columns of a parquet file; None for a damaged file, of which `parquet_rows` warns later.
 
     Args:
         path: the file.
-        names: columns of the batch.
+        names: names of the columns.
     """
     problems: list[str] = []
     digest = hashlib.sha256()

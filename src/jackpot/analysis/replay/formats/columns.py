@@ -13,7 +13,7 @@ from jackpot.analysis.replay.responses import DamagedRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The names of a library's columns for a response, and their position beside the tokens.
+    """The names of the columns in which a library saves a response, and their alignment with the tokens.
 
     Columns with a number for each token begin where the column `ids` begins. With `at_end` they end where `ids` ends,
     and may be shorter.
@@ -21,7 +21,7 @@ class Columns:
 
     ids: str  # column of the response's tokens; without `prompt`, of the tokens of prompt and response
     prompt: str | None = None  # column of the prompt's tokens; None: they are in `ids`
-    present: tuple[str, ...] = ()  # masks of prompt and `ids`, to be joined, which are 0 at padding
+    present: tuple[str, ...] = ()  # attention masks, 0 at padding, which joined in this order cover prompt and `ids`
     masks: tuple[str, ...] = ()  # a token is sampled if none of these columns is 0 at the token; columns may be missing
     length: tuple[str, ...] = ()  # columns with the response's number of tokens; the first in a record counts
     rollout_log_probs: str = "rollout_log_probs"
@@ -30,8 +30,8 @@ class Columns:
     advantages: str = "advantages"
     uid: tuple[str, ...] = ()  # columns that make the id; columns may be missing
     at_end: bool = False
-    begins_sampled: bool = False  # the response begins with the first sampled token: columns cover the prompt too
-    ends_sampled: bool = False  # without `present`, the response ends with the last sampled token: padding may follow
+    begins_sampled: bool = False  # True: columns cover the prompt too; the response begins with the first sampled token
+    ends_sampled: bool = False  # True: padding may follow; without `present`, the last sampled token ends the response
 
 
 OURS = Columns(ids="token_ids", log_probs="log_probs")  # the names that `response_of` takes
@@ -53,12 +53,12 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
     if prompt is not None:
         ids = torch.cat([torch.as_tensor(prompt), ids])
 
-    first = len(ids) - len(sampled)  # token at which the columns begin
+    first = len(ids) - len(sampled)  # index of the token at which the columns begin
     if first < 0:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
     present = _present(record, names, len(ids))
 
-    # The tokens from which and up to which the response goes.
+    # Indices of the response's first token, and of the token behind its last.
     sampled_at = sampled.nonzero().flatten() + first
     begin, end = first, len(ids)
     if names.begins_sampled:
@@ -79,7 +79,7 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
         theirs = getattr(names, ours)
         if record.get(theirs) is not None:
             column = _as_floats(record[theirs])
-            if column.ndim:  # else one advantage for all tokens
+            if column.ndim:  # a column of no dimension is one advantage for all tokens
                 _check_length(theirs, column, len(sampled))
                 column = column[response - first]
             columns[ours] = column
@@ -88,7 +88,7 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
 
 
 def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
-    """Return at which of the tokens that the columns cover the model sampled, [tokens] or fewer, bool.
+    """Return a bool mask, True at tokens that the model sampled: [tokens], or as long as the record's columns are.
 
     Args:
         record: the library's columns by name.
@@ -110,6 +110,7 @@ def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
 
 
 def _check_length(name: str, column: Tensor, length: int) -> None:
+    """Raise DamagedRecord if a column does not have `length` entries."""
     if len(column) != length:
         raise DamagedRecord(f"{name} has {len(column)} entries, there are {length} token_ids")
 
@@ -120,7 +121,7 @@ def _as_floats(values: Any) -> Tensor:
 
 
 def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
-    """Return at which of the last `length` tokens there is no padding, [length] bool; None without such a mask."""
+    """Return a mask that is False at padding, [length] bool for the last `length` tokens; None if none was saved."""
     masks = [torch.as_tensor(record[theirs]) for theirs in names.present if record.get(theirs) is not None]
     if not masks:
         return None

@@ -22,7 +22,7 @@ _COLUMNS = ("iteration", "sampled_by", *COLUMNS)
 
 
 def files(path: Path) -> list[Path]:
-    """Find the saved iterations at a path, in their order: of a run folder, of a folder of files, or a single file."""
+    """Find the files of saved iterations, in their order; the path is a run folder, a folder of files, or one file."""
     if path.is_file():
         return [path] if path.match(_NAMES) else []
     return sorted((path / "rollouts").glob(_NAMES)) or sorted(path.glob(_NAMES))

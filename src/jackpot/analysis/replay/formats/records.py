@@ -20,7 +20,7 @@ from jackpot.core.foreign import LARGEST_TEXT, MOST_REPETITION, Expansion, check
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
-MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding: a small file can stand for a huge response
+MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding; a small compressed file may claim many more
 _MOST_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
 _ROWS = 64  # parquet rows in memory at once
 
@@ -41,11 +41,15 @@ def check_size(tokens: int, entries: int) -> None:
 
 
 def matching(path: Path, pattern: str) -> list[Path]:
-    """Return a file that matches a pattern, or all such files below a folder; numbers in names sort as numbers."""
+    """Return the path itself if it is a file that matches a pattern, or all such files below a folder.
+
+    The files are sorted by name, where numbers in names sort as numbers.
+    """
     if path.is_file():
         return [path] if path.match(pattern) else []
 
     def sort_key(file: Path) -> list[list[tuple[int, int, str]]]:
+        """Return the words of a path, split at `_`: (0, number, "") for a number, (1, 0, text) for other words."""
         names = [name.split("_") for name in (*file.parent.parts, file.stem)]
         return [[(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in name] for name in names]
 
@@ -56,6 +60,7 @@ def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield (row, record) of every line that is a JSON object, from row 1, and warn of all other lines."""
     try:
         with open_foreign(path) as file:
+            # A line is read up to a byte beyond the limit only, so that no huge line fills the memory.
             for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
                 if len(line) > LARGEST_TEXT:
                     warn(f"{path.name} is left out from line {row} on, which has more than {LARGEST_TEXT:,} bytes")
@@ -106,8 +111,8 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
 
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
-    """Return the number of tokens and the number of all numbers in a row's column; both 0 if it holds no list."""
-    sizes = []
+    """Return the numbers of tokens and of all entries in a row's column, for `check_size`; (0, 0) if it has no list."""
+    sizes = []  # number of entries at each level of nested lists, the outermost first
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
         sizes.append(len(column))
@@ -115,7 +120,7 @@ def _sizes(column: pa.Array) -> tuple[int, int]:
 
 
 def torch_file(path: Path, warn: Warn) -> Any:
-    """Load tensors and plain values that torch.save wrote; warn of a damaged file and return None.
+    """Load a file of tensors and plain values that torch.save wrote; for a damaged file warn, and return None.
 
     Tensors are memory-mapped, so that opening a file costs no memory.
     """

@@ -41,7 +41,7 @@ class _Unpickler(pickle.Unpickler):
     """A reader of pickles that imports and calls nothing."""
 
     def find_class(self, module: str, name: str) -> type[_Inert]:
-        """Return the stand-in, whatever the pickle names."""
+        """Return the stand-in for whichever class or function the pickle names."""
         return _Inert
 
 
@@ -75,7 +75,7 @@ def _batch(path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(value: DumpRecord) -> Tensor:
-    """Make a tensor from the bytes that SkyRL stores, either numpy's or those of torch.save."""
+    """Make a tensor from a column as SkyRL stores it: the bytes of a numpy array, or those that torch.save wrote."""
     if value.get("format") == "torch":
         return torch.load(io.BytesIO(value["data"]), map_location="cpu", weights_only=True)
     return torch.from_numpy(np.frombuffer(value["data"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy())
