@@ -122,7 +122,7 @@ class DraftedBatch(DecodingBatch):
 
             if not self._is_started:
                 self._start()
-            # A pass gives one token more than the drafts that it accepts, so a row drafts one less than its limit leaves
+            # A pass gives one token beyond the accepted drafts, so a row drafts one token less than its limit allows.
             room = self._limits[self._rows] - self._lengths[self._rows] - 1
             drafted = torch.minimum(self._num_drafts[self._rows], room)  # [N]
             records = self._verify(*self._propose(drafted)).cpu()  # the only transfer of a call to the CPU

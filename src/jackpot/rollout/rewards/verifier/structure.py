@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+# For each opening bracket, the brackets that may close it: `[0,1)` is an interval.
 _CLOSING = {"(": (")", "]"), "[": ("]", ")"), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
 _OPENS, _CLOSES = re.compile(r"[(\[{]|\\\{|\\langle|\\begin.*"), re.compile(r"[)\]}]|\\\}|\\rangle|\\end.*")
 _TOKEN = re.compile(
@@ -20,7 +21,7 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """A structured answer: its kind and its members.
+    """The kind and the members of a structured answer, such as a tuple, set or matrix.
 
     Brackets, order and number of the members are kept, so that only members are compared as mathematics. Hence `(2,1)`
     is not an empty interval and `4:51` not a quotient.
@@ -77,7 +78,7 @@ def _members(text: str, separator: str) -> tuple[str, ...]:
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
     """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each piece."""
-    cuts = [0]
+    cuts = [0]  # start and end of each piece in turn, but the end of the last
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):
             cuts += [end - len(token), end]
