@@ -36,7 +36,7 @@ _SCORE_INTERVAL = 5.0
 class Evaluation:
     """The k sampled responses to each of several problems, with scores; all k of the first problem come first."""
 
-    k: int  # samples of each problem
+    k: int  # number of samples of each problem
     rollouts: tuple[Rollout, ...]
     responses: tuple[str, ...]  # text of each rollout
     scores: tuple[Score, ...]

@@ -38,7 +38,7 @@ class GenerationBatch:
     metrics: dict[str, float]  # metrics that the engines report, by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch as plain values and one tensor per token column, which `torch.load` takes as safe."""
+        """Return the batch as plain values and one tensor per token column, without objects that need pickle."""
         prompts = {rollout.prompt.uid: rollout.prompt for rollout in self.generated}
         rollouts = [
             (rollout.uid, rollout.prompt.uid, rollout.finish, rollout.sampled_by, len(rollout.token_ids))

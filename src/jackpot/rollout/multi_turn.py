@@ -23,7 +23,7 @@ def stream_rollouts(
 ) -> Iterator[Rollout]:
     """Generate the response to every request, and yield its rollout as soon as the response ends, in any order.
 
-    For a task without `turn_end_token_ids` the requests go to the engine as they are, and come back as its rollouts.
+    For a task without `turn_end_token_ids` the requests go to the engine unchanged, and its rollouts are yielded.
 
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.

@@ -66,8 +66,8 @@ class Sampler:
         prompts: source of training prompts.
         clock: times `rollout` (waiting for the engine) and `score` (scoring responses).
         event: called with (iteration, event) for every rollout that is discarded or cannot be scored.
-        check: called with (iteration, rollouts) once the rollout batch of an iteration is complete; `rollouts` are
-            those of its first generation batch with usable responses that have tokens and finite log-probs, aborted
+        check: called with (iteration, rollouts) once the rollout batch of an iteration is complete. `rollouts` come
+            from the first generation batch that has a usable response: all with tokens and finite log-probs, aborted
             ones too. The engines still hold the weights that generated these rollouts.
     """
 

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 class BackgroundEngine(QueuedEngine):
     """An engine that generates in the background, on another thread or in other processes, while its caller works.
 
-    `_begin` starts generating; later `_complete` takes each response, or `_fail` ends all of them.
+    `_begin` starts generating; later the generating side hands over each response by `_complete`, or ends by `_fail`.
     """
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
@@ -44,7 +44,7 @@ class BackgroundEngine(QueuedEngine):
         self._check_open(despite_failure=True)
 
         def is_settled() -> bool:
-            """Return whether `collect` need not wait: it has enough rollouts, nothing is unfinished, or a failure."""
+            """Return whether `collect` need not wait: enough rollouts, no unfinished request, or a failure."""
             in_flight = self._in_flight
             return len(in_flight.completed(uids)) >= n or not in_flight.num_unfinished or self._failure is not None
 

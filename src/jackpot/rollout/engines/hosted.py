@@ -222,6 +222,7 @@ class HostPeer(Peer):
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: PeerRequest) -> Any:
+        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if it does not hold these weights."""
         assert self.weights is not None  # a peer without them is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
         answer = await self._ask({**request.message, "held": held})

@@ -100,6 +100,7 @@ class QueuedEngine(Engine):
         return self._version
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Check requests and have them generated, as `Engine.submit` says; return at once."""
         self._check_awake()
         for request in requests:
             self._check(request)

@@ -30,7 +30,7 @@ from jackpot.core.errors import EngineError
 Result = TypeVar("Result")
 
 _MAX_EVENTS = 1000  # events that are kept between two calls of `take_events`
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach a peer
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # first and longest wait between two attempts to reach a peer, seconds
 
 
 class PeerLost(Exception):
@@ -49,7 +49,7 @@ class PeerRequest(NamedTuple):
 
 
 class Peer(ABC):
-    """A worker of a pool, such as a server. All methods run on the pool's event loop; the pool keeps the attributes."""
+    """A worker of a pool, such as a server. All methods run on the pool's event loop; the pool sets the attributes."""
 
     kind: ClassVar[str] = "peer"  # the word for a peer in events and errors, as in `peer_lost`
 
@@ -283,7 +283,7 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     def _watch(self, futures: Sequence[Future]) -> None:
-        """Store the futures that `results` waits for, so that a failure of the pool, also an earlier one, ends it."""
+        """Store the futures that `results` waits for, so that any failure of the pool, also a past one, ends them."""
         self._futures = set(futures)
         if self.failure is not None:
             self._fail(self.failure)

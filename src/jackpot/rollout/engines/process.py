@@ -79,6 +79,7 @@ class ProcessLink(Link):
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
+        """Start a new process in place of the old one, if there is one, and send it the setup."""
         await self.close()
         near_end, far_end = socket.socketpair()
         try:
@@ -92,6 +93,7 @@ class ProcessLink(Link):
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
+        """Send a message and return the answer, for which it waits as long as signs of life come in time."""
         self._newest += 1
         await self._send(message)
 
@@ -109,6 +111,7 @@ class ProcessLink(Link):
             raise PeerLost(await self._end()) from error
 
     async def close(self) -> None:
+        """Close the socket, and kill the process with all that it started."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

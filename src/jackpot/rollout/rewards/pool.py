@@ -69,8 +69,8 @@ class RewardWorkerPool:
 
     A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that
     it started, in whatever session, and another process takes its place. A call that ended its process, such as by the
-    kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
-    another call left behind.
+    kernel's OOM killer, is tried once more, alone and as the first call of a fresh process, so that no call fails
+    because of what another call left behind.
 
     Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
     further responses. A process is started only when a call would have to wait for one.

@@ -40,7 +40,7 @@ class RewardFn:
 
     Args:
         rewards: names, weights and limits of the rewards.
-        verdict: the verdict that `submit` will be given, if it is neither "correct" nor "reward"; else None.
+        verdict: the verdict that `submit` will be given, whose reward function is started too; None: "correct".
         workers: largest number of processes of the verifier and of each reward function; auto: number of free cores.
         timeout: seconds for one comparison, or for one call of a reward function without a limit in the settings.
             After that the answer is wrong, or the function's value 0, and `Score.reward_error` says so.
@@ -57,6 +57,7 @@ class RewardFn:
         timeout: float,
         verdict: VerdictConfig | None = None,
     ) -> None:
+        """Start a worker for each reward function of the user, and wait until it has imported the function."""
         if find_spec("math_verify") is None:
             raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
 

@@ -26,7 +26,7 @@ from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, ki
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # number of first rows in which a column is looked for, since one row of JSON may lack it
-_BATCH = 256  # rows filtered together
+_BATCH = 256  # number of rows that are filtered together
 # Names of the counts of rows: all rows that were read; rows left out, by reason; and rows that are kept although the
 # verifier cannot read the answer, or although the tokenizer has no tokens for a part of the prompt.
 COUNTED = ("rows", "without_answer", "long_answer", "too_long", "unreadable_answer", "unknown_tokens")
@@ -36,8 +36,8 @@ COUNTED = ("rows", "without_answer", "long_answer", "too_long", "unreadable_answ
 class DataSource:
     """A source of problems, whose rows are read in the same order each time."""
 
-    name: str  # for uids and messages
-    records: Callable[[], Iterator[Record]]  # called to read from the first row
+    name: str  # name of the source in uids and messages
+    records: Callable[[], Iterator[Record]]  # returns an iterator over all rows, from the first
     benchmark: Benchmark  # columns and answer formats where `settings` name none
     settings: DataConfig
     is_local: bool  # True for files; False for data of the hub, which is contacted when rows are read
@@ -160,7 +160,7 @@ class RowCounts(Counter[str]):
 
     @property
     def kept(self) -> int:
-        """Return the number of rows that became problems: the other rows have no answer, or too long a text."""
+        """Return the number of rows that became problems: others have no answer, or too long an answer or prompt."""
         return self["rows"] - self["without_answer"] - self["long_answer"] - self["too_long"]
 
 

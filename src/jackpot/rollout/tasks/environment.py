@@ -22,11 +22,11 @@ class EpisodeEnvironment(Protocol):
     """The methods that an environment must have, as text environments of Gymnasium do. `close` is optional."""
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin the episode of a seed; return the first observation, and a dict of details, which nobody reads."""
+        """Begin the episode of a seed; return the first observation, and a dict of details, which is ignored."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take an action; return observation, reward, if the episode ended, if it was cut off, and unread details."""
+        """Take an action; return (observation, reward, terminated, truncated, details); details are ignored."""
         ...
 
 

@@ -112,7 +112,7 @@ class Math(Task):
         return self.reward_fn.scores(responses, self._settings.decides)
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
-        """Begin to score responses; the returned function waits. Calls not begun in `reward_batch_timeout` s fail."""
+        """Begin to score, and return a function that waits; calls not begun within `reward_batch_timeout` fail."""
         return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:

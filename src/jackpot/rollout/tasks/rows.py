@@ -31,8 +31,8 @@ _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
 _BATCH = 64  # rows of parquet that are read at once
-LARGEST_JSON = 2**31  # bytes of a .json file, which is one list; .jsonl, with one row a line, has no such limit
-LONGEST_LINE = 64 * 2**20  # bytes of a row in a file with one row a line
+LARGEST_JSON = 2**31  # largest size of a .json file, bytes; .jsonl, with one row a line, has no such limit
+LONGEST_LINE = 64 * 2**20  # longest line of a file with one row a line, bytes
 _LARGEST_NUMBER = 10**300  # largest absolute value of a number that is an answer or an id
 _MAX_LISTED = 5  # largest number of files named in a message
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
@@ -209,7 +209,7 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether a path belongs to a split: the innermost of its names that names any split names this split."""
+    """Return whether the innermost file or folder name of a path that names any split names the split `split`."""
     # A letter at either end of the split's name must not touch another letter, nor a digit a digit, in the path: train2
     # belongs to the split train, and trainer does not.
     before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))

@@ -174,7 +174,7 @@ def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Join messages with an empty line between two of them, without any frame."""
+    """Join the contents of messages, with an empty line between two of them and no other text."""
     return "\n\n".join(message.content for message in messages if message.content)
 
 

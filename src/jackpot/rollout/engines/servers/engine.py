@@ -105,7 +105,7 @@ class ServerEngine(BackgroundEngine):
     def _replica(self, url: str, client: Any) -> Replica:
         """Return the `Replica` of the server at `url`, with the `client` that calls the server."""
 
-    # Methods that serve for vLLM and SGLang
+    # Methods that the engines of vLLM and SGLang share
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call.

@@ -35,7 +35,7 @@ class ServerRefused(PeerLost):
 
 
 def open_session(urls: Sequence[str], api_key_var: str) -> Any:
-    """Open the aiohttp session that all clients share; the event loop that uses the session calls this.
+    """Open the aiohttp session that all clients share; to be called on the event loop that uses the session.
 
     Args:
         api_key_var: environment variable that holds the key of all servers.

@@ -16,7 +16,8 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Finish, Rollout, Version
 from jackpot.rollout.engines.base import Request
 
-NEUTRAL: Mapping[str, float] = {  # every sampling parameter is sent, so that no default of a server applies
+# Values without effect of further sampling parameters, which are sent so that no default of a server applies.
+NEUTRAL: Mapping[str, float] = {
     "min_p": 0.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,

@@ -54,6 +54,7 @@ class SGLangReplica(Replica):
         self._head_is_fp32 = settings.head_dtype == "fp32"
 
     async def _read_facts(self) -> ServerInfo:
+        """Ask the server for its settings and the names of its parameters, check both, and return its limits."""
         settings = await self._client.server_info()
         checksums = await self._client.checksums()
         with self._reading_facts():

@@ -29,7 +29,7 @@ GROUPED_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_exact_fp8"
 EAGER_FP8 = "jackpot_eager_fp8"
 # Implementations to which transformers passes a mask [N, 1, T, S] unchanged.
 ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
-_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # implementation with an FP8 cache in place of each
+_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # what replaces each for an FP8 cache
 
 
 def grouped_attention(

@@ -163,6 +163,14 @@ class DecodingBatch:
         max_model_len: int,
         version: Version,
     ) -> None:
+        """Prepare a batch; the first step reads the prompts.
+
+        Args:
+            requests: requests with equal `batch_settings`.
+            eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`.
+            max_model_len: largest length of a prompt and its response together, tokens.
+            version: version of the model's weights, which every token carries.
+        """
         samplings = [request.sampling for request in requests]
         prompts = [request.prompt.token_ids for request in requests]
         self._model, self._version = model, version

@@ -105,7 +105,7 @@ class DraftedBatch(DecodingBatch):
             """Return the keys, one for each request, of the uniforms for one use."""
             return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
 
-        # [R, 3], keys of the three streams of uniforms
+        # [R, 3], keys of three streams of uniforms: 0 draws drafts, 1 decides on acceptance, 2 draws all other tokens
         self._streams = torch.stack([keys("draft"), keys("accept draft"), keys("token")], dim=1)
         self._is_started = False
 

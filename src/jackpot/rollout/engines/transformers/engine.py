@@ -142,6 +142,7 @@ class TransformersEngine(QueuedEngine):
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says, from forward passes over several rollouts each."""
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         model = self._weights.model

@@ -18,7 +18,7 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return the new room, in tokens of a row, of a cache in which the `length` tokens it has room for are used."""
+    """Return how many tokens of a row a cache has room for after it grows; before, it has `length`, all in use."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 

@@ -77,7 +77,7 @@ def repair_sampling(worker: Any) -> None:
 
 
 def _draw_drafts(logits: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
-    """Draw drafts, and return them [N] with their distributions [N, V]; replaces vLLM's `_sample_from_logits`.
+    """Draw N drafts; return their token ids [N] and distributions [N, V]. Replaces vLLM's `_sample_from_logits`.
 
     Args:
         logits: [N, V], overwritten.
@@ -115,8 +115,8 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
 
     Args:
         prompt_length, response_length: numbers of tokens.
-        metrics: vLLM's `RequestSpecDecodeMetrics` of the response, which counts the policy's passes after the prompt's.
-            Each of these verifies drafts.
+        metrics: vLLM's `RequestSpecDecodeMetrics` of the response, with the drafts of each pass of the policy after
+            that over the prompt; every such pass verifies drafts.
     """
     accepted, drafted = metrics.per_step_accepted, metrics.per_step_drafted
     num_drafts = metrics.num_spec_tokens  # largest number of drafts in a step

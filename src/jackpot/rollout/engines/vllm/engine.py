@@ -61,7 +61,7 @@ _CPU_CACHE_BYTES = 2**30  # size of the KV cache on a CPU if `kv_cache_memory_by
 class VLLMEngine(ThreadEngine):
     """An engine that decodes with vLLM in this process; vLLM owns a copy of the model.
 
-    Its one event is `quantized`, where the settings quantize.
+    The only event of this engine is `quantized`, where the settings quantize.
     """
 
     def __init__(

@@ -32,6 +32,7 @@ class VLLMReplica(Replica):
         self._model_name = ""  # name of the server's model, which every request for a completion gives
 
     async def _read_facts(self) -> VLLMServerInfo:
+        """Ask the server for its model's name, settings, sizes and parameters, check them, and return them."""
         client = self._client
         self._model_name = await client.model_name()
         vllm_config = await client.vllm_config()

@@ -87,7 +87,7 @@ _PLAIN_UNIT = re.compile(
 def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
-    Return None where other words follow, so that they are not taken for a product of letters.
+    Return None where other words follow, so that those words are not taken for a product of letters.
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""

@@ -36,7 +36,7 @@ def parse_structure(text: str) -> Structure | None:
     r"""Return the structure of a normalized answer, or None where it is a single expression.
 
     A comma between digits without a space separates thousands, if the answer also has an unambiguous separator: a comma
-    followed by a space, or a word. `a \pm b` counts as two members. A determinant (`vmatrix`) is a number.
+    followed by a space, or `and` or `or`. `a \pm b` counts as two members. A determinant (`vmatrix`) is a number.
     """
     if _SURE_SEPARATOR.search(text):
         text = _THOUSANDS.sub("", text)

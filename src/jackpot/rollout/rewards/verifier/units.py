@@ -116,7 +116,7 @@ _MEANINGFUL = frozenset(  # words that change a number, or join it with another,
 )
 _MILLIONS = re.compile("[a-z]+illions?")
 _NO_LABEL = re.compile(r"\d|[=<>+*^_\\{}]|(?<![a-z])/|/(?![a-z])")
-_MOST_WORDS = 5  # most words of a label
+_MOST_WORDS = 5  # largest number of words of a label
 LABEL = "label"  # stands for a unit where other words follow a number, such as `apples`
 _K = "K"  # kelvin, or perhaps thousand if the reference has no unit
 
@@ -126,8 +126,8 @@ def read_unit(text: str, symbols: bool) -> str | None:
 
     The result is None where the text changes the number, as `dozen` does, or is not made of words.
 
-    A unit is one of the words and symbols above, or a product or quotient of them in any usual spelling: `km/h`,
-    `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Nothing is converted.
+    A unit is a word or symbol of `_UNITS` or `_SI`, or a product or quotient of units in any usual spelling: `km/h`,
+    `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Units are not converted.
 
     Args:
         text: content of `\text{...}`, or the text after a number, such as ` km/h`; powers are in LaTeX.
