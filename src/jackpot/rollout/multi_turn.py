@@ -113,7 +113,7 @@ class _Episode:
             "stop_token_ids": request.sampling.stop_token_ids + self._task.turn_end_token_ids,
         }
 
-        turn = len(self._segments) // 2
+        turn = len(self._segments) // 2  # number of earlier turns, each of which a reply follows
         return replace(
             request,
             uid=f"{request.uid}/turn {turn}" if turn else request.uid,

@@ -51,7 +51,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
     is taken as if there were one more problem of value 0 and one of value 1.
     """
     problems, mean = len(values), float(values.mean())
-    largest = mean * (1.0 - mean)
+    largest = mean * (1.0 - mean)  # largest variance that numbers from 0 to 1 with this mean can have
     if largest <= 0.0:
         mean = (float(values.sum()) + 1.0) / (problems + 2.0)
         return sqrt(mean * (1.0 - mean) / problems)

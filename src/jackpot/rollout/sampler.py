@@ -251,12 +251,13 @@ class Sampler:
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
         """Wait for a generation batch; begin to score each group once it is complete, while others are generated."""
-        members: dict[str, list[str]] = {}
+        members: dict[str, list[str]] = {}  # by prompt uid, the uids of the prompt's requests
         for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
 
         rollouts: dict[str, Rollout] = {}
-        reasons: dict[str, str] = {}
+        reasons: dict[str, str] = {}  # by uid of a discarded rollout, the reason
+        # By uid of the prompt of a complete group, its usable rollouts and the function that waits for their scores.
         scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
 
         while len(scoring) < len(members):
@@ -379,7 +380,8 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
-    # How many responses to each prompt the rollout model generates
+    # How many responses to each prompt the rollout model generates: all responses to the first prompts by hash, or else
+    # `least` to every prompt and one more to the first `more` of them. Adding `chance` rounds the number at random.
     if model.split == "prompt":
         count = int(share * len(by_hash) + chance)
         remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)

@@ -329,6 +329,7 @@ class Pool(Generic[AnyPeer]):
         peer.lost_since = peer.lost_since or time.monotonic()
         self._notify()
 
+        # Where all peers are lost, the pool fails `patience` seconds after the last of them was lost.
         limits = self._limits
         timeout = limits.patience
         lost_since = [member.lost_since for member in self.peers if member.lost_since is not None]
@@ -341,6 +342,7 @@ class Pool(Generic[AnyPeer]):
                     f"({reasons}). {limits.unreachable_advice}"
                 )
 
+        # A peer that was only restarted can be reached, so the first attempt is made at once.
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
 

@@ -174,6 +174,7 @@ class RewardWorkerPool:
 
     def _tried(self, items: Sequence[Item], is_fresh: bool) -> list[RewardResult | None]:
         """Call the function for items in one process; return None for items whose result the process did not give."""
+        # Take an idle worker, or start one where none is idle.
         try:
             worker = self._started() if is_fresh else self._idle.pop()
         except IndexError:
@@ -185,6 +186,7 @@ class RewardWorkerPool:
 
         job = secrets.token_hex(8)
         try:
+            # The worker answers with a message for each item, and then with one that says whether it is worn.
             worker.send({"items": items, "job": job}, until)
             while "worn" not in (message := worker.receive(until, job)):
                 index, result = _result(message)

@@ -108,6 +108,8 @@ class RewardFn:
             verdict: decides `Score.correct`; None: no response is right or wrong.
             limit: seconds after which a call that has not begun is given up, with the error `timeout`.
         """
+        # Compare without algebra first, where None means that only algebra, in a worker, can decide. A response without
+        # an answer is wrong.
         names = self._used(verdict)
         pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))

@@ -40,6 +40,7 @@ class Arithmetic(Task):
         """Draw the numbers that problem `index` of `split` adds: first how many, then each number, all uniformly."""
         if split not in get_args(Split):
             raise DataError(f"arithmetic has no split {split!r}; valid: {', '.join(get_args(Split))}")
+        # Draw again until the hash of the operands selects this split.
         draw = random.Random(_hash(f"{split}/{index}"))
         while True:
             terms = draw.randint(self._settings.min_terms, self._settings.max_terms)

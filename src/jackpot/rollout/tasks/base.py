@@ -147,6 +147,7 @@ class PromptStream:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
 
         count = len(self._sources)
+        # Seeds of the orders in which the problems of each source come.
         self._seeds = [seed] if count == 1 else [fold_in(seed, "source", index) for index in range(count)]
         self._ends = list(accumulate(source.weight for source in self._sources))  # sum of weights up to each
         self._key = fold_in(seed, "mix")  # key of the draws of sources
@@ -178,6 +179,7 @@ class PromptStream:
 
     def _draw(self) -> tuple[int, int]:
         """Draw the source of the next prompt; return the source's index, and how many prompts it gave before."""
+        # A hashed point on the line of all weights, one source after the other, selects the source at this point.
         point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
         source_index = min(bisect_right(self._ends, point), len(self._ends) - 1)
         self._drawn[source_index] += 1

@@ -297,6 +297,7 @@ def make_reader(
         DataError: a column is missing (lists the columns there are).
     """
     columns, choose_column = settings.columns, partial(_column, first)
+    # The problem is one column, or several whose names stand in braces.
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
     joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
     problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)

@@ -68,6 +68,7 @@ class ModelRunner:
 
     def prefill(self) -> Tensor:
         """Run the model on the prompts, before any step; return the hidden states that predict first tokens, [R, H]."""
+        # Read each different prompt once, and give every row a copy of the cache of its prompt.
         unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
         device = self._model.device
 

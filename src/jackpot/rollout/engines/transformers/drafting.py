@@ -237,6 +237,8 @@ class DraftedBatch(DecodingBatch):
             records: as returned by `_verify`, on the CPU.
             drafted: [N], the number of tokens that each row drafted.
         """
+        # A row gets its first `accepted` drafts, all before the first that is rejected, and the token in place of the
+        # next. A stop token among these ends the row earlier.
         rows, positions = self._rows, torch.arange(records.shape[1])
         tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
         is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
@@ -251,6 +253,7 @@ class DraftedBatch(DecodingBatch):
             raise self._no_distribution(int(rows[row[first]]), int(at[first]))
 
         self._records[rows[row], at] = draws
+        # The last two tokens of each row are now in the columns `num_new` - 1 and `num_new` of `newest`.
         newest = torch.cat([self._tail[rows, 1:], tokens], dim=1)
         self._tail[rows] = newest.gather(1, num_new[:, None] - torch.tensor([1, 0]))
         self._lengths[rows] += num_new

@@ -265,6 +265,7 @@ class StaticBatch(DecodingBatch):
         masks = layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype)
         states = masked_forward(model, self._last_tokens[:, None], positions[:, None], self._cache, masks)
 
+        # The token that is drawn has the index column + 1 - prompt length in its response.
         random = uniforms(self._keys, column + (1 - self._prompt_length))
         draw = draw_tokens(head_logits(model, states[:, -1]), random, **self._settings._asdict())
         self._last_tokens.copy_(draw.tokens)

@@ -206,12 +206,14 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[is_named:])
 
+    # Wrong are a relation or infinity in one of the two texts only, a structure, and two numbers in place of one.
     is_relation = _RELATION.search(reference) is not None
     if (_RELATION.search(answer) is not None) != is_relation or parse_structure(answer) is not None:
         return False
     if (r"\infty" in answer) != (r"\infty" in reference) or (expected and _TWO_NUMBERS.search(answer)):
         return False
 
+    # Compare the units apart, and what stands before them by algebra.
     if not is_relation:
         answer, unit = split_unit(answer, is_reference=False) or ("", "")
         reference, reference_unit = split_unit(reference, is_reference=True) or (reference, "")

@@ -78,7 +78,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
     If the exponent has a sign, the number must stand alone: `e^2-2e-3` and `(3e-1)/2` are sums, and stay.
     """
     before, after = match.string[: match.start()], match.string[match.end() :]
-    if not match[2].isdecimal():
+    if not match[2].isdecimal():  # the exponent has a sign
         in_brackets = before.rstrip("+- ").endswith(("(", "[")) and after.lstrip().startswith((")", "]"))
         if in_brackets or not _BEGINS.search(before) or not _ENDS.match(after):
             return match.group()

@@ -56,6 +56,7 @@ def parse_structure(text: str) -> Structure | None:
 
 def _bracketed(text: str) -> Structure | None:
     """Parse a tuple, interval, vector or set, such as `[0,1)`; None unless brackets enclose the whole text."""
+    # The first token after which no bracket is open must be the end of the text, and close its first bracket.
     opening = next((bracket for bracket in _CLOSING if text.startswith(bracket)), None)
     end, closing = next(((end, token) for token, end, depth in _tokens(text) if depth == 0), (0, ""))
     if opening is None or end != len(text) or closing not in _CLOSING[opening]:
